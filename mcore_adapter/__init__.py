@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from mcore_adapter import quick_import
+from mcore_adapter.models import quick_import
 
 quick_import.install()
 

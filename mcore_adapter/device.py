@@ -16,7 +16,7 @@ from mcore_adapter.settings import Fp8Recipe
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -49,8 +49,13 @@ class Device(Protocol):
         initialization."""
         ...
 
-    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        """Return the layers of this pipeline stage (of its virtual stage `vp_stage`)."""
+    def layer_spec(self, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+        """Return how a layer is built, with that many experts; None: with a dense MLP."""
+        ...
+
+    @property
+    def final_norm(self) -> type[Any]:
+        """The class of the norm after the last layer."""
         ...
 
     def synchronize(self) -> None: ...

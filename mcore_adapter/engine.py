@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_adapter.activations.auto import AutoRecompute, Peak
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
@@ -30,18 +29,19 @@ from mcore_adapter.data.shape import BatchShape
 from mcore_adapter.data.shard import BatchShard, weighed, whole
 from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
-from mcore_adapter.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export
 from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
 from mcore_adapter.hf.saving import save_hf
-from mcore_adapter.host_weights import HostWeights
-from mcore_adapter.kernels import computed_by
+from mcore_adapter.memory.auto import AutoRecompute, Peak
+from mcore_adapter.memory.host_weights import HostWeights
+from mcore_adapter.memory.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
+from mcore_adapter.memory.recompute import warn_of_kept_products
+from mcore_adapter.models.forward import ModelOutput, lm_output, run_schedule, value_output
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
+from mcore_adapter.models.kernels import computed_by
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
-from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
-from mcore_adapter.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
+from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.recompute import warn_of_kept_products
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import ModelConfig, read_config
 from tracing import span

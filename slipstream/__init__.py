@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.weights import sequence_mean as sequence_mean
-    from mcore_adapter.forward import ModelOutput as ModelOutput
+    from mcore_adapter.models.forward import ModelOutput as ModelOutput
     from rollout.types import Completion as Completion
     from rollout.types import GenerateRequest as GenerateRequest
     from rollout.types import Generator as Generator
@@ -57,7 +57,7 @@ _HOME = {
     "AlgorithmSettings": "core.config.algorithm",
     **dict.fromkeys(("Section", "key"), "core.config.base"),
     "read_options": "core.algorithms.build",
-    "ModelOutput": "mcore_adapter.forward",
+    "ModelOutput": "mcore_adapter.models.forward",
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",

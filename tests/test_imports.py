@@ -57,13 +57,13 @@ ORDER = {
         "producer evaluation",
     ),
     "mcore_adapter": (
-        "quick_import settings lr_schedule layer_specs data",
+        "settings data",
         "cpu cuda",
-        "device logprobs optimizer_state host_weights",
-        "host_activations",
-        "parallel optimizer recompute",
-        "models forward out_of_memory",
-        "hf bare_loop activations kernels",
+        "device",
+        "parallel optimizer",
+        "memory",
+        "models",
+        "hf",
         "checkpoint",
         "engine",
         "tools",
@@ -141,7 +141,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
-        "mcore_adapter.quick_import": "torch",
+        "mcore_adapter.models.quick_import": "torch",
     },
     "torch loads for seconds: not in a generator without a model": {
         "core.data.wire": "torch",
@@ -157,9 +157,9 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
-        "mcore_adapter.logprobs": "mcore_adapter.cuda.lm_head",
+        "mcore_adapter.models.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
-        "mcore_adapter.optimizer": "mcore_adapter.cuda.gradients",
+        "mcore_adapter.optimizer.training": "mcore_adapter.cuda.gradients",
         "mcore_adapter.models.experts.routing": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {
@@ -184,7 +184,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.data.convert": "mcore_adapter.hf.saving",
         "tools.bench.cpu.components": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.gpu.trainer": "core.experiments.process_settings core.launch.trainer_group "
-        "mcore_adapter.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
+        "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu.servers": "transformers",
     },
 }

@@ -27,7 +27,7 @@ from mcore_adapter.data.weights import sequence_mean
 if TYPE_CHECKING:
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.forward import ModelOutput
+    from mcore_adapter.models.forward import ModelOutput
 
 PreferenceLoss = Literal["sigmoid", "ipo"]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.forward import ModelOutput
+    from mcore_adapter.models.forward import ModelOutput
 
 
 class SavedSteps(Algorithm):

@@ -12,7 +12,7 @@ from core.algorithms.losses import sft_loss
 
 if TYPE_CHECKING:
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.forward import ModelOutput
+    from mcore_adapter.models.forward import ModelOutput
 
 
 class SFT(Objective):

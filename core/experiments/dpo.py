@@ -15,7 +15,7 @@ from core.experiments.sft_trainer import SFTTrainer
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,7 +26,7 @@ from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
 from core.weight_sync.servers import make_sender
 from mcore_adapter.device import get_device
-from mcore_adapter.out_of_memory import is_out_of_memory
+from mcore_adapter.memory.out_of_memory import is_out_of_memory
 from tracing import spanned
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from allocation import GPU
 from core.errors import LaunchError
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, MemoryFlag
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from mcore_adapter.checkpoint.host_copy import HostCopy, gathered_by, gathered_s
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
 from mcore_adapter.hf.saving import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
-from mcore_adapter.optimizer import TrainOptimizer
+from mcore_adapter.optimizer.training import TrainOptimizer
 from mcore_adapter.parallel import ParallelState
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
 from mcore_adapter.checkpoint.restricted import load_plain
 from mcore_adapter.hf.safetensors_folder import copy_tokenizer
-from mcore_adapter.out_of_memory import is_out_of_memory
+from mcore_adapter.memory.out_of_memory import is_out_of_memory
 
 Written = list[Any] | Exception
 """The report of torch's writer about the shards of one rank, or why there are none: an OSError where files could not be

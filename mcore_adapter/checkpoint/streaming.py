@@ -38,8 +38,7 @@ from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, writ
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.gpt import check_layout
 from mcore_adapter.models.tables import EMBEDDING, outer_table
-from mcore_adapter.models.transformer_config import layers_of_chunks
-from mcore_adapter.parallel import ParallelState
+from mcore_adapter.parallel import ParallelState, layers_of_chunks
 from model_specs.hf_config import ModelConfig
 from model_specs.model_folder import TOKENIZER_FILES
 from model_specs.tensors import hf_shapes

@@ -22,14 +22,14 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.overrides import TorchFunctionMode
 
 from mcore_adapter.cpu.adam import FusedAdam
 from mcore_adapter.cpu.attention import rotary_thd
 from mcore_adapter.cpu.elementwise import swiglu
-from mcore_adapter.cpu.layers import CpuDuplicatedLinear, cpu_block_spec
+from mcore_adapter.cpu.layers import CpuDuplicatedLinear, CpuRMSNorm, cpu_layer_spec
 from mcore_adapter.cpu.products import use_onednn
 from mcore_adapter.settings import Fp8Recipe
 
@@ -172,8 +172,10 @@ class CpuDevice:
             batch_p2p_sync=False,
         )
 
-    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        return cpu_block_spec(config, vp_stage)
+    def layer_spec(self, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+        return cpu_layer_spec(config, num_experts)
+
+    final_norm = CpuRMSNorm
 
     def synchronize(self) -> None:
         """Do nothing: CPU operations are complete when they return."""

@@ -6,7 +6,6 @@ Invariant: the parameter names are those of Megatron's local layer spec.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,13 +17,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention, zigzag_attention
 from mcore_adapter.cpu.elementwise import rms_norm
 from mcore_adapter.data.shared_prompts import SharedPromptParams
-from mcore_adapter.layer_specs import stage_layers
 
 
 class CpuRMSNorm(torch.nn.Module):
@@ -115,13 +112,8 @@ class CpuCoreAttention(MegatronModule):
         return zigzag_attention(query, key, value, lens, scale=self.scale, cp=cp, rank=self.cp_group.rank())
 
 
-def cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def cpu_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """Return Megatron's local layer spec with the leaf modules of this file."""
-    specs = stage_layers(config, vp_stage, partial(_layer_spec, config))
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=CpuRMSNorm)
-
-
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     is_latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,

@@ -22,9 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mcore_adapter.layer_specs import stage_layers
 from mcore_adapter.settings import Fp8Recipe
 
 
@@ -83,16 +81,15 @@ class CudaDevice:
             moe_grouped_gemm=True,
         )
 
-    def block_spec(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-        def layer(num_experts: int | None) -> ModuleSpec:
-            return get_gpt_layer_with_transformer_engine_spec(
-                num_experts=num_experts,
-                moe_grouped_gemm=True,
-                qk_layernorm=config.qk_layernorm,
-                multi_latent_attention=config.multi_latent_attention,
-            )
+    def layer_spec(self, config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=True,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
 
-        return TransformerBlockSubmodules(layer_specs=stage_layers(config, vp_stage, layer), layer_norm=TENorm)
+    final_norm = TENorm
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

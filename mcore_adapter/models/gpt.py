@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from allocation import ParallelLayout
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.device import Device
+from mcore_adapter.memory.recompute import install_recomputation, recompute_layers
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.experts.stacked import stack_experts
+from mcore_adapter.models.layer_specs import block_spec, install_post_norms
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
-from mcore_adapter.models.sandwich import install_post_norms
 from mcore_adapter.models.tables import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table, unstacked
 from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.recompute import install_recomputation, recompute_layers
 from mcore_adapter.settings import Fp8Recipe, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig
@@ -111,7 +111,7 @@ class ModelChunk(GPTModel):
     ) -> None:
         num_stages = parallel.layout.vpp
         vp_stage = stage if num_stages > 1 else None
-        spec = device.block_spec(megatron, vp_stage)
+        spec = block_spec(device, megatron, vp_stage)
         install_recomputation(spec)
         if model_config.moe is not None:
             _install_router(spec, model_config.moe, balance, device.torch_device)

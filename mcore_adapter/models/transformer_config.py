@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig for a ModelConfig on a layout and device, and which stage holds which layers."""
+"""Megatron's TransformerConfig for a ModelConfig on a layout and device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from allocation import ParallelLayout
 from mcore_adapter.device import Device
-from mcore_adapter.parallel import ParallelState
+from mcore_adapter.parallel import ParallelState, layers_of_chunks
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
 from model_specs.moe import MLAConfig, MoEConfig
 from model_specs.rope import YarnRopeScaling
-
-
-def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
-    """Return the layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i //
-    pp-th. What does not divide evenly goes to the first ones, as the last one has the output layer."""
-    chunks = layout.pp * layout.vpp
-    base, extra = divmod(num_layers, chunks)
-    starts = [i * base + min(i, extra) for i in range(chunks + 1)]
-    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
 
 
 def transformer_config(

@@ -44,7 +44,7 @@ from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
 

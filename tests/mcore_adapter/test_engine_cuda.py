@@ -111,7 +111,7 @@ def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
 
 
 def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_adapter import host_activations
+    from mcore_adapter.memory import host_activations
     from mcore_adapter.settings import LEVELS
 
     monkeypatch.setattr(host_activations, "SMALLEST_BYTES", 0)
@@ -127,7 +127,7 @@ def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, m
 def test_chunks_of_the_mlp_do_not_change_the_update(
     folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    from mcore_adapter import host_activations, recompute
+    from mcore_adapter.memory import host_activations, recompute
 
     monkeypatch.setattr(host_activations, "SMALLEST_BYTES", 0)
 
@@ -152,7 +152,7 @@ def test_chunks_of_the_mlp_free_what_is_computed_of_them(
 ) -> None:
     from transformers import Qwen2Config
 
-    from mcore_adapter import recompute
+    from mcore_adapter.memory import recompute
 
     tokens, chunk, width = 16384, 1024, 8192
     config = Qwen2Config(
@@ -300,7 +300,7 @@ def test_two_gpus_compute_the_mlp_in_chunks_as_one_does_at_once(
 
 
 def chunked_run(rank: Any, folder: str, layout: str, level: str) -> list[dict[str, float]]:
-    from mcore_adapter import recompute
+    from mcore_adapter.memory import recompute
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute, "MLP_TOKENS", 24)
@@ -326,7 +326,7 @@ def gpu_run(rank: Any, folder: str, layout: str | None, options: dict[str, Any])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk: int | None) -> None:
-    from mcore_adapter.logprobs import linear_logprobs
+    from mcore_adapter.models.logprobs import linear_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()

@@ -14,7 +14,7 @@ from helpers.engine_cases import make_engine, per_token, policy_loss, random_bat
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.memory_faults import injected
 from helpers.tiny_models import write_model
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 
 DP2 = ParallelLayout(dp=2)
 

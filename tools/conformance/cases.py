@@ -13,7 +13,7 @@ from core.algorithms.dpo import DPO
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 from tools.conformance.batches import LONGEST, Batch, to_case
 from tools.loss.result import compute
 

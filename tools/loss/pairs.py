@@ -13,7 +13,7 @@ from core.config.ppo import DPOHyperparameters
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 from tools.loss.case import Tokens
 
 

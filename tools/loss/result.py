@@ -23,7 +23,7 @@ from core.config.presets import PRESETS
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 from tools.loss.case import Tokens
 from tools.loss.pairs import compute_pairs
 

@@ -9,7 +9,7 @@ from core.algorithms.dpo import DPO
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 
 LENS = (4, 3, 6, 5)
 PAIRS = (1, -1, -2, 2)

@@ -19,7 +19,7 @@ from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.forward import ModelOutput
+from mcore_adapter.models.forward import ModelOutput
 
 MU = 0.25
 

@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, MemoryFlag
 
 FLAG = MemoryFlag(name="share", default=0.85)

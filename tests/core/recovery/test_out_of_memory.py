@@ -19,7 +19,7 @@ from helpers import memory_faults
 from helpers.memory_faults import run_out
 from helpers.runs import ppo
 from mcore_adapter.engine import WARM_UP_TOKENS
-from mcore_adapter.out_of_memory import StepOutOfMemory, is_out_of_memory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 
 def test_every_way_in_which_memory_runs_out_is_known() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mcore_adapter.bare_loop import Fused
+from mcore_adapter.models.bare_loop import Fused
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu.trainer import (

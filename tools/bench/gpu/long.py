@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
 from tools.bench.gpu.trainer import PEAK_FLOPS, Scene, free, make_engine, ppo_update, random_batch, trainer_world

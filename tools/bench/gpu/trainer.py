@@ -35,7 +35,7 @@ from tools.bench.figure import Figure
 from tools.demo.data import make_tokenizer
 
 if TYPE_CHECKING:
-    from mcore_adapter.bare_loop import Fused
+    from mcore_adapter.models.bare_loop import Fused
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200 by its data sheet."""
@@ -292,8 +292,8 @@ def bare_rate(
 ) -> tuple[float, float]:
     """Return (tokens/s, peak GB) of Megatron's own training step with these settings of BareLoop; `of` makes one
     duration of those that were measured."""
-    from mcore_adapter.bare_loop import BareLoop
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
+    from mcore_adapter.models.bare_loop import BareLoop
 
     per_mb = tokens_per_mb // int(batch.seq_lens[0])
     parts = [list(range(i, i + per_mb)) for i in range(0, batch.num_sequences, per_mb)]

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mcore_adapter.activations.auto import Peak
+from mcore_adapter.memory.auto import Peak
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 from tools.bench.gpu.trainer import Scene, ppo_update, seconds_of

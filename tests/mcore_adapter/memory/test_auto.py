@@ -16,9 +16,9 @@ from core.config.models import ModelTrainEvalConfig
 from helpers.engine_cases import make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool
 from helpers.tiny_models import write_model
-from mcore_adapter.activations.auto import SPARE
-from mcore_adapter.activations.estimate import activation_bytes
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.auto import SPARE
+from mcore_adapter.memory.estimate import activation_bytes
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from mcore_adapter.settings import LEVELS
 
 HELD = 1.0  # GiB beside the activations, as every rank reports it

@@ -14,8 +14,8 @@ from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, make_engine, policy_loss, random_batch, transformers_step
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import checkpoint_tensors, make_model, write_model
-from mcore_adapter.optimizer import TrainOptimizer
-from mcore_adapter.out_of_memory import StepOutOfMemory
+from mcore_adapter.memory.out_of_memory import StepOutOfMemory
+from mcore_adapter.optimizer.training import TrainOptimizer
 
 EPS = 1e6
 PLAIN_STEPS = {"lr": EPS, "eps": EPS, "weight_decay": 0.0}

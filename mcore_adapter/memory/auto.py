@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_adapter.activations.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.device import Device
-from mcore_adapter.models.transformer_config import layers_of_chunks
-from mcore_adapter.optimizer import TrainOptimizer
-from mcore_adapter.parallel import ParallelState
-from mcore_adapter.recompute import recompute_layers
+from mcore_adapter.memory.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.memory.recompute import recompute_layers
+from mcore_adapter.optimizer.training import TrainOptimizer
+from mcore_adapter.parallel import ParallelState, layers_of_chunks
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 

@@ -10,7 +10,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import make_engine
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
-from mcore_adapter.kernels import _named
+from mcore_adapter.models.kernels import _named
 
 
 def parts(rank: Rank, model: str, train: bool) -> dict[str, str]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mcore_adapter.data.token_chunks import MLP_TOKENS, chunks
-from mcore_adapter.host_activations import HostActivations, Pages
+from mcore_adapter.memory.host_activations import HostActivations, Pages
 from mcore_adapter.settings import Level
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_adapter import optimizer_state
 from mcore_adapter.cpu.adam import FusedAdam
-from mcore_adapter.optimizer_state import ALIGNMENT, SLAB_BYTES, HostPages, OptimizerState
+from mcore_adapter.optimizer import state as optimizer_state
+from mcore_adapter.optimizer.state import ALIGNMENT, SLAB_BYTES, HostPages, OptimizerState
 
 SLAB = 1 << 14
 SIZES = [5000, 3, 1, 777, 4096, 2048, 130, 6000]
@@ -508,7 +508,7 @@ def test_the_memory_of_state_that_is_gone_is_not_reserved(
 
 def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code() -> None:
     script = (
-        "import sys, torch; from mcore_adapter import optimizer_state as o;"
+        "import sys, torch; from mcore_adapter.optimizer import state as o;"
         "o._page_locked = lambda n: torch.ones(1 << 25, dtype=torch.uint8);"
         "o.HostPages(1000 << 14, 1 << 14).reserve(torch.device('cpu')); sys.exit(3)"
     )

@@ -12,7 +12,7 @@ from megatron.core.transformer import mlp as megatron_mlp
 from torch import nn
 
 from mcore_adapter.models.router import Router
-from mcore_adapter.optimizer import TrainOptimizer, addition
+from mcore_adapter.optimizer.training import TrainOptimizer, addition
 
 PARTS = {
     "core_attention": "attention",

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.device import Device
+from mcore_adapter.memory.recompute import checkpoint_first_layers
+from mcore_adapter.models.layer_specs import block_spec
 from mcore_adapter.models.transformer_config import transformer_config
-from mcore_adapter.optimizer import TrainOptimizer, wrap_for_training
+from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.recompute import checkpoint_first_layers
 from mcore_adapter.settings import OptimizerSettings
 from model_specs.hf_config import ModelConfig
 
@@ -49,7 +50,7 @@ class BareLoop:
         megatron.gradient_accumulation_fusion = False
         megatron.moe_permute_fusion, megatron.moe_router_fusion = "permutation" in fused, "routing" in fused
         model = GPTModel(
-            megatron, device.block_spec(megatron, None), config.vocab_size, config.max_position_embeddings,
+            megatron, block_spec(device, megatron, None), config.vocab_size, config.max_position_embeddings,
             share_embeddings_and_output_weights=config.tied, position_embedding_type="rope",
             rotary_base=config.rope_theta,
         )  # fmt: skip

@@ -14,8 +14,8 @@ from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, policy_loss, random_batch, write_bfloat16
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
 from helpers.tiny_models import SHAPE
-from mcore_adapter import host_activations, recompute
-from mcore_adapter.recompute import recompute_layers
+from mcore_adapter.memory import host_activations, recompute
+from mcore_adapter.memory.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS, Level
 
 MIXED: list[Level] = ["full", "offload", "offload", "selective"]  # of the 4 layers of a tiny model

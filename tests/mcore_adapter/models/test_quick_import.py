@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_adapter import quick_import
+from mcore_adapter.models import quick_import
 
 SHOW = """
 import sys

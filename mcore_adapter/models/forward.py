@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from mcore_adapter.data.packing import PackedMicrobatch
-from mcore_adapter.logprobs import linear_logprobs
+from mcore_adapter.models.logprobs import linear_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)

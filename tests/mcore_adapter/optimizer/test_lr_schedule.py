@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_adapter.lr_schedule import DECAYS, learning_rate
+from mcore_adapter.optimizer.training import DECAYS, learning_rate
 
 
 def rates(kind: str, *, warmup: float = 0.1, min_lr_ratio: float = 0.0, total_steps: int = 100) -> list[float]:

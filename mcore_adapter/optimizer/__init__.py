@@ -1,0 +1,1 @@
+"""The distributed optimizer, its learning rate, and its state in host memory."""
