@@ -5,12 +5,11 @@ Standard library only, and no tensor is read: a folder of many GB takes millisec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
-from model_specs.untrusted import UntrustedFileError, read_json, read_json_object
+from model_specs.untrusted import UntrustedFileError, open_regular, read_json_object
 from model_specs.weight_files import WeightsError, check_tensors, stored_tensors
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -60,20 +59,12 @@ def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None)
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ModelFolderError(f"{path}: no tokenizer; one of {', '.join(_TOKENIZERS)} must be in the folder")
     if tokenizer:
-        tokenizer_files(folder)
-        beyond = [end for end in read_end_token_ids(folder) if end >= config.vocab_size]
-        if beyond:
-            raise ModelFolderError(
-                f"{folder / 'generation_config.json'}: eos_token_id={beyond[0]}, but vocab_size={config.vocab_size} in "
-                "config.json: the file is of another model"
-            )
-    try:
-        if tokenizer and (folder / _TOKENIZERS[0]).is_file():
-            _check_tokenizer(folder / _TOKENIZERS[0], config.vocab_size)
-        if weights:
+        _check_tokenizer(folder, config.vocab_size)
+    if weights:
+        try:
             check_tensors(path, stored_tensors(folder), config, value_head=value_head)
-    except (ModelConfigError, WeightsError) as error:
-        raise ModelFolderError(str(error)) from None
+        except WeightsError as error:
+            raise ModelFolderError(str(error)) from None
     return config
 
 
@@ -85,7 +76,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
     own = folder.resolve()
     blobs = (own / "../../blobs").resolve()  # of a Hugging Face cache
     for path in found:
-        if not path.is_file() or path.resolve().parent not in (own, blobs):
+        if path.resolve().parent not in (own, blobs):
             raise ModelFolderError(
                 f"{path}: a link to {path.resolve()}, outside of the model's folder; copy the file into the folder"
             )
@@ -108,31 +99,36 @@ def read_end_token_ids(folder: str | Path) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def _check_tokenizer(file: Path, vocab_size: int) -> None:
-    """Raise ModelConfigError where tokenizer.json is none, or its vocabulary has ids that the model has no embedding
-    for. Added tokens may be beyond: many models have some that no text contains."""
-    try:
-        content = read_json(file)
-    except UntrustedFileError as error:
-        raise ModelConfigError(f"{error}; download the file again") from None
-    try:
-        ids = list(_token_ids(content))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ModelConfigError(
-            f"{file}: not a tokenizer: {type(error).__name__} {error}; it needs model.vocab. Download the file again"
-        ) from None
-    if not ids:
-        raise ModelConfigError(f"{file}: the tokenizer has no tokens; download the file again")
-    if max(ids) >= vocab_size:
-        raise ModelConfigError(
-            f"{file}: its largest token id is {max(ids)}, but vocab_size={vocab_size} in config.json: the tokenizer is "
-            "of another model"
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise ModelFolderError where a file of the tokenizer or generation_config.json is damaged, or has ids that the
+    model has no embedding for. Added tokens may be beyond: many models have some that no text contains."""
+    for path in tokenizer_files(folder):
+        try:
+            if path.suffix != ".json":
+                open_regular(path).close()
+                continue
+            content = read_json_object(path)
+        except UntrustedFileError as error:
+            raise ModelFolderError(f"{error}; download the file again") from None
+        if path.name == "tokenizer.json":
+            _check_ids(path, "its largest token id is ", _largest_id(path, content), vocab_size)
+    for end in read_end_token_ids(folder):
+        _check_ids(folder / "generation_config.json", "eos_token_id=", end, vocab_size)
+
+
+def _check_ids(path: Path, what: str, largest: int, vocab_size: int) -> None:
+    if largest >= vocab_size:
+        raise ModelFolderError(
+            f"{path}: {what}{largest}, but vocab_size={vocab_size} in config.json: the file is of another model"
         )
 
 
-def _token_ids(content: Any) -> Iterator[int]:
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        yield from map(int, vocabulary.values())
-    else:
-        yield from range(len(vocabulary))
+def _largest_id(path: Path, content: Any) -> int:
+    try:
+        vocabulary = content["model"]["vocab"]
+        return max(map(int, vocabulary.values())) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ModelFolderError(
+            f"{path}: not a tokenizer: {type(error).__name__} {error}; it needs model.vocab, with tokens. Download the "
+            "file again"
+        ) from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from allocation import CPU, GPU
+from model_specs.untrusted import UntrustedFileError, read_json_object
 from rollout.inference.backend import BackendSettings, WeightFormat
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
@@ -178,12 +179,9 @@ def server_arguments(given: Sequence[str]) -> dict[str, str | int | float | bool
 def read_json(path: Path) -> dict[str, Any]:
     """Return a json object, or an empty one where the file is missing. Raises EvalError for anything else."""
     try:
-        found = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise EvalError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise EvalError(f"{path} holds no json object, but {str(found)[:40]!r}")
-    return found
+        return read_json_object(path) if path.exists() else {}
+    except UntrustedFileError as error:
+        raise EvalError(str(error)) from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

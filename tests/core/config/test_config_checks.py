@@ -60,7 +60,7 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     [
         ("{}", "tokenizer.json: not a tokenizer: KeyError 'model'"),
         ('{"model": {"vocab": {"a": ', "tokenizer.json: not valid JSON: Expecting value"),
-        ('{"model": {"vocab": {}}}', "tokenizer.json: the tokenizer has no tokens"),
+        ('{"model": {"vocab": {}}}', "tokenizer.json: not a tokenizer: ValueError"),
         ('{"model": {"vocab": {"a": 64}}}', "its largest token id is 64, but vocab_size=64 in config.json"),
         ('{"model": {"vocab": [["a", 0.1]]}}', ""),
     ],
@@ -261,6 +261,22 @@ def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said:
     path = write_run(tmp_path)
     (tmp_path / "model" / "generation_config.json").write_text(content)
     assert [said in message for message in problems(path)] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", "[" * 10_000, "nested more than 100 deep"),
+        ("special_tokens_map.json", "[]", "expected a json object, found list"),
+        ("tokenizer.model", "version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
+        ("merges.txt", "version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
+    ],
+)
+def test_every_file_of_a_tokenizer_is_looked_at(tmp_path: Path, name: str, content: str, said: str) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / name).write_text(content)
+    (message,) = problems(path)
+    assert f"model/{name}: " in message and said in message
 
 
 def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:
