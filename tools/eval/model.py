@@ -181,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path) if path.exists() else {}
     except UntrustedFileError as error:
-        raise EvalError(str(error)) from error
+        raise EvalError(f"{path} is damaged: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
