@@ -393,7 +393,7 @@ def test_microbatches_of_nearly_the_same_size_share_a_choice(ranks: RankPool, tm
 
 def on_host(rank: Rank, model: str) -> list[float]:
     """The bytes of the host that activations may take: on the CPU, then on a device, as given and by default."""
-    from mcore_adapter.activations import auto
+    from mcore_adapter.memory import auto
 
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         given = [
@@ -414,7 +414,7 @@ def test_activations_take_as_much_host_memory_as_is_given(ranks: RankPool, tmp_p
 
 
 def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_adapter.activations import auto
+    from mcore_adapter.memory import auto
 
     limit, used = tmp_path / "max", tmp_path / "current"
     monkeypatch.setattr(auto, "_CONTROL_GROUPS", (("/no/max", "/no/current"), (str(limit), str(used))))

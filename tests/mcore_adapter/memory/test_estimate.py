@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from mcore_adapter.activations import estimate as estimates
 
 from allocation import ParallelLayout
 from mcore_adapter.data.token_chunks import MLP_TOKENS
+from mcore_adapter.memory import estimate as estimates
 from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
