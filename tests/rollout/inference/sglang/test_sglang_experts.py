@@ -22,7 +22,7 @@ from rollout.workflows import build_trajectory
 
 SHAPE = dict(
     vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
-    max_position_embeddings=64,
+    num_key_value_heads=2, max_position_embeddings=64,
 )  # fmt: skip
 MODEL = parse_config(
     {**SHAPE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
