@@ -160,7 +160,7 @@ def test_servers_get_the_keys_that_a_config_lacks_with_what_they_mean_here() -> 
     override = json.loads(flags(config(), json_model_override_args='{"rope_theta": 2.0}')["json_model_override_args"])
     assert override == {
         "rope_theta": 2.0, "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-        "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "topk_method": "noaux_tc", "moe_layer_freq": 1,
     }  # fmt: skip
     whole = config(**{key: value for key, value in override.items() if key != "rope_theta"})
     assert "json_model_override_args" not in flags(whole)
