@@ -150,8 +150,8 @@ class RunFacts:
 
     def kept_parts(self, use: ModelUse, model: ModelConfig) -> list[str]:
         """Return the parts of a model's layers that are recomputed with the whole layer alone
-        (mcore_adapter/memory/recompute.py). On GPUs experts are taken for stacked; whether they are depends on the GPU, and
-        the trainer reports it."""
+        (mcore_adapter/memory/recompute.py). On GPUs experts are taken for stacked; whether they are depends on the GPU,
+        and the trainer reports it."""
         kept = []
         if use.section.gradient_checkpointing == "selective" or model.mla is not None:
             kept.append("the inputs of its attention" if model.mla is None else "the inputs of its latent attention")
