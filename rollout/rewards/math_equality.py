@@ -91,7 +91,9 @@ def _are_same_in_any_order(gold: Sequence[Answer], answer: Sequence[Answer]) -> 
 def _is_same_quantity(gold: Answer, answer: Answer) -> bool:
     (formula, unit, beside), (other, other_unit, other_beside) = gold.parts, answer.parts
     if unit.known and other_unit == Unit() and (letter := re.fullmatch(r"(.*[\d})])\s*([b-zA-Z])", other)):
-        other, other_unit = letter[1], unit_of(letter[2]) or Unit()  # 5 m, where metres were asked for
+        other, other_unit = letter[1], unit_of(letter[2])  # 5 m, where the solution has metres
+    if other_unit is None:
+        return False
     is_percent, is_other_percent = _PERCENT in unit.known, _PERCENT in other_unit.known
     unit, other_unit = (Unit(each.known - {_PERCENT}, each.others) for each in (unit, other_unit))
     if beside != other_beside or not unit.agrees(other_unit):

@@ -37,7 +37,7 @@ _SPELLINGS = (
     (r"\\([%$])", r"\1"),
     (r"\bmph\b", "mi/h"),
     (r"\bkm?ph\b|\bkmh\b", "km/h"),
-    (rf"(?i){FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
+    (rf"{FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
     (r"\bper\b", "/"),
 )
 _TOKEN = re.compile(r"\s*(?:(平方|立方|[A-Za-zΩμ']+|[$€£₹¥%]|[\u4e00-\u9fff]+)|\^\s*\{?\s*(-?\d+)\s*\}?|/)\s*")
