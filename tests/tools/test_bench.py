@@ -1,13 +1,25 @@
-"""The benchmark runner: measurements without a GPU yield the rows that it writes."""
+"""The benchmark runner: its rows, the folder that it keeps, and how a measurement that is ended from outside ends."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tools.bench.__main__ import end_on_sigterm, kept_or_temporary
+from tools.bench.figure import Figure
+from tools.bench.gpu.push import drive
+from tools.bench.trl.peer import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +34,12 @@ def rows_of(folder: Path, *words: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(tmp_path: Path) -> None:
-    for _ in range(2):
-        rows = rows_of(tmp_path, "cpu", "--only", "allocation")
-        (row,) = rows.values()
-    assert row["name"] == "allocation.parse_10000_gpus" and row["value"] > 0
+    rows_before = [{"name": "other", "value": 1.0}, {"name": "allocation.parse_10000_gpus", "value": 0.0}]
+    (tmp_path / f"cpu-{os.cpu_count()}core-{date.today().isoformat()}.json").write_text(json.dumps(rows_before))
+    rows = rows_of(tmp_path, "cpu", "--only", "allocation")
+    assert list(rows) == ["other", "allocation.parse_10000_gpus"]
+    row = rows["allocation.parse_10000_gpus"]
+    assert row["value"] > 0
     assert row["command"] == "python -m tools.bench cpu --only allocation" and row["versions"]["torch"]
 
 
@@ -36,3 +50,56 @@ def test_measurements_of_gpus_can_be_tried_without_one(tmp_path: Path) -> None:
     for name in ("update.experts_64", "update.experts_64_auto", "long.4B_64"):
         assert rows[f"{name}_tokens_per_second"]["baseline"] > 0
     assert rows["checkpoint.tiny_size"]["value"] > 0
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_the_servers_of_a_measurement(restored: None) -> None:
+    ended = []
+
+    async def measured() -> AsyncIterator[Figure]:
+        try:
+            asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+            yield Figure(name="never", value=0.0, unit="", baseline=None, target="")
+        finally:
+            await asyncio.sleep(0)  # as the end of a server takes time
+            ended.append(True)
+
+    end_on_sigterm()
+    with pytest.raises(SystemExit) as exit_code:
+        list(drive(measured()))
+    assert ended == [True] and exit_code.value.code == 143
+
+
+def test_a_peer_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], cwd={str(tmp_path)!r})"
+    with pytest.raises(subprocess.TimeoutExpired):
+        output_of([sys.executable, "-c", parent], 15.0)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
+
+
+def test_a_peer_that_fails_is_reported_and_has_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert output_of([sys.executable, "-c", "import os; print(os.environ.get('LOCAL_RANK'))"], 30.0) == "None\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        output_of([sys.executable, "-c", "raise SystemExit(3)"], 30.0)
+    assert output_of([sys.executable, "-c", "print(7)"], 30.0) == "7\n"
+
+
+def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for named in (None, Path("a") / "kept"):
+        with kept_or_temporary(named) as folder:
+            (folder / "log").write_text("")
+        assert (folder / "log").exists() == (named is not None)
+    assert folder == tmp_path / "a" / "kept", "runs have another working directory"
