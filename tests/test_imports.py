@@ -69,7 +69,8 @@ ORDER = {
         "tools",
     ),
     "core": (
-        "errors config runs",
+        "errors config",
+        "runs",
         "processes",
         "monitoring data",
         "algorithms placement",

@@ -24,7 +24,7 @@ from core.runs.checkpoints import (
     cannot_continue,
     has_checkpoint,
     is_checkpoint,
-    named_near_trials,
+    near_trials,
     read_run,
     read_stream,
     recover_checkpoints,
@@ -371,7 +371,7 @@ def _checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
             yield Problem(key="resume_from", message=message)
     elif config.recover_mode == "resume":
         found = f"{recover} has none" if recover.is_dir() else f"{recover}: no such folder"
-        found += named_near_trials(recover)
+        found += near_trials(recover)
         message = f"resume needs a recover checkpoint of this trial; {found}; check experiment_name and "
         yield Problem(key="recover_mode", message=message + "trial_name, or write recover_mode=auto to begin at step 0")
 

@@ -16,7 +16,7 @@ from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity, ends_too_early, named_near_trials, too_few_steps
+from core.runs.checkpoints import RunIdentity, ends_too_early, near_trials, too_few_steps
 from core.runs.record import saved_models
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
     if checkpoint is None:
         if config.recovers:
             missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}"
-            missing += named_near_trials(folder)
+            missing += near_trials(folder)
             if config.recover_mode == "resume":
                 raise ValueError(
                     f"{missing}; check experiment_name and trial_name, or start a new run with recover_mode=auto"

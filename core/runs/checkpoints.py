@@ -74,18 +74,13 @@ def committed(recover: Path) -> list[Path]:
     return list(recover.glob(f"globalstep*/{MARKER}"))
 
 
-def near_trials(recover: Path) -> list[str]:
-    """Return the trials of the user, as experiment/trial, that have a recover checkpoint and a name like that of the
-    folder `recover`; the most similar first."""
+def near_trials(recover: Path) -> str:
+    """Return a note, in brackets, of the trials of the user, as experiment/trial, that have a recover checkpoint and a
+    name like that of the folder `recover`, the most similar first; empty where there are none."""
     user = recover.parent.parent
     others = [trial for trial in user.glob("*/*") if trial != recover and has_checkpoint(trial)]
     names = [f"{trial.parent.name}/{trial.name}" for trial in others]
-    return difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
-
-
-def named_near_trials(recover: Path) -> str:
-    """Return near_trials() as a message names them, in brackets; empty where there are none."""
-    near = near_trials(recover)
+    near = difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
     return f" (trials with one: {', '.join(near)})" if near else ""
 
 

@@ -12,12 +12,16 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from core.runs.checkpoints import committed, has_checkpoint
+
+if TYPE_CHECKING:
+    from core.config.common import CommonExperimentConfig
 
 PRIVATE = 0o077
 """Mask of new files and folders: prompts, answers and states are their owner's."""
@@ -99,19 +103,9 @@ def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
         yield
 
 
-class RecoverKeys(Protocol):
-    """What the configuration of a run decides about its start."""
-
-    @property
-    def recovers(self) -> bool: ...
-
-    @property
-    def recover_mode(self) -> str: ...
-
-
-def begins_anew(keys: RecoverKeys, paths: RunPaths) -> bool:
+def begins_anew(config: CommonExperimentConfig, paths: RunPaths) -> bool:
     """Return whether a run of this trial would begin at the first step where an earlier run has left results."""
-    if keys.recovers and (keys.recover_mode == "resume" or has_checkpoint(paths.recover)):
+    if config.recovers and (config.recover_mode == "resume" or has_checkpoint(paths.recover)):
         return False
     return bool(_results(paths))
 
@@ -133,17 +127,12 @@ def set_aside(paths: RunPaths) -> RunPaths:
 
 def _free_name(paths: RunPaths, stamp: str) -> RunPaths:
     """Return folders that do not exist, named after the trial and the time."""
-    number = 1
-    while True:
+    for number in count(1):
         ending = f".{stamp}" if number == 1 else f".{stamp}-{number}"
-        found = RunPaths(
-            logs=paths.logs.with_name(paths.logs.name + ending),
-            checkpoints=paths.checkpoints.with_name(paths.checkpoints.name + ending),
-            recover=paths.recover.with_name(paths.recover.name + ending),
-        )
-        if not any(path.exists() for path in (found.logs, found.checkpoints, found.recover)):
-            return found
-        number += 1
+        folders = {kind: path.with_name(path.name + ending) for kind, path in asdict(paths).items()}
+        if not any(path.exists() for path in folders.values()):
+            break
+    return RunPaths(**folders)
 
 
 def _results(paths: RunPaths) -> list[Path]:

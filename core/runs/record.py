@@ -23,12 +23,15 @@ from datetime import datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from core.runs.own import signed
-from core.runs.paths import RecoverKeys, RunPaths
+from core.runs.paths import RunPaths
+
+if TYPE_CHECKING:
+    from core.config.common import CommonExperimentConfig
 
 CONFIG, STARTS, COMPLETE = "config.yaml", "starts.jsonl", "complete.json"
 _MAX_CHANGES = 10
@@ -88,14 +91,14 @@ def is_complete(paths: RunPaths, end: Mapping[str, int | None]) -> bool:
     return all(Path(model, "config.json").is_file() for model in found["models"])
 
 
-def how_to_continue(keys: RecoverKeys, paths: RunPaths, command: Sequence[str]) -> str:
+def how_to_continue(config: CommonExperimentConfig, paths: RunPaths, command: Sequence[str]) -> str:
     """Return what a user does to continue an interrupted run: the command, or why there is none."""
     model = newest_model(paths)
-    if keys.recovers:
+    if config.recovers:
         return f"Continue with: {shlex.join(_lasting(command, paths))}"
     if model is not None:
-        return f"recover_mode={keys.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
-    return f"recover_mode={keys.recover_mode}: nothing was saved"
+        return f"recover_mode={config.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
+    return f"recover_mode={config.recover_mode}: nothing was saved"
 
 
 def where_the_model_is(paths: RunPaths) -> str:

@@ -95,7 +95,7 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
     for trial in ("sums/frist", "sums/other-thing", "zebra/crossing"):
         commit(user / trial)
     (user / "sums" / "firsd").mkdir()
-    assert near_trials(paths.recover) == ["sums/frist"]
+    assert near_trials(paths.recover) == " (trials with one: sums/frist)"
     store = RecoverStore(paths.recover, RunIdentity(train_bs_n_seqs=1, group_size=1, n_nodes=1))
 
     def start(mode: str) -> Start:
