@@ -144,7 +144,8 @@ _CANDIDATE = re.compile(
     rf"(?s)(?P<formula>(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*)|(?P<plain>{_PLAIN})(?P<percent>\s*\\?%)?"
 )
 _NOT_SO = re.compile(r"(?i)(?:\b(?:not|least|most|than|above|below|over|under|except|isn't|≠|≥|≤)|[<>≠≤≥])\s*[\s*$]*$")
-_LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+[a-z]))\)?(?![\w'])")
+_NEGATION = re.compile(r"(?i)\b(?:not|cannot|never)\b|n't\b")
+_LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n")
 
 
@@ -153,8 +154,9 @@ def unmarked_answer(text: str, *, prompt: str = "", is_choice: bool = False) -> 
     any."""
     text = tail(outside_thoughts(text, prompt=prompt))
     if is_choice:
-        letters = set(_LETTER.findall(_SENTENCE_END.split(text.rstrip(" .*"))[-1]))
-        return letters.pop() if len(letters) == 1 else ""
+        sentence = _SENTENCE_END.split(text.rstrip(" .*"))[-1]
+        letters = set(_LETTER.findall(sentence))
+        return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
     found = list(_CANDIDATE.finditer(text))
     if not found or _NOT_SO.search(text[: found[-1].start()]):
         return ""

@@ -63,9 +63,9 @@ _DATES = (
     (re.compile(r"(\d\d?) ?(?:st|nd|rd|th)?(?: of)? ([A-Z][a-z]{2,8})\.?(?:,? (\d{4}))?"), "dmy"),
 )
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?|([Nn]oon|[Mm]idnight)")
-_LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
+_LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
-    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹]"
+    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹₩]"
     r"|\\mu\s*(?:[a-zA-Z](?![a-zA-Z])|\\text\{[^{}]*\}))(?:\s*\^\s*\{?-?\d\}?)?"
 )
 _TAIL = re.compile(

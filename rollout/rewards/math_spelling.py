@@ -69,6 +69,8 @@ _MARKUP: list[_Rewriting] = [
     (r"\\num\s*\{([^{}]*)\}", r"\1"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
+    ("或", r"\\text{or}"),
+    ("[和且与]", r"\\text{and}"),
     (r"\\not\s*=", r"\\ne "),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
 ]
@@ -97,9 +99,12 @@ _FORMULAS: list[_Rewriting] = [
     ),
     (r"\\text\{\s*\}", ""),
     (r"\\lg(?![a-z])", r"\\log_{10}"),
+    (r"\\mathbb\{R\}\s*[-/]\s*(?=\\\{)", r"\\mathbb{R} \\setminus "),
+    (r"^\s*<([^<>=]*,[^<>=]*)>\s*$", r"\\langle \1\\rangle "),
+    (r"^\s*[(\[]([^()\[\]]*,[^()\[\]]*)[)\]]\s*\^\{?(?:T|\\top)\}?\s*$", r"\\langle \1\\rangle "),
     (r"_\s*([a-zA-Z0-9])", r"_{\1}"),
     (
-        r"\(\s*\\text\{mod\}\s*([^()]*)\)|\\pmod\s*(\d+|\{[^{}]*\})",
+        r"\(\s*\\text\{mod\}\s*([^()]*)\)|\\p?mod\s*(\d+|\{[^{}]*\})",
         lambda m: rf"\pmod{{{(m[1] or m[2]).strip(' {}')}}}",
     ),
 ]

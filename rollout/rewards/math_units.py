@@ -13,7 +13,7 @@ _TABLE = """
 mm millimeter millimetre 毫米; cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里;
 in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram gm 克; kg kilogram 千克 公斤; lb pound £; oz ounce;
 s sec second 秒; min minute 分钟; h hr hour 小时; day 天; week; month; yr year 年; ml milliliter millilitre 毫升;
-l liter litre 升; gal gallon; dollar $ usd; cent; euro € eur; rupee ₹ rs inr; yuan 元 cny ¥ yen; degree deg 度;
+l liter litre 升; gal gallon; dollar $ usd; cent; euro € eur; rupee ₹ rs inr; yuan 元 cny ¥ yen; won ₩; degree deg 度;
 rad radian; unit; N newton north; S south; E east; W watt west; J joule; V volt; A amp ampere; Pa pascal; Hz hertz;
 K kelvin; C celsius; F fahrenheit; mol mole; ohm Ω; % percent percentage pct
 """
@@ -40,7 +40,7 @@ _SPELLINGS = (
     (rf"{FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
     (r"\bper\b", "/"),
 )
-_TOKEN = re.compile(r"\s*(?:(平方|立方|[A-Za-zΩμ']+|[$€£₹¥%]|[\u4e00-\u9fff]+)|\^\s*\{?\s*(-?\d+)\s*\}?|/)\s*")
+_TOKEN = re.compile(r"\s*(?:(平方|立方|[A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)|\^\s*\{?\s*(-?\d+)\s*\}?|/)\s*")
 _DEGREE = ("degree", 1)
 
 
