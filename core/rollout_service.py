@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -45,7 +45,7 @@ _NOT_OF_A_PROMPT = (NoGeneratorError, GeneratorCallError, GeneratorGone, RewardW
 class RolloutService:
     """Owns the sampling side of a run. `begin` starts it; `take` hands out batches; `close` ends every task it made."""
 
-    def __init__(self, generators: Sequence[Generator], settings: RolloutSettings) -> None:
+    def __init__(self, generators: Sequence[Generator] | Mapping[str, Generator], settings: RolloutSettings) -> None:
         self._tokenizer = load_tokenizer(settings.tokenizer_path)
         self._encoder = Encoder(self._tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
         stop = self._encoder.end_token_ids
@@ -55,7 +55,7 @@ class RolloutService:
             settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
         )
         self.router = Router(
-            list(generators),
+            generators,
             health_interval_seconds=settings.health_interval_seconds,
             health_timeout_seconds=settings.health_timeout_seconds,
             patience_seconds=settings.generator_patience_seconds,
@@ -184,6 +184,7 @@ class RolloutService:
 
     def set_version(self, version: int) -> None:
         self._version = version
+        self.router.set_version(version)
         self._producer.set_version(version)
 
     async def samples(self) -> list[Sample]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from core.launch.rollout_client import RolloutClient, ScoredBatch
     from core.launch.trainer_group import TrainerGroup
     from core.periodic import PeriodicActions
-    from core.weight_sync.base import RunPush
+    from core.weight_sync.push import PushReport
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,16 @@ class _Update:
     run: Callable[[int, Objective, MemoryLimits], dict[str, float]]
 
 
+class WeightUpdates(Protocol):
+    """How the generators get new weights (core/weight_sync/push.py)."""
+
+    def offload_generators(self) -> None: ...
+
+    def push(self, version: int) -> PushReport: ...
+
+    def sync_rejoined(self) -> None: ...
+
+
 class PPOTrainer:
     """The training loop of any algorithm (see core/algorithms/base.py): takes, scores, updates, pushes, reports."""
 
@@ -131,7 +141,7 @@ class PPOTrainer:
         critic: EngineRef | None,
         reference: EngineRef | None,
         rollout: RolloutClient,
-        weights: RunPush,
+        weights: WeightUpdates,
         memory: MemoryLimits,
         algorithm: Algorithm,
         actor_sample_reuse: int = 1,

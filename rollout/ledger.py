@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+from rollout.types import Completion, GenerateRequest, Generator, Health
+
+if TYPE_CHECKING:
+    from rollout.inference.bucket import FlatBucket
 
 Entry = tuple[bytes, Completion]
 """Key of a request, and what it has."""
@@ -88,7 +91,7 @@ class PromptLedger(Generator):
     async def pause(self) -> None:
         await self._generator.pause()
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         await self._generator.update_weights(bucket)
 
     async def resume(self, version: int) -> None:

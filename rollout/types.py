@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-if TYPE_CHECKING:  # a --dry-run and the reward workers read this file, and need neither of them
+if TYPE_CHECKING:  # a --dry-run and the reward workers read this file, and need none of them
     import numpy as np
-    from torch import Tensor
+
+    from rollout.inference.bucket import FlatBucket
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -119,17 +120,6 @@ class Trajectory:
         return int(sampled.min()) if sampled.size else PROMPT_VERSION
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightBucket:
-    """Full (unsharded) tensors under their Hugging Face names, ready to be copied into a generator."""
-
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
-
-
 class Generator(Protocol):
     """Samples completions; the same protocol for the embedded engine, a SGLang server, and the router over several."""
 
@@ -141,7 +131,7 @@ class Generator(Protocol):
         """Return when no further token of the current version can appear."""
         ...
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         """Copy a bucket in place. Call between pause() and resume()."""
         ...
 

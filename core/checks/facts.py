@@ -16,10 +16,10 @@ from core.config.experiments import ExperimentConfig
 from core.config.models import ModelUse
 from core.config.needs import Reason, Value, as_yaml
 from core.placement.allocation import resolve_allocation
-from core.placement.transport import choose_transport
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.data.left_out import has_chat_template
 from rollout.inference.registry import BACKENDS
+from rollout.inference.transports import choose_transport
 
 _OPTIONS = "algorithm.options."
 _OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_options")
@@ -36,7 +36,7 @@ class RunFacts:
         self._models = {use.key: use for use in config.model_uses}
         self._decided = dict(config.decided)
         if config.pushes is not None:
-            self._decided["push.type"] = choose_transport(config.pushes.type, self._allocation)
+            self._decided["push.type"] = choose_transport(config.pushes.type, self._allocation).name
 
     def value(self, path: str) -> Value:
         """Return a setting; one that null leaves open, as it was decided."""

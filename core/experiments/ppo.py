@@ -13,7 +13,6 @@ from core.experiments.context import RunContext
 from core.experiments.workers import (
     PPOWorkers,
     build_ppo_engines,
-    connect_senders,
     make_push,
     start_ppo_workers,
 )
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from core.processes.supervise import Attempt
     from core.rollout_settings import DataFacts
     from core.runs.paths import RunPaths
-    from core.weight_sync.base import RunPush
+    from core.weight_sync.push import WeightPush
     from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
@@ -65,17 +64,16 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
         with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
             _train(config, context, workers, weights, schedule, monitor, facts)
         workers.rollout.close()
-        workers.close_senders()
+        weights.close()
         workers.generators.close()
 
 
 def _load(
     config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, context: RunContext, *, total_steps: int
-) -> RunPush:
+) -> WeightPush:
     """Load the models, connect trainer and generators, and load the checkpoint if there is one."""
     checkpoint, patience = context.start.checkpoint, config.launch.startup_timeout_seconds
-    push_folder = context.paths.checkpoints / "push"
-    weights = make_push(config, allocation, workers, push_folder)
+    weights = make_push(config, allocation, workers, context.paths.checkpoints / "push")
     if workers.colocated:  # the servers size their cache first, then the engines find room
         workers.generators.wait_started(patience)
         weights.offload_generators()
@@ -86,7 +84,7 @@ def _load(
     if config.recovers:  # not before: loading takes as much memory
         workers.trained.prepare_saves()
     workers.generators.wait_started(patience)
-    connect_senders(config, allocation, workers, push_folder)
+    weights.connect()
     return weights
 
 
@@ -94,7 +92,7 @@ def _train(
     config: PPOMATHConfig,
     context: RunContext,
     workers: PPOWorkers,
-    weights: RunPush,
+    weights: WeightPush,
     schedule: Schedule,
     monitor: Monitor,
     facts: DataFacts,

@@ -19,19 +19,17 @@ from core.experiments.process_settings import (
     threads_per_process,
 )
 from core.launch.cluster import Cluster
-from core.launch.generators import GeneratorPool, HealthSettings
+from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.placement.transport import choose_transport
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
-from core.weight_sync.base import FleetPush, LocalPush, RunPush
-from core.weight_sync.colocated import ColocatedPush
-from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
-from core.weight_sync.servers import SenderPlan, ServerPush
+from core.weight_sync.push import WeightPush
+from core.weight_sync.senders import SenderPlan
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
-from rollout.inference.backend import Transport
 from rollout.inference.registry import BACKENDS
+from rollout.inference.transports import choose_transport
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -110,16 +108,10 @@ class PPOWorkers:
     on_gpu: bool
     colocated: bool
     """Trainer and servers on the same GPUs, which take turns."""
-    transport: Transport
 
     @property
     def trained(self) -> TrainedEngines:
         return TrainedEngines(e for e in (self.actor, self.critic) if e is not None)
-
-    def close_senders(self) -> None:
-        """Leave the servers and remove what a push left on disk."""
-        if self.transport != "local":
-            self.actor.group.push_close()
 
 
 def start_ppo_workers(
@@ -141,15 +133,13 @@ def start_ppo_workers(
         placed,
         backend_settings(config, allocation),
         threads=threads(gpus=placed.on_gpu),
-        health=HealthSettings(
-            interval_seconds=config.generator.health_interval_seconds,
-            timeout_seconds=config.generator.health_timeout_seconds,
-            restarts=BACKENDS[placed.backend].capabilities.restarts and not colocated,
-        ),
+        restarts=BACKENDS[placed.backend].capabilities.restarts and not colocated,
+        health_timeout_seconds=config.generator.health_timeout_seconds,
         memory=memory,
     )
     # Before the trainer's ranks, whose first one is waited for.
     rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation, cluster.log_folder))
+    generators.judge = rollout
     return PPOWorkers(
         actor=_engine_ref("actor", config, allocation, groups),
         critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
@@ -159,54 +149,34 @@ def start_ppo_workers(
         groups=groups,
         on_gpu=allocation.trainer.on_gpu,
         colocated=colocated,
-        transport=choose_transport(config.push.type, allocation),
     )
 
 
-def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> RunPush:
-    """Return the way of weights that fits the allocation; the senders are not yet made. `folder`: see
-    connect_senders."""
-
-    def reconnect() -> None:
-        workers.close_senders()
-        connect_senders(config, allocation, workers, folder)
-
-    return FaultTolerantWeightSync(
-        _push(config, workers),
-        workers.generators,
-        workers.rollout,
-        reconnect=reconnect,
-        patience_seconds=config.generator.patience_seconds,
-        repeats=workers.transport != "local" and not workers.colocated,
-    )
-
-
-def _push(config: PPOMATHConfig, workers: PPOWorkers) -> FleetPush:
-    push, trainer, generators = config.push, workers.actor.group, workers.generators
-    bucket_bytes, seconds = push.bucket_mib * 2**20, push.timeout_seconds
-    if workers.transport == "local" and not workers.colocated:
-        return LocalPush(trainer, generators, bucket_bytes=bucket_bytes, timeout_seconds=seconds)
-    through_servers = ColocatedPush if workers.colocated else ServerPush
-    return through_servers(trainer, generators, verify=push.verify, bucket_bytes=bucket_bytes, timeout_seconds=seconds)
-
-
-def connect_senders(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> None:
-    """Make a sender in each of the actor's ranks, and let it join the servers, which are up. `folder` is for disk."""
-    if workers.transport == "local":
-        return
+def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> WeightPush:
+    """Return the push that fits the allocation, not yet connected. `folder`: of pushes through files."""
+    transport = choose_transport(config.push.type, allocation)
     quantized = config.generator.weight_format != "auto"
+    logger.info("Weight updates: push.type=%s", transport.name)
     plan = SenderPlan(
-        type=workers.transport,
+        type=transport.name,
         model_path=config.actor.path,
         dtype=generator_dtype(config, allocation),
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
-        changes="never" if workers.colocated or quantized else config.push.changes,
+        changes="never" if allocation.shares_gpus or quantized else config.push.changes,
         weight_format=config.generator.weight_format,
     )
-    logger.info("Weight updates: push.type=%s", plan.type)
-    workers.actor.group.push_connect(plan, workers.generators.endpoints(allocation.trainer))
+    return WeightPush(
+        workers.actor.group,
+        workers.generators,
+        workers.rollout,
+        plan=plan,
+        slots=allocation.trainer,
+        shares_gpus=allocation.shares_gpus,
+        verify=config.push.verify,
+        patience_seconds=config.generator.patience_seconds,
+    )
 
 
 def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, groups: TrainerGroups) -> EngineRef:

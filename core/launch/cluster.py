@@ -27,12 +27,12 @@ from core.launch.connection import join, start_own
 from core.launch.wait import Waiter
 from core.monitoring.logs import worker_environment
 from core.monitoring.worker_warnings import WorkerWarnings
-from core.placement.transport import SHARED_MEMORY_NAMES
 from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
 from core.processes.watchdog import start_watchdog
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
+from rollout.inference.transports import SHARED_MEMORY_NAMES
 from rollout.plugins import python_path
 
 if TYPE_CHECKING:

@@ -7,18 +7,21 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from core.data.wire import bucket_from_wire, bucket_to_wire, completions_from_wire, completions_to_wire
+from core.data.wire import completions_from_wire, completions_to_wire
 from core.launch.remote import Remote
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
 from rollout.inference.registry import BACKENDS
-from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+from rollout.types import Completion, GenerateRequest, Generator, Health
 from tracing import spanned
+
+if TYPE_CHECKING:
+    from rollout.inference.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +64,7 @@ class GeneratorActor:
 
     async def receive(self, handles: list[Any], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
-        wires = await asyncio.gather(*handles)
-        buckets = [bucket_from_wire(wire) for wire in wires] if self._holds_weights else []
+        buckets = await asyncio.gather(*handles) if self._holds_weights else []
         async with self._receiving:  # a push is repeated when another generator has failed in it
             start = time.perf_counter()
             await self._generator.pause()
@@ -79,9 +81,8 @@ class GeneratorActor:
         self._paused_at = time.perf_counter()
         await self._generator.pause()
 
-    async def update_weights(self, wire: dict[str, Any]) -> None:
-        if self._holds_weights:
-            await self._generator.update_weights(bucket_from_wire(wire))
+    async def update_weights(self, bucket: FlatBucket) -> None:
+        await self._generator.update_weights(bucket)
 
     async def resume(self, version: int) -> float:
         """Resume sampling; return the seconds since pause()."""
@@ -164,8 +165,8 @@ class ActorGenerator(Generator):
     async def pause(self) -> None:
         await self._actor.send(GeneratorActor.pause)
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
-        await self._actor.send(GeneratorActor.update_weights, bucket_to_wire(dict(bucket.tensors)))
+    async def update_weights(self, bucket: FlatBucket) -> None:
+        await self._actor.send(GeneratorActor.update_weights, bucket)
 
     async def resume(self, version: int) -> None:
         await self._actor.send(GeneratorActor.resume, version)

@@ -1,7 +1,7 @@
-"""All generator replicas as the driver sees them: where weights go, which replicas work, and which are restarted. A
-replica that exits, or does not answer for generator.health_timeout_seconds, is killed and started again on its own
-slots, while the others and the trainer continue. Invariant: a replica takes part in a push only once it has started,
-and gets requests only after a push has reached it.
+"""All generator replicas as the driver sees them: where weights go, and which are restarted. The rollout side decides
+which replicas are lost (rollout/inference/router.py); a lost one is killed and started again on its own slots, while
+the others and the trainer continue. Invariant: a replica takes part in a push only once it has started, and gets
+requests only after a push has reached it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Concatenate, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -23,41 +23,38 @@ from core.launch.generator_actor import GeneratorActor
 from core.launch.remote import P, R, Remote
 from core.processes.stacks import collect_stacks, kill_process
 from core.recovery.memory import reports_out_of_memory
-from core.weight_sync.servers import with_colocated_ranks
+from core.weight_sync.senders import with_colocated_ranks
 from rollout.inference.registry import BACKENDS
+from rollout.inference.router import NO_ANSWER
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.recovery.memory import MemoryLimits
     from rollout.inference.backend import BackendSettings, WeightEndpoint
-    from rollout.types import Health
 
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 60.0
 """For whatever is closed at the end; then it is killed."""
 _MAX_RESTARTS = 3
-"""Of one replica in a row, without a good health check while it served; then the run continues without it."""
+"""Of one replica, without a second push that reached it; then the run continues without it."""
 
 State = Literal["starting", "waiting for weights", "serving", "gone"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthSettings:
-    """See generator.* in the configuration."""
+class Judge(Protocol):
+    """Who decides which replicas are lost (core/launch/rollout_client.py)."""
 
-    interval_seconds: float
-    timeout_seconds: float
-    restarts: bool
-    """Whether a lost replica is started anew; one that takes turns with the trainer on its GPUs is not."""
+    def wait_lost(self, known: Sequence[str]) -> ObjectRef[dict[str, str]]: ...
+
+    def check_generators(self) -> dict[str, str]: ...
 
 
 @dataclass(eq=False)
 class _Replica:
     """One generator, through all its restarts."""
 
-    index: int
     name: str
     slots: Sequence[Slot]
     actor: Remote[GeneratorActor]
@@ -66,10 +63,8 @@ class _Replica:
     state: State = "starting"
     started_at: float = 0.0
     """Of a replica that is started anew."""
-    health_check: ObjectRef[Health] | None = None
-    """A health check under way."""
-    checked_at: float = 0.0
-    logged_slow: bool = False
+    in_use: bool = False
+    """The rollout side sends requests to this process."""
     num_restarts: int = 0
     failure: str = ""
 
@@ -84,12 +79,16 @@ class GeneratorPool:
         settings: BackendSettings,
         *,
         threads: int,
-        health: HealthSettings,
+        restarts: bool,
+        health_timeout_seconds: float,
         memory: MemoryLimits,
     ):
-        """`settings` are those of every replica; its layout, GPUs, name and host are filled in."""
+        """`settings` are those of every replica; its layout, GPUs, name and host are filled in. `restarts`: whether a
+        lost replica is started again. One that shares its GPUs with the trainer is not: then the attempt ends."""
         self._cluster, self._placed, self._threads = cluster, placed, threads
-        self._health, self._memory = health, memory
+        self._restarts, self._health_timeout, self._memory = restarts, health_timeout_seconds, memory
+        self.judge: Judge | None = None
+        self._report: ObjectRef[dict[str, str]] | None = None
         self._key = secrets.token_hex(32)
         self._ending = False
         self._settings = replace(settings, tp=placed.layout.tp, pp=placed.layout.pp)
@@ -98,15 +97,15 @@ class GeneratorPool:
         self._membership_changed = False
         self._replicas: list[_Replica] = []
         for index, slots in enumerate(placed.replicas):
-            actor, name = self._start_actor(index, slots), f"generator-{index}"
+            actor = self._start_actor(name := f"generator-{index}", slots)
             starting = actor.send(GeneratorActor.start)
-            self._replicas.append(_Replica(index=index, name=name, slots=slots, actor=actor, starting=starting))
+            self._replicas.append(_Replica(name=name, slots=slots, actor=actor, starting=starting))
 
-    def _start_actor(self, index: int, slots: Sequence[Slot]) -> Remote[GeneratorActor]:
+    def _start_actor(self, name: str, slots: Sequence[Slot]) -> Remote[GeneratorActor]:
         settings = self._memory.fit_generator(self._settings, self._memory_flag)
         actor = self._cluster.start_actor(
             ray.remote(GeneratorActor),
-            f"generator-{index}",
+            name,
             self._placed.backend,
             self._threads,
             replace(
@@ -121,19 +120,17 @@ class GeneratorPool:
         return Remote(actor)
 
     @property
-    def actors(self) -> list[Any]:
-        """Ray's handles of all replicas, by index."""
-        return [replica.actor.handle for replica in self._replicas]
+    def actors(self) -> dict[str, Any]:
+        """Ray's handles of all replicas, by name."""
+        return {replica.name: replica.actor.handle for replica in self._replicas}
 
     def wait_started(self, timeout_seconds: float) -> None:
         """Return when every replica is ready for weights; from now on they are looked after."""
         refs, names = [r.starting for r in self._replicas], [r.name for r in self._replicas]
         self._cluster.gather_started(refs, names=names, timeout_seconds=timeout_seconds)
         for replica in self._replicas:
-            replica.state = "serving"
-            replica.checked_at = time.monotonic()
-        if self._health.restarts:
-            self._cluster.waiter.every_second(self.look)
+            replica.state, replica.in_use = "serving", True
+        self._cluster.waiter.every_second(self.look)
 
     def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
@@ -175,18 +172,34 @@ class GeneratorPool:
             logger.warning("a generator was not closed: %s", e)
 
     def look(self) -> None:
-        """Check which replicas respond, restart those that do not. Neither waits nor raises."""
-        for replica in () if self._ending else self._replicas:
-            if replica.state == "serving":
-                self._check(replica)
-            elif replica.state == "starting":
+        """Restart the replicas that are lost, and look at those that start. Neither waits nor raises."""
+        if self._ending:
+            return
+        for name, why in self._newly_lost().items():
+            self.lose(name, why)
+        for replica in self._replicas:
+            if replica.state == "starting":
                 self._check_started(replica)
+
+    def _newly_lost(self) -> dict[str, str]:
+        """Return what the rollout side has reported since the last call."""
+        if self.judge is None:
+            return {}
+        if self._report is None:
+            self._report = self.judge.wait_lost([r.name for r in self._replicas if not r.in_use])
+        if not ray.wait([self._report], timeout=0)[0]:
+            return {}
+        report, self._report = self._report, None
+        try:
+            return ray.get(report)
+        except RayError:  # the driver's own calls have the error
+            return {}
 
     def admit(self) -> int:
         """Include the replicas that have started from now on; return the number of participating replicas."""
         for replica in self._replicas:
             if replica.state == "waiting for weights":
-                replica.state, replica.health_check, replica.checked_at = "serving", None, time.monotonic()
+                replica.state = "serving"
                 self._membership_changed = True
                 self._new.append(replica)
         return len(self._participants())
@@ -194,38 +207,55 @@ class GeneratorPool:
     def mark_dead_generators(self) -> bool:
         """Check every participating replica, after a push has failed. Returns whether one was lost, now or since
         membership_changed() was called before the push: look() continues meanwhile."""
-        if not self._health.restarts:
+        if not self._restarts or self.judge is None:
             return False
-        checks = [(replica, replica.actor.send(GeneratorActor.health)) for replica in self._participants()]
-        refs = [ref for _, ref in checks]
-        ray.wait(refs, num_returns=len(refs), timeout=self._health.timeout_seconds)
-        dead = [(replica, answer) for replica, ref in checks if (answer := _answer(ref)) != ""]
-        for replica, answer in dead:
-            self._lose(replica, answer or f"did not answer within {self._health.timeout_seconds:g} s")
-        return bool(dead) or self._membership_changed
+        # The rollout side does not know these yet.
+        checks = [(replica, replica.actor.send(GeneratorActor.health)) for replica in self._new]
+        for name, why in self.judge.check_generators().items():
+            self.lose(name, why)
+        if checks:
+            ray.wait([ref for _, ref in checks], num_returns=len(checks), timeout=self._health_timeout)
+        for replica, ref in checks:
+            if (answer := _answer(ref)) != "":
+                self._lose(replica, answer or f"did not answer within {self._health_timeout:g} s")
+        return self._membership_changed
 
-    def lose(self, index: int, why: str) -> None:
-        """Mark a replica that the rollout side has given up on as lost. Raises LaunchError where replicas cannot be
-        restarted individually."""
-        replica = self._replicas[index]
-        if not self._health.restarts:
-            raise LaunchError(f"{replica.name} failed: {why}")
-        if replica.state == "serving":
-            self._lose(replica, why)
+    def lose(self, name: str, why: str) -> None:
+        """Restart a replica that the rollout side has lost."""
+        for replica in self._replicas:
+            if replica.name == name and replica.in_use:
+                self._lose(replica, why + self._state_of(replica, why))
+
+    def _state_of(self, replica: _Replica, why: str) -> str:
+        """Return the state of a process that may still run, after its stacks are written."""
+        if not why.startswith(NO_ANSWER):
+            return ""
+        states = collect_stacks(self._cluster.log_folder, [replica.name], why=NO_ANSWER)
+        return f" ({states.get(replica.name, 'on another machine')})"
 
     def lose_named(self, names: Collection[str], why: str) -> bool:
         """Mark the replicas of these names as lost, while others take part; returns whether one was."""
         named = [replica for replica in self._participants() if replica.name in names]
-        if not self._health.restarts or len(named) == len(self._participants()):
+        if not self._restarts or len(named) == len(self._participants()):
             return False
         for replica in named:
             self._lose(replica, why)
         return bool(named)
 
-    def participated(self) -> list[tuple[int, Any]]:
-        """Return (index, actor) of the replicas that got their first weights by the push that has just succeeded."""
+    def participated(self) -> list[tuple[str, Any]]:
+        """Return (name, actor) of the replicas that got their first weights by the push that has just succeeded, for
+        the rollout side to use."""
         new, self._new = self._new, []
-        return [(replica.index, replica.actor.handle) for replica in new if replica.state == "serving"]
+        for replica in self._participants():
+            if replica.in_use:
+                replica.num_restarts = 0
+        return [(replica.name, replica.actor.handle) for replica in new]
+
+    def joined(self, name: str) -> None:
+        """Note that the rollout side uses this replica from now on."""
+        self._report = None  # it waits for others than this one
+        for replica in self._replicas:
+            replica.in_use |= replica.name == name and replica.state == "serving"
 
     def membership_changed(self) -> bool:
         """Return whether replicas have come or gone since the last call."""
@@ -238,8 +268,11 @@ class GeneratorPool:
         return any(replica.state == "waiting for weights" for replica in self._replicas)
 
     def raise_if_all_gone(self) -> None:
-        """Raise LaunchError when no replica is left and none will be restarted."""
-        if all(replica.state == "gone" for replica in self._replicas):
+        """Raise LaunchError when no replica is left and none will be restarted, or one is lost that cannot be."""
+        gone = [replica for replica in self._replicas if replica.state == "gone"]
+        if gone and not self._restarts:
+            raise LaunchError(f"{gone[0].name} failed: {gone[0].failure}")
+        if len(gone) == len(self._replicas):
             raise LaunchError(f"no generator is left: {self.failures()}")
 
     def failures(self) -> str:
@@ -268,32 +301,6 @@ class GeneratorPool:
             key="push.timeout_seconds",
         )
 
-    def _check(self, replica: _Replica) -> None:
-        """Run one health check at a time: send, wait, evaluate."""
-        now, limit = time.monotonic(), self._health.timeout_seconds
-        if replica.health_check is None:
-            if now - replica.checked_at >= self._health.interval_seconds:
-                replica.health_check, replica.checked_at = replica.actor.send(GeneratorActor.health), now
-            return
-        answer, late = _answer(replica.health_check), now - replica.checked_at
-        if answer == "":
-            if replica.logged_slow:
-                logger.info("%s has responded after %.0f s", replica.name, late)
-            replica.health_check, replica.logged_slow, replica.num_restarts = None, False, 0
-        elif answer is not None:
-            self._lose(replica, answer)
-        elif late > limit:
-            states = collect_stacks(self._cluster.log_folder, [replica.name], why="no answer to a health check")
-            state = states.get(replica.name, "on another machine")
-            self._lose(
-                replica, f"no answer to a health check within generator.health_timeout_seconds={limit:g} ({state})"
-            )
-        elif late > limit / 2 and not replica.logged_slow:
-            replica.logged_slow = True
-            logger.warning(
-                "%s is slow: no response to a health check for %.0f s; timeout %g s", replica.name, late, limit
-            )
-
     def _check_started(self, replica: _Replica) -> None:
         answer, limit = _answer(replica.starting), self._cluster.startup_seconds
         if answer == "":
@@ -306,14 +313,16 @@ class GeneratorPool:
 
     def _lose(self, replica: _Replica, why: str) -> None:
         """Make sure that it is dead, and start it again unless it keeps dying."""
-        replica.failure = why.partition("\n")[0][:500]
-        replica.health_check, replica.logged_slow = None, False
+        replica.failure, replica.in_use = why.partition("\n")[0][:500], False
         self._membership_changed |= replica.state == "serving"
         self._new = [other for other in self._new if other is not replica]
         ray.kill(replica.actor.handle, no_restart=True)
         kill_process(self._cluster.log_folder, replica.name)
         if reports_out_of_memory(why):
             self._memory.lower_generator(self._settings, self._memory_flag)
+        if not self._restarts:
+            replica.state = "gone"
+            return
         if replica.num_restarts == _MAX_RESTARTS:
             replica.state = "gone"
             logger.error("%s is marked dead: %s; continuing with the other generators", replica.name, replica.failure)
@@ -323,7 +332,7 @@ class GeneratorPool:
             "%s failed: %s. Restarting it (%d of %d); continuing with the other generators",
             replica.name, replica.failure, replica.num_restarts, _MAX_RESTARTS,
         )  # fmt: skip
-        replica.actor, replica.state = self._start_actor(replica.index, replica.slots), "starting"
+        replica.actor, replica.state = self._start_actor(replica.name, replica.slots), "starting"
         replica.starting, replica.started_at = replica.actor.send(GeneratorActor.start), time.monotonic()
 
 

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 Figures = dict[str, float]
 
 
-@spanned(leave_out=("lost_generators", "samples"))
+@spanned(leave_out=("wait_lost", "samples"))
 class RolloutActor:
     """The rollout side: data set, producer, experience and rewards, in one event loop.
 
     A plain class, so that calls on it are typed; RolloutClient makes the Ray actor of it."""
 
-    def __init__(self, name: str, log_file: str, generators: Sequence[Any], settings: RolloutSettings):
+    def __init__(self, name: str, log_file: str, generators: Mapping[str, Any], settings: RolloutSettings):
         log_to_file(name, log_file)
         torch.set_num_threads(1)
         self._generators, self._settings = generators, settings
@@ -42,7 +42,8 @@ class RolloutActor:
     async def start(self) -> DataFacts:
         from core.rollout_service import RolloutService
 
-        self._service = RolloutService([ActorGenerator(a) for a in self._generators], self._settings)
+        generators = {name: ActorGenerator(actor) for name, actor in self._generators.items()}
+        self._service = RolloutService(generators, self._settings)
         await self._service.start()
         forget_modules()
         return self._service.describe()
@@ -76,13 +77,17 @@ class RolloutActor:
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)
 
-    async def lost_generators(self) -> dict[int, str]:
-        """Return the generators that do not answer here, by index, with the reason."""
-        return self._service.router.lost()
+    async def wait_lost(self, known: list[str]) -> dict[str, str]:
+        """Return the lost generators with the reasons, when one is lost that is not `known`."""
+        return await self._service.router.wait_lost(known)
 
-    async def replace_generator(self, index: int, actor: Any) -> None:
+    async def check_generators(self) -> dict[str, str]:
+        """Check the health of every generator now; return the lost ones with the reasons."""
+        return await self._service.router.check()
+
+    async def replace_generator(self, name: str, actor: Any) -> None:
         """Use `actor`, another process with the weights of the current version, in place of a lost generator."""
-        self._service.router.replace(index, ActorGenerator(actor))
+        self._service.router.replace(name, ActorGenerator(actor))
 
     async def samples(self) -> list[Sample]:
         return await self._service.samples()

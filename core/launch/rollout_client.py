@@ -128,13 +128,18 @@ class RolloutClient:
         figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
         return figures
 
-    def lost_generators(self) -> dict[int, str]:
-        """Return the generators that the rollout side has given up on, by index, with the reason."""
-        return self._call(RolloutActor.lost_generators)
+    def wait_lost(self, known: Sequence[str]) -> ObjectRef[dict[str, str]]:
+        """Return a reference to the lost generators, by name, with the reasons; it is there when one is lost that is
+        not `known`."""
+        return self._actor.send(RolloutActor.wait_lost, list(known))
 
-    def replace_generator(self, index: int, actor: Any) -> None:
+    def check_generators(self) -> dict[str, str]:
+        """Check the health of every generator now; return the lost ones, by name, with the reasons."""
+        return self._call(RolloutActor.check_generators)
+
+    def replace_generator(self, name: str, actor: Any) -> None:
         """Allow requests to this generator from now on, in place of one that has failed."""
-        self._call(RolloutActor.replace_generator, index, actor)
+        self._call(RolloutActor.replace_generator, name, actor)
 
     def close(self) -> None:
         self._call(RolloutActor.close)

@@ -17,16 +17,17 @@ import ray
 import torch
 
 from core.data.rank_batch import RankBatch
-from core.data.wire import bucket_to_wire
 from core.errors import first_line
 from core.launch.store import fetch, place
 from core.monitoring.logs import log_to_file
 from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
-from core.weight_sync.servers import make_sender
+from core.weight_sync.senders import make_sender
 from mcore_adapter.device import get_device
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.transports import TRANSPORTS
 from tracing import spanned
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.weight_sync.buckets import Sender, SendReport
-    from core.weight_sync.servers import SenderPlan
+    from core.weight_sync.senders import SenderPlan
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
     from mcore_adapter.settings import EngineSettings, OptimizerSettings
@@ -170,14 +171,14 @@ class TrainerRank:
         handles, num_bytes = [], 0
         for tensors in self._engines[engine].iter_hf_weights(bucket_bytes):
             if tensors:
-                wire = bucket_to_wire(tensors)
-                handles.append(ray.put(wire))
-                num_bytes += wire["bytes"].nbytes
+                bucket = FlatBucket.of(tensors)
+                handles.append(ray.put(bucket))
+                num_bytes += bucket.num_bytes
         return handles, num_bytes
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> None:
         """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
-        self._receivers = plan.receivers
+        self._receivers = TRANSPORTS[plan.type].receivers
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
             host=host or ray.util.get_node_ip_address(),

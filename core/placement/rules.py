@@ -24,10 +24,10 @@ from allocation.suggestions import nearest_layouts_of
 from core.config.base import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.placement.allocation import on_devices, resolve_allocation
-from core.placement.transport import choose_transport
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.registry import BACKENDS
+from rollout.inference.transports import choose_transport
 
 
 def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import PushError
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE

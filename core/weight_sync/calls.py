@@ -1,14 +1,13 @@
-"""Calls to many servers at once, with one deadline for all steps of a push."""
+"""Calls to many servers at once, with one deadline for all steps of a push, and the error of a push."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from core.weight_sync.errors import PushError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 
@@ -17,17 +16,26 @@ SENDER = "the sender"
 """In Deadline.wait(): the name of what this process itself does."""
 
 
-class Deadline:
-    """One time limit for all steps of a push. What wait() waits for is due `spare` seconds earlier."""
+class PushError(RuntimeError):
+    """A weight push failed; the generators hold old and new weights mixed and must not continue. The message names the
+    server, or the trainer's rank, and the cause."""
 
-    def __init__(self, seconds: float, *, spare: float = 0.0) -> None:
-        self.seconds, self._spare, self._end = seconds, spare, time.monotonic() + seconds
+    servers: tuple[str, ...] = ()
+    """Names of the servers that did not take what was sent; empty where the trainer failed."""
+
+    def __init__(self, message: str, *, servers: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.servers = tuple(servers)
+
+
+class Deadline:
+    """One time limit for all steps of a push."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
 
     def left(self) -> float:
         return max(0.001, self._end - time.monotonic())
-
-    def is_over(self) -> bool:
-        return time.monotonic() > self._end
 
     def wait(self, pending: Mapping[str, Future[Any]], what: str, *, also: Callable[[], bool] = lambda: True) -> None:
         """Return when all futures are done and `also()` holds. Raises PushError: for the first failure at once, and
@@ -36,10 +44,9 @@ class Deadline:
             left = [name for name, future in pending.items() if not _is_done(name, future)]
             if not left and also():
                 return
-            if time.monotonic() > self._end - self._spare:
-                spare = f" minus {self._spare:g} s" if self._spare else ""
+            if time.monotonic() > self._end:
                 raise PushError(
-                    f"{what}: no answer within push.timeout_seconds={self.seconds:g}{spare} from "
+                    f"{what}: no answer within push.timeout_seconds={self.seconds:g} from "
                     f"{', '.join(left) or 'the sender, although every server responded'}",
                     servers=[name for name in left if name != SENDER],
                 )

@@ -29,9 +29,8 @@ from core.weight_sync.buckets import (
     SenderSettings,
     SendReport,
 )
-from core.weight_sync.calls import Deadline, call_all
-from core.weight_sync.comparing import compare_checksums
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import Deadline, PushError, call_all
+from core.weight_sync.verification import compare_checksums
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from model_specs.untrusted import read_json_object
 from rollout.inference.backend import WeightEndpoint

@@ -27,8 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.weight_sync.disk import WholeWriter
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.versions import Published, ReplicaLost, Subscription, check_newer
-from rollout.types import Generator, WeightBucket
+from rollout.types import Generator
 
 LATEST = "LATEST"
 _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
@@ -215,7 +216,7 @@ async def follow(subscription: Subscription, generator: Generator) -> int | None
         return None
     await generator.pause()
     for file in sorted(Path(published.where).glob("*.safetensors")):
-        await generator.update_weights(WeightBucket(tensors=await asyncio.to_thread(load_file, file)))
+        await generator.update_weights(FlatBucket.of(await asyncio.to_thread(load_file, file)))
     await generator.resume(published.version)
     subscription.hold(published.version)
     return published.version

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.weight_sync.buckets import BucketSender, SenderSettings, SendReport
-from core.weight_sync.calls import Deadline, call_all
-from core.weight_sync.comparing import compare_checksums
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import Deadline, PushError, call_all
+from core.weight_sync.verification import compare_checksums
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone

@@ -23,9 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
-from core.weight_sync.calls import SENDER, Deadline, call_all, in_background
-from core.weight_sync.comparing import compare_checksums
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import SENDER, Deadline, PushError, call_all, in_background
+from core.weight_sync.verification import compare_checksums
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from rollout.inference.bucket import FlatBucket
 from tracing import add_span

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from model_specs.hf_config import ModelConfig
     from rollout.inference.bucket import FlatBucket
 
-Transport = Literal["local", "nccl", "ipc", "disk"]
+TransportName = Literal["local", "nccl", "ipc", "disk"]
 """How weights travel; see core/weight_sync. local: in the process of the generator, through update_weights()."""
 Interrupt = Literal["abort", "retract", "in_place"]
 """What pause() does to running requests: end them with what they have; keep them and recompute their keys and values
@@ -39,9 +39,9 @@ class Capabilities:
 
     devices: tuple[Device, ...]
     """Where it can run; the first is what generator.device=auto means."""
-    transports: tuple[Transport, ...]
+    transports: tuple[TransportName, ...]
     """How weights can reach a replica."""
-    staged_transports: tuple[Transport, ...] = ()
+    staged_transports: tuple[TransportName, ...] = ()
     """The same for a replica of several pipeline stages; empty: a replica has one stage."""
     staged_interrupts: tuple[Interrupt, ...] = ()
     """Interrupt modes in which a replica of several pipeline stages reports the right version of every token. With

@@ -1,11 +1,17 @@
-"""Weights on their way to a generator: many tensors laid end to end in one flat piece of memory."""
+"""Weights on their way to a generator: many tensors laid end to end in one flat piece of memory.
+
+The one carrier from the exporter's tensors to the generator, whatever the transport. A bucket is pickled as one numpy
+array, which crosses the object store without copies.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,11 +46,21 @@ class FlatBucket:
     def num_bytes(self) -> int:
         return self.flat.numel()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.names, self.dtypes, self.shapes, self.flat.cpu().numpy())
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors again, as views."""
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
         parts = zip(self.names, self.flat.split(sizes), self.dtypes, self.shapes, strict=True)
         return {name: part.view(dtype).view(shape) for name, part, dtype, shape in parts}
+
+
+def _unpickle(
+    names: tuple[str, ...], dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], flat: np.ndarray
+) -> FlatBucket:
+    writeable = flat if flat.flags.writeable else flat.copy()  # as torch needs it
+    return FlatBucket(names=names, dtypes=dtypes, shapes=shapes, flat=torch.from_numpy(writeable))
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from rollout.types import Completion, GenerateRequest, Generator, Health, WeightBucket
+from rollout.inference.versions import MemoryVersions
+from rollout.types import Completion, GenerateRequest, Generator, Health
 from tracing import frequent_span
+
+if TYPE_CHECKING:
+    from rollout.inference.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,10 @@ def requests_at_once(*, max_running: int, num_generators: int, group_size: int =
     return max(-(-5 * max_running * num_generators // 4), (num_generators - 1) * group_size + 1)
 
 
+NO_ANSWER = "no answer to a health check"
+"""What the reason begins with, where a generator is lost that may still run."""
+
+
 class NoGeneratorError(RuntimeError):
     """Every generator of the router is gone."""
 
@@ -51,10 +59,10 @@ class _AttemptFailed(Exception):
 
 @dataclass(eq=False)
 class _Member:
-    """One generator and what the router has running there. `failure` is set once it is gone."""
+    """One generator and what the router has running there. The register of versions has whether it is lost."""
 
     generator: Generator
-    index: int
+    name: str
     outstanding_tokens: int = 0
     sampled_tokens: int = 0
     counted_at: float = field(default_factory=lambda: time.monotonic())
@@ -62,7 +70,6 @@ class _Member:
     is_slow: bool = False
     attempts: set[asyncio.Timeout] = field(default_factory=set)
     """Without a deadline until the generator is gone, which then ends them."""
-    failure: BaseException | None = None
 
 
 @dataclass
@@ -76,14 +83,15 @@ class _Group:
 class Router:
     """Implements `Generator` over `generators`. Use it in one event loop.
 
-    Every `health_interval_seconds`, and whenever a request fails, a generator with work gets a health check; one
-    that does not answer within `health_timeout_seconds` is marked dead until replace() adds another in its place, as is
-    one that fails an update. With no working generator, requests wait for `patience_seconds`.
+    The router decides which generators are lost, and keeps that in `versions`. Every `health_interval_seconds`, and
+    when a request fails, a generator gets a health check. One that does not answer within `health_timeout_seconds`, or
+    fails an update, is lost until replace() adds another in its place. With no working generator, requests wait for
+    `patience_seconds`.
     """
 
     def __init__(
         self,
-        generators: Sequence[Generator],
+        generators: Sequence[Generator] | Mapping[str, Generator],
         *,
         health_interval_seconds: float = 5.0,
         health_timeout_seconds: float = 60.0,
@@ -91,7 +99,13 @@ class Router:
     ) -> None:
         if not generators:
             raise ValueError("a router needs at least one generator")
-        self._members = [_Member(generator, index) for index, generator in enumerate(generators)]
+        if not isinstance(generators, Mapping):
+            generators = {f"generator-{i}": generator for i, generator in enumerate(generators)}
+        self.versions = MemoryVersions()
+        self._members: dict[str, _Member] = {}
+        self._one_lost = asyncio.Event()
+        for name, generator in generators.items():
+            self._add(name, generator)
         self._groups: dict[str, _Group] = {}
         self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
         self._reported: dict[str, Completion] = {}  # by request id: what partial() has found last
@@ -148,13 +162,14 @@ class Router:
         self._sampling.clear()
         await self._everywhere(lambda generator: generator.pause())
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         """Copy a bucket into every generator."""
         await self._everywhere(lambda generator: generator.update_weights(bucket))
 
     async def resume(self, version: int) -> None:
         """Resume every generator."""
         await self._everywhere(lambda generator: generator.resume(version))
+        self.set_version(version)
         self._sampling.set()
 
     async def health(self) -> Health:
@@ -174,7 +189,7 @@ class Router:
             try:
                 return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _REPORT_SECONDS))
             except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
-                logger.warning("generator %d did not return the tokens of its running requests: %r", member.index, e)
+                logger.warning("%s did not return the tokens of its running requests: %r", member.name, e)
                 return {}
 
         answers = await asyncio.gather(*(partial_of(member) for member in self._alive()))
@@ -192,35 +207,53 @@ class Router:
             self._watcher.cancel()
         await asyncio.gather(*(m.generator.close() for m in self._alive()))
 
-    def replace(self, index: int, generator: Generator) -> None:
-        """Replace generator number `index`, which has failed. The new one must have the current weights."""
-        self._mark_dead(self._members[index], RuntimeError("replaced"))
-        self._members[index] = _Member(generator, index)
+    def replace(self, name: str, generator: Generator) -> None:
+        """Add a generator in place of the lost one of this name. It must have the current weights."""
+        self._lose(self._members[name], "replaced")
+        self._add(name, generator)
         self._none_since = None
         self._replaced.set()
-        logger.info("generator %d has rejoined", index)
+        logger.info("%s has rejoined", name)
 
-    def lost(self) -> dict[int, str]:
-        """Return the failed generators with the reasons."""
-        return {m.index: repr(m.failure) for m in self._members if m.failure is not None}
+    def _add(self, name: str, generator: Generator) -> None:
+        self.versions.subscribe(name)
+        self._members[name] = _Member(generator, name)
+
+    async def wait_lost(self, known: Collection[str]) -> dict[str, str]:
+        """Return the lost generators with the reasons, when one is lost that is not `known`."""
+        while not (lost := self.versions.lost()).keys() - set(known):
+            self._one_lost.clear()
+            await self._one_lost.wait()
+        return lost
+
+    async def check(self) -> dict[str, str]:
+        """Check the health of every generator now; return the lost ones with the reasons."""
+        await asyncio.gather(*(self._check(member) for member in self._alive()))
+        return self.versions.lost()
+
+    def set_version(self, version: int) -> None:
+        """Note that every working generator samples with this version."""
+        self.versions.publish(version)
+        for place in self.versions.places():
+            place.hold(version)
 
     def stats(self) -> dict[str, float]:
         """Return the number of working generators, and the slowest one's share of the fastest one's tokens per second
         since the last call. Logs a slow generator."""
         now, alive = time.monotonic(), self._alive()
-        seconds = {member.index: now - member.counted_at for member in alive}
-        rates = {m.index: m.sampled_tokens / max(seconds[m.index], 1e-9) for m in alive}
+        seconds = {member.name: now - member.counted_at for member in alive}
+        rates = {m.name: m.sampled_tokens / max(seconds[m.name], 1e-9) for m in alive}
         for member in alive:
             member.sampled_tokens, member.counted_at = 0, now
         fastest = max(rates.values(), default=0.0)
         for member in alive if len(alive) > 1 else ():
-            if seconds[member.index] <= _LEAST_SECONDS_TO_JUDGE:
+            if seconds[member.name] <= _LEAST_SECONDS_TO_JUDGE:
                 continue
-            slow = rates[member.index] < _SLOW_SHARE * fastest
+            slow = rates[member.name] < _SLOW_SHARE * fastest
             if slow and not member.is_slow:
                 logger.warning(
-                    "generator %d is slow: %.0f tokens/s, the fastest samples %.0f", member.index,
-                    rates[member.index], fastest,
+                    "%s is slow: %.0f tokens/s, the fastest samples %.0f", member.name,
+                    rates[member.name], fastest,
                 )  # fmt: skip
             member.is_slow = slow
         return {
@@ -229,7 +262,10 @@ class Router:
         }
 
     def _alive(self) -> list[_Member]:
-        return [member for member in self._members if member.failure is None]
+        return [self._members[name] for name in self.versions.holders()]
+
+    def _is_lost(self, member: _Member) -> bool:
+        return self._members[member.name] is not member or member.name in self.versions.lost()
 
     def _join_group(self, request: GenerateRequest) -> _Group:
         """Return the request's group, with a generator chosen for it if it is the first; one without a group is its
@@ -249,13 +285,13 @@ class Router:
     def _least_loaded(self) -> _Member:
         alive = self._alive()
         if not alive:
-            failures = "; ".join(f"generator {m.index}: {m.failure!r}" for m in self._members)
-            raise NoGeneratorError(f"no generator is left: {failures}") from self._members[-1].failure
+            failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.versions.lost().items()))
+            raise NoGeneratorError(f"no generator is left: {failures}")
         return min(alive, key=lambda member: member.outstanding_tokens)
 
     async def _member_of(self, group: _Group) -> _Member:
         """Return the group's generator; another one where that is dead. Waits where there is none at all."""
-        while group.member is None or group.member.failure is not None:
+        while group.member is None or self._is_lost(group.member):
             if self._alive():
                 group.member = self._least_loaded()
                 break
@@ -274,15 +310,15 @@ class Router:
         """Send a request to a generator once. Raises _AttemptFailed if it failed or the generator failed meanwhile."""
         tokens = len(request.prompt_ids) + request.sampling.max_new_tokens - _num_given(request)
         logger.debug(
-            "request %s: %d prompt tokens and %d sampled ones to generator %d, which has %d requests",
-            request.request_id, len(request.prompt_ids), _num_given(request), member.index, len(member.attempts),
+            "request %s: %d prompt tokens and %d sampled ones to %s, which has %d requests",
+            request.request_id, len(request.prompt_ids), _num_given(request), member.name, len(member.attempts),
         )  # fmt: skip
         member.outstanding_tokens += tokens
         try:
             async with asyncio.timeout(None) as attempt:
                 member.attempts.add(attempt)
                 try:
-                    with frequent_span("request", lane=f"generator-{member.index}") as sampling:
+                    with frequent_span("request", lane=member.name) as sampling:
                         completion = await member.generator.generate(request)
                         num_sampled = len(completion.token_ids) - _num_given(request)
                         sampling.note(tokens=num_sampled, end=completion.finish_reason)
@@ -298,38 +334,41 @@ class Router:
             raise
         except Exception as e:
             if attempt.expired():
-                raise _AttemptFailed(generator_died=True) from member.failure
-            logger.warning("generator %d failed %s: %r", member.index, request.request_id, e)
+                raise _AttemptFailed(generator_died=True) from None
+            logger.warning("%s failed %s: %r", member.name, request.request_id, e)
             await self._check(member)
-            raise _AttemptFailed(generator_died=member.failure is not None) from e
+            raise _AttemptFailed(generator_died=self._is_lost(member)) from e
         finally:
             member.outstanding_tokens -= tokens
 
     async def _check(self, member: _Member) -> None:
-        """Check the health of a generator, and mark it dead if it does not respond."""
+        """Check the health of a generator, and mark it as lost if it does not respond."""
         try:
-            await asyncio.wait_for(member.generator.health(), self._timeout)
+            async with asyncio.timeout(self._timeout) as limit:
+                await member.generator.health()
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
-            self._mark_dead(member, e)
+            late = f"{NO_ANSWER} within generator.health_timeout_seconds={self._timeout:g}"
+            self._lose(member, late if limit.expired() else repr(e))
 
-    def _mark_dead(self, member: _Member, failure: BaseException) -> None:
-        """Mark a generator dead; its requests continue elsewhere."""
-        if member.failure is not None:
+    def _lose(self, member: _Member, why: str) -> None:
+        """Mark a generator as lost; its requests continue elsewhere."""
+        if self._is_lost(member):
             return
-        member.failure = failure
-        logger.error("generator %d failed (%r); its requests continue elsewhere", member.index, failure)
+        self.versions.lose(member.name, why)
+        self._one_lost.set()
+        logger.error("%s failed (%s); its requests continue elsewhere", member.name, why)
         for attempt in member.attempts:
             attempt.reschedule(asyncio.get_running_loop().time())
 
     def _watch(self) -> None:
-        """Look after the generators for as long as requests run."""
+        """Look after the generators from the first request on."""
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.ensure_future(self._watch_health())
 
     async def _watch_health(self) -> None:
-        while self._groups:
+        while True:
             await asyncio.sleep(self._interval)
-            await asyncio.gather(*(self._check(member) for member in self._alive() if member.attempts))
+            await asyncio.gather(*(self._check(member) for member in self._alive()))
 
     async def _everywhere(self, call: Callable[[Generator], Awaitable[T]]) -> list[T]:
         """Return the results of a call at every working generator; one that fails is marked dead. Raises ValueError as
@@ -341,13 +380,13 @@ class Router:
             except ValueError:
                 raise
             except Exception as e:  # noqa: BLE001 (a generator that missed an update must not sample on)
-                self._mark_dead(member, e)
+                self._lose(member, repr(e))
                 return None
 
         members = self._alive()
         answers = await asyncio.gather(*(one(member) for member in members))
         self._least_loaded()  # raises when none is left
-        return [cast(T, a) for a, member in zip(answers, members, strict=True) if member.failure is None]
+        return [cast(T, a) for a, member in zip(answers, members, strict=True) if not self._is_lost(member)]
 
 
 def _num_given(request: GenerateRequest) -> int:

@@ -150,6 +150,10 @@ class MemoryVersions:
         """See Versions."""
         return dict(self._lost)
 
+    def places(self) -> list[_Place]:
+        """Return the subscriptions of the living replicas."""
+        return list(self._places.values())
+
     def has(self, place: _Place) -> bool:
         """Return whether this subscription still counts."""
         return self._places.get(place.replica) is place

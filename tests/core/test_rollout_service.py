@@ -242,7 +242,7 @@ def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
     with caplog.at_level(logging.DEBUG, logger="rollout"):
         assert asyncio.run(main()) == (5, 8)
     assert re.search(r"prompt 3 \(.+\) is admitted at version 0\n", caplog.text)
-    assert re.search(r"request .+/0: \d+ prompt tokens and 0 sampled ones to generator 0, which has 0 ", caplog.text)
+    assert re.search(r"request .+/0: \d+ prompt tokens and 0 sampled ones to generator-0, which has 0 ", caplog.text)
     assert re.search(r"request .+/1: (stop|length) after \d tokens\n", caplog.text)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
-from rollout.types import Completion, GenerateRequest, SamplingParams, WeightBucket
+from rollout.types import Completion, GenerateRequest, SamplingParams
 
 # The suite shares few cores; with more threads than idle cores, small products wait for each other.
 torch.set_num_threads(1)
@@ -75,9 +76,9 @@ def write_model(family: str, folder: Path, *, seed: int = 0) -> Any:
     return model
 
 
-def bucket_of(model: Any) -> WeightBucket:
+def bucket_of(model: Any) -> FlatBucket:
     """All parameters of a transformers model under their names; tied ones once."""
-    return WeightBucket(tensors={name: p.detach() for name, p in model.named_parameters()})
+    return FlatBucket.of({name: p.detach() for name, p in model.named_parameters()})
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def engine_of(model: Any, *, max_running: int = 16, dtype: str = "float32") -> E
     """An engine with the weights of a transformers model."""
     config = InferenceConfig.from_hf(model.config.to_dict())
     weights = ModelWeights(config, dtype=DTYPES[dtype], device=torch.device("cpu"))
-    weights.update(bucket_of(model).tensors)
+    weights.update(bucket_of(model).tensors())
     return Engine(config, weights, max_running=max_running)
 
 

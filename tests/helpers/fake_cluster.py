@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,16 @@ from ray.exceptions import RayActorError
 from allocation import parse
 from core.errors import LaunchError
 from core.launch import generators as launch_generators
-from core.launch.generators import GeneratorPool, HealthSettings
+from core.launch.generators import GeneratorPool
 from core.recovery.memory import MemoryLimits
-from core.weight_sync.base import LocalPush
-from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
+from core.weight_sync.push import WeightPush
+from core.weight_sync.senders import SenderPlan
 from rollout.inference.backend import BackendSettings
+from rollout.inference.sglang.endpoint import SGLangEndpoint
 
 PENDING = object()
+ENDPOINT = SGLangEndpoint(name="generator", url="http://127.0.0.1:9", tp=1)
+ALLOCATION = parse("mock.d2m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=3, default_backend="mock")
 
 
 class Ref:
@@ -37,7 +40,7 @@ class Actor:
     """`answers`: result of each method; an exception is raised by whoever gets it."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers: dict[str, Any] = {"start": None, "health": None, "receive": 0.25, **answers}
+        self.answers: dict[str, Any] = {"start": None, "health": None, "receive": 0.25, "endpoint": ENDPOINT, **answers}
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=lambda *args: Ref(self, method))
@@ -100,14 +103,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def sleep(seconds: float) -> None:
         now.seconds += seconds
 
-    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    fake = SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=lambda: now.seconds, sleep=sleep)
     monkeypatch.setattr(launch_generators, "time", fake)
-    monkeypatch.setattr("core.weight_sync.fault_tolerant.time", fake)
+    monkeypatch.setattr("core.weight_sync.push.time", fake)
     monkeypatch.setattr(launch_generators, "ray", FakeRay())
     return now
 
 
-def make_pool(cluster: Cluster, num_generators: int) -> GeneratorPool:
+def make_pool(cluster: Cluster, num_generators: int, *, restarts: bool = True) -> GeneratorPool:
     allocation = parse(
         f"mock.d{num_generators}m1p1+d1m1p1",
         n_nodes=1,
@@ -119,7 +122,8 @@ def make_pool(cluster: Cluster, num_generators: int) -> GeneratorPool:
         allocation.generator,
         BackendSettings(model_path="", dtype="float32", device="cpu", max_running=8),
         threads=1,
-        health=HealthSettings(interval_seconds=5.0, timeout_seconds=20.0, restarts=True),
+        restarts=restarts,
+        health_timeout_seconds=20.0,
         memory=MemoryLimits(),
     )
     pool.wait_started(60.0)
@@ -136,19 +140,42 @@ class Trainer:
 
 
 class Rollout:
-    """The rollout side, which knows of who came back."""
+    """The rollout side: it checks the actors that it uses, and knows which came back."""
 
-    def __init__(self) -> None:
-        self.replaced: list[int] = []
-        self.lost: dict[int, str] = {}
+    def __init__(self, pool: GeneratorPool) -> None:
+        self._actors: dict[str, Actor] = pool.actors
+        self.replaced: list[str] = []
+        self.lost: dict[str, str] = {}
+        pool.judge = self  # type: ignore[assignment]
 
-    def replace_generator(self, index: int, actor: Any) -> None:
-        self.replaced.append(index)
+    def replace_generator(self, name: str, actor: Any) -> None:
+        self.replaced.append(name)
+        self._actors[name] = actor
+        self.lost.pop(name, None)
 
-    def lost_generators(self) -> dict[int, str]:
-        return self.lost
+    def wait_lost(self, known: Sequence[str]) -> Any:
+        """A call that ends when a generator is lost that is not known."""
+
+        class Report:
+            @property
+            def result(_) -> Any:  # noqa: N805
+                return dict(self.lost) if self.lost.keys() - set(known) else PENDING
+
+        return Report()
+
+    def check_generators(self) -> dict[str, str]:
+        for name, actor in self._actors.items():
+            answer = actor.answers["health"]
+            if isinstance(answer, Exception) or answer is PENDING:
+                self.lost.setdefault(name, str(answer))
+        return dict(self.lost)
 
 
-def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> FaultTolerantWeightSync:
-    local = LocalPush(Trainer(cluster), pool, bucket_bytes=1, timeout_seconds=60.0)  # type: ignore[arg-type]
-    return FaultTolerantWeightSync(local, pool, rollout, reconnect=lambda: None, patience_seconds=60.0)  # type: ignore[arg-type]
+def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> WeightPush:
+    plan = SenderPlan(
+        type="local", model_path="", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=cluster.log_folder
+    )
+    return WeightPush(
+        Trainer(cluster), pool, rollout, plan=plan, slots=ALLOCATION.trainer, shares_gpus=False,  # type: ignore[arg-type]
+        verify="never", patience_seconds=60.0,
+    )  # fmt: skip

@@ -39,7 +39,7 @@ from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
 from core.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
-from core.weight_sync.base import PushReport
+from core.weight_sync.push import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.sequences import Sequences

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from helpers.sglang_environment import VOCAB, Models, running_server, settings_for
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import SGLangServer
-from rollout.types import GenerateRequest, SamplingParams, WeightBucket
+from rollout.types import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -54,5 +55,5 @@ def request(name: str, prompt: list[int], **sampling: Any) -> GenerateRequest:
 
 async def update(generator: Any, models: Models, version: int) -> None:
     await generator.pause()
-    await generator.update_weights(WeightBucket(tensors=models.weights(version)))
+    await generator.update_weights(FlatBucket.of(models.weights(version)))
     await generator.resume(version)

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from rollout.inference.backend import ALL_INTERRUPTS, Interrupt
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
-from rollout.types import Completion, GenerateRequest, Health, WeightBucket
+from rollout.types import Completion, GenerateRequest, Health
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class EmbeddedGenerator:
         """Return when no further token of the current version can appear. Requests that arrive now wait."""
         await self._call(self._do_pause)
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         """Copy full tensors in place. Raises ValueError unless paused, and for a tensor that the model does not
         have."""
         await self._call(lambda: self._do_update(bucket))
@@ -308,10 +309,10 @@ class EmbeddedGenerator:
             self._paused = True
             self._deliver(self._engine.interrupt(self._interrupt))
 
-    def _do_update(self, bucket: WeightBucket) -> None:
+    def _do_update(self, bucket: FlatBucket) -> None:
         if not self._paused:
             raise ValueError("update_weights() needs pause() first: requests are being sampled with these weights")
-        self._engine.update_weights(bucket.tensors)
+        self._engine.update_weights(bucket.tensors())
 
     def _do_resume(self, version: int) -> None:
         if self._weights.missing:

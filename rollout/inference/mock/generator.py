@@ -7,11 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from model_specs.untrusted import read_json_object
-from rollout.types import Completion, FinishReason, GenerateRequest, Health, WeightBucket
+from rollout.types import Completion, FinishReason, GenerateRequest, Health
+
+if TYPE_CHECKING:
+    from rollout.inference.bucket import FlatBucket
 
 
 @dataclass(eq=False)
@@ -102,7 +106,7 @@ class MockGenerator:
         """Stop sampling until resume()."""
         self._open.clear()
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         """Ignore the weights."""
 
     async def resume(self, version: int) -> None:

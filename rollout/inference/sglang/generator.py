@@ -39,7 +39,7 @@ from rollout.inference.sglang.weights import (
     receive_folder,
     receive_tensors,
 )
-from rollout.types import Completion, GenerateRequest, Health, SamplingParams, WeightBucket
+from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,10 @@ class SGLangGenerator:
         self._version = version
         self._open.set()
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
+    async def update_weights(self, bucket: FlatBucket) -> None:
         """Copy a bucket through HTTP, for small models and tests; the senders of core/weight_sync are faster."""
         self._raise_unless_paused("update_weights()")
-        flat = FlatBucket.of(bucket.tensors)
-        payload = payload_of(flat, flat.flat.cpu())
+        payload = payload_of(bucket, bucket.flat.cpu())
         await self._post(receive_tensors([payload] * self.endpoint.tp))
 
     async def load_folder(self, path: str) -> None:

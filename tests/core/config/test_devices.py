@@ -16,11 +16,11 @@ from core.config.base import ConfigError
 from core.experiments.process_settings import backend_settings
 from core.placement import allocation as config_allocation
 from core.placement.allocation import resolve_allocation
-from core.placement.transport import choose_transport
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
 from rollout.inference.mock.backend import MockBackend
 from rollout.inference.registry import BACKENDS
+from rollout.inference.transports import choose_transport
 
 SFT = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
 
@@ -91,7 +91,7 @@ def test_the_devices_of_generators_and_trainer_are_chosen_apart(
     assert {name: role.device for name, role in allocation.roles.items()} == {
         name: generator if name == "actor_gen" else trainer for name in allocation.roles
     }
-    assert choose_transport("auto", allocation) == transport
+    assert choose_transport("auto", allocation).name == transport
     shared = len(allocation.generator.slots) + len(allocation.trainer.slots) > allocation.n_gpus_per_node
     assert allocation.shares_gpus == (shared and generator == trainer == "cuda")
     sides = {"cuda": set(allocation.generator.slots)} if generator == "cuda" else {"cuda": set()}
@@ -279,7 +279,7 @@ def test_another_backend_is_checked_by_its_capabilities_alone(tmp_path: Path, mo
     monkeypatch.setitem(BACKENDS, "mock", Narrow())
     apart = ["allocation_mode=mock.d1m1p1+d1m1p1", "actor.bf16=false"]
     allocation = allocated(tmp_path, *apart)
-    assert (allocation.generator.device, choose_transport("auto", allocation)) == ("cuda", "disk")
+    assert (allocation.generator.device, choose_transport("auto", allocation).name) == ("cuda", "disk")
     assert "narrow generators hold weights in float32, not in bfloat16" in refused(tmp_path, apart[0])
     shared = ["allocation_mode=mock.d1m1p1", "n_gpus_per_node=1", "actor.bf16=false"]
     assert "narrow generators cannot leave the GPUs to the trainer" in refused(tmp_path, *shared)

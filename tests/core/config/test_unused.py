@@ -233,14 +233,8 @@ def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
     assert "push.changes" not in reported(apart)
     for config, changes in ((colocated, "never"), (apart, "always")):
         allocation = resolve_allocation(config)
-        plans: list[Any] = []
-        group = SimpleNamespace(push_connect=lambda plan, endpoints, plans=plans: plans.append(plan))
-        running: Any = SimpleNamespace(
-            transport="disk", colocated=allocation.shares_gpus, actor=SimpleNamespace(group=group),
-            generators=SimpleNamespace(endpoints=lambda trainer: []),
-        )  # fmt: skip
-        workers.connect_senders(config, allocation, running, tmp_path)
-        assert plans[0].changes == changes
+        running: Any = SimpleNamespace(actor=SimpleNamespace(group=None), generators=None, rollout=None)
+        assert workers.make_push(config, allocation, running, tmp_path)._plan.changes == changes
 
 
 class Anything:
@@ -295,7 +289,7 @@ def keys_read(
     for module, name in (
         (context, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
         (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
-        (ppo.PPOTrainer, "run"), (workers, "FaultTolerantWeightSync"), (answers, "AnswerDataset"),
+        (ppo.PPOTrainer, "run"), (workers, "WeightPush"), (answers, "AnswerDataset"),
         (tokenizer, "load_tokenizer"), (offline, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
         (preferences, "PreferenceDataset"),
     ):  # fmt: skip

@@ -18,10 +18,9 @@ def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None
     def noted(name: str) -> Any:
         return lambda *_, **__: calls.append(name)
 
-    weights = SimpleNamespace(offload_generators=noted("offload generators"))
+    weights = SimpleNamespace(offload_generators=noted("offload generators"), connect=noted("connect"))
     monkeypatch.setattr(ppo, "make_push", lambda *_: weights)
     monkeypatch.setattr(ppo, "build_ppo_engines", noted("build engines"))
-    monkeypatch.setattr(ppo, "connect_senders", noted("connect"))
     workers: Any = SimpleNamespace(
         colocated=colocated,
         generators=SimpleNamespace(wait_started=noted("wait for generators")),

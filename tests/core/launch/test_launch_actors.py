@@ -123,7 +123,7 @@ async def receive():
     settings = BackendSettings(model_path=folder, dtype="float32", device="cpu", max_running=1)
     actor = GeneratorActor("generator-0", f"{folder}/log", "mock", 1, settings)
     await actor.start()
-    await actor.receive([asyncio.sleep(0, {"layout": [], "bytes": b""})], version=3)
+    await actor.receive([], version=3)
     return (await actor.health()).version
 
 version = asyncio.run(receive())  # from now on the output goes to the log file

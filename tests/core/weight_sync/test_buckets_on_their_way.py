@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.weight_sync.calls import in_background
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import PushError, in_background
 from helpers.push_doubles import buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble

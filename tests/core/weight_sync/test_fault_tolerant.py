@@ -12,21 +12,18 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from allocation import parse
 from core.errors import LaunchError, PushFailure
 from core.weight_sync.buckets import SendReport
-from core.weight_sync.errors import PushError
-from core.weight_sync.fault_tolerant import FaultTolerantWeightSync
-from core.weight_sync.servers import ServerPush
-from helpers.fake_cluster import Actor, Cluster, Rollout, clock, make_pool
+from core.weight_sync.calls import PushError
+from core.weight_sync.push import WeightPush
+from core.weight_sync.senders import SenderPlan
+from helpers.fake_cluster import ALLOCATION, Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from rollout.inference.sglang.weights import continue_generation, pause_generation, post
 
 __all__ = ["clock"]  # a fixture
-
-ALLOCATION = parse("mock.d2m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=3, default_backend="mock")
 
 
 class Trainer:
@@ -39,10 +36,11 @@ class Trainer:
         self.verified: list[bool] = []
         self.version = 0
 
-    def connect(self, servers: list[Any]) -> None:
+    def push_close(self) -> None:
+        self.sender.close()
+
+    def push_connect(self, plan: SenderPlan, servers: list[Any]) -> None:
         self.num_connects += 1
-        if self.sender is not None:
-            self.sender.close()
         self.sender = sender_of(self._kind, self._folder, timeout_seconds=20.0)
         self.sender.connect(servers)
 
@@ -76,7 +74,7 @@ class ServerActor(Actor):
     def __init__(self, double: SGLangDouble, index: int) -> None:
         self.server = address(double, index, trainer_ranks=())
         self._calls = {"pause": pause_generation("in_place"), "resume": continue_generation(1)}
-        super().__init__(endpoint=self.server, pause=None, resume=0.25)
+        super().__init__(endpoint=self.server, pause=None, resume=0.25, release_memory=None, resume_memory=None)
 
     def __getattr__(self, method: str) -> Any:
         remote = super().__getattr__(method).remote
@@ -95,17 +93,17 @@ class Fleet:
     def __init__(self, kind: str, folder: Path, doubles: list[SGLangDouble]) -> None:
         self.doubles = doubles
         self.actors = [ServerActor(double, min(i, 1)) for i, double in enumerate(doubles)]
-        self.rollout, self.trainer = Rollout(), Trainer(kind, folder)
         self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
-        self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer))
-        self.inner = ServerPush(self.trainer, self.pool, bucket_bytes=1, verify="always", timeout_seconds=20.0)
-        self._push = FaultTolerantWeightSync(
-            self.inner,
-            self.pool,
-            self.rollout,  # type: ignore[arg-type]
-            reconnect=lambda: self.trainer.connect(self.pool.endpoints(ALLOCATION.trainer)),
-            patience_seconds=60.0,
-        )
+        self.rollout, self.trainer = Rollout(self.pool), Trainer(kind, folder)
+        plan = SenderPlan(
+            type=kind,  # type: ignore[arg-type]
+            model_path=str(folder), dtype="float32", bucket_bytes=1, timeout_seconds=20.0, folder=folder,
+        )  # fmt: skip
+        self._push = WeightPush(
+            self.trainer, self.pool, self.rollout, plan=plan, slots=ALLOCATION.trainer, shares_gpus=False,  # type: ignore[arg-type]
+            verify="always", patience_seconds=60.0,
+        )  # fmt: skip
+        self._push.connect()
 
     def push(self, version: int) -> None:
         self.trainer.version = version
@@ -138,21 +136,21 @@ def test_the_senders_stay_connected_while_the_fleet_stays_the_same(
 
 def test_senders_join_the_server_that_came_back_and_the_next_push_reaches_it(fleet: Fleet) -> None:
     fleet.push(1)
-    fleet.pool.lose(1, "killed")
+    fleet.pool.lose("generator-1", "killed")
     fleet.pool.look()  # its successor has started
     fleet.push(2)
     assert [holds(double, 2) for double in fleet.doubles] == [True, False, True]
-    assert fleet.trainer.num_connects == 2 and fleet.rollout.replaced == [1]
+    assert fleet.trainer.num_connects == 2 and fleet.rollout.replaced == ["generator-1"]
     fleet.push(3)
     assert [holds(double, 3) for double in fleet.doubles] == [True, False, True]
     assert fleet.trainer.num_connects == 2
 
 
 def test_a_server_that_came_back_is_verified_as_at_the_start(fleet: Fleet) -> None:
-    fleet.inner._verify = "first"
+    fleet._push._verify = "first"
     for version in (1, 2, 3):
         fleet.push(version)
-    fleet.pool.lose(1, "killed")
+    fleet.pool.lose("generator-1", "killed")
     fleet.pool.look()  # its successor has started
     for version in (4, 5, 6):
         fleet.push(version)
@@ -205,7 +203,8 @@ def test_a_generator_that_fails_the_repetition_too_is_restarted_and_the_others_c
 @pytest.mark.parametrize("repeats", [True, False])
 def test_a_push_that_no_generator_takes_ends_and_nothing_resumes(fleet: Fleet, repeats: bool) -> None:
     fleet.push(1)
-    fleet._push._repeats = repeats
+    fleet._push._shares_gpus = not repeats
+    fleet._push.offload_generators()
     resumed = refuse(fleet, 0, 1, times=100)
     with pytest.raises(LaunchError, match=rf"generator-\d: {update_path(fleet)} failed .*: no such parameter"):
         fleet.push(2)

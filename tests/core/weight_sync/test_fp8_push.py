@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.weight_sync.buckets import Buckets, SenderSettings, SendReport
+from core.weight_sync.calls import PushError
 from core.weight_sync.disk import DiskSender
-from core.weight_sync.errors import PushError
-from core.weight_sync.formats import wrong_formats
 from core.weight_sync.ipc import IpcSender
+from core.weight_sync.verification import wrong_formats
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.block_fp8 import QUANTIZATION_CONFIG
 from rollout.inference.backend import TensorFormat

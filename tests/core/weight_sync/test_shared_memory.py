@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from core.weight_sync.buckets import SenderSettings
-from core.weight_sync.errors import PushError
+from core.weight_sync.calls import PushError
 from core.weight_sync.ipc import IpcSender
 from helpers.mcore_ranks import Rank, RankPool
 from rollout.inference.bucket import FlatBucket

@@ -23,20 +23,19 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from allocation import parse
-from core.placement.transport import choose_transport
+from core.errors import LaunchError
 from core.weight_sync.buckets import Buckets, SenderSettings, SendReport, buckets_to_stage
-from core.weight_sync.calls import Deadline, in_background
-from core.weight_sync.colocated import ColocatedPush
-from core.weight_sync.comparing import compare_checksums
+from core.weight_sync.calls import Deadline, PushError, in_background
 from core.weight_sync.disk import DiskSender
-from core.weight_sync.errors import PushError
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from core.weight_sync.servers import SenderPlan, ServerPush, with_colocated_ranks
-from rollout.inference.backend import Transport
+from core.weight_sync.push import WeightPush
+from core.weight_sync.senders import SENDERS, SenderPlan, with_colocated_ranks
+from core.weight_sync.verification import compare_checksums
 from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.transports import TRANSPORTS, choose_transport
 from tracing import record_spans
 from tracing.spans import FOLDER
 
@@ -347,12 +346,15 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
     assert alive == [[]] * 2 * NUM_BUCKETS, "a bucket is in one of two pieces of memory alone when it is copied"
 
 
-@pytest.mark.parametrize(("kind", "receivers"), [("ipc", "all"), ("nccl", "first"), ("disk", "first")])
-def test_the_transport_decides_which_ranks_receive_full_tensors(
-    kind: Transport, receivers: str, tmp_path: Path
-) -> None:
-    plan = SenderPlan(type=kind, model_path="", dtype="bfloat16", bucket_bytes=1, timeout_seconds=1.0, folder=tmp_path)
-    assert plan.receivers == receivers
+@pytest.mark.parametrize(
+    ("kind", "receivers"), [("local", "first"), ("ipc", "all"), ("nccl", "first"), ("disk", "first")]
+)
+def test_the_transport_decides_which_ranks_receive_full_tensors(kind: str, receivers: str) -> None:
+    assert TRANSPORTS[kind].receivers == receivers
+
+
+def test_every_transport_but_the_local_one_has_a_sender() -> None:
+    assert TRANSPORTS.keys() - SENDERS.keys() == {"local"}
 
 
 def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
@@ -399,6 +401,20 @@ def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
 class Recorder:
     """Stands for the trainer's ranks and the generators; `fails` is the call that does not succeed."""
 
+    def raise_if_all_gone(self) -> None: ...
+
+    def admit(self) -> int:
+        return 1
+
+    def membership_changed(self) -> bool:
+        return False
+
+    def mark_dead_generators(self) -> bool:
+        return False
+
+    def participated(self) -> list[Any]:
+        return []
+
     def __init__(self, fails: str = "") -> None:
         self.calls: list[Any] = []
         self._fails = fails
@@ -406,7 +422,7 @@ class Recorder:
     def _record(self, *call: Any) -> None:
         self.calls.append(call)
         if call[0] == self._fails:
-            raise PushError("it failed")
+            raise LaunchError("it failed")
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
         self._record("push_prepare", engine, bucket_bytes, verify)
@@ -429,13 +445,23 @@ class Recorder:
         return [0.25, 0.75]
 
 
+def push_between(sides: Any, *, verify: Any = "first", shares_gpus: bool = False) -> WeightPush:
+    plan = SenderPlan(
+        type="ipc", model_path="", dtype="bfloat16", bucket_bytes=8, timeout_seconds=1.0, folder=Path()
+    )  # fmt: skip
+    slots = parse("sglang.d1m1p1", n_nodes=1, n_gpus_per_node=1).trainer
+    return WeightPush(
+        sides, sides, sides, plan=plan, slots=slots, shares_gpus=shares_gpus, verify=verify, patience_seconds=1.0
+    )
+
+
 @pytest.mark.parametrize(
     ("verify", "checked"),
     [("never", [False, False, False]), ("first", [True, True, False]), ("always", [True, True, True])],
 )
 def test_a_push_gathers_first_and_pauses_only_to_send(verify: Any, checked: list[bool]) -> None:
     sides = Recorder()
-    push = ServerPush(sides, sides, bucket_bytes=8, verify=verify, timeout_seconds=1.0)
+    push = push_between(sides, verify=verify)
     reports = [push.push(version) for version in (4, 5, 6)]
     assert [call for call in sides.calls if call[0] != "push_prepare"] == [
         call for version in (4, 5, 6) for call in (("pause",), ("push_send",), ("resume", version))
@@ -446,8 +472,8 @@ def test_a_push_gathers_first_and_pauses_only_to_send(verify: Any, checked: list
 
 def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
     sides = Recorder(fails="push_send")
-    with pytest.raises(PushError):
-        ServerPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0).push(4)
+    with pytest.raises(LaunchError):
+        push_between(sides).push(4)
     assert [call[0] for call in sides.calls] == ["push_prepare", "pause", "push_send"]
 
 
@@ -464,7 +490,7 @@ def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
     ],
 )
 def test_the_allocation_chooses_the_transport(text: str, size: int, transport: str) -> None:
-    assert choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)) == transport
+    assert choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)).name == transport
 
 
 @pytest.mark.parametrize(
@@ -496,7 +522,7 @@ class TurnRecorder(Recorder):
 
 def test_sides_that_share_gpus_take_turns() -> None:
     sides = TurnRecorder()
-    push = ColocatedPush(sides, sides, bucket_bytes=8, verify="first", timeout_seconds=1.0)
+    push = push_between(sides, shares_gpus=True)
     push.offload_generators()
     push.push(4)
     assert sides.calls == [

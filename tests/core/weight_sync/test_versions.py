@@ -214,7 +214,7 @@ def test_a_generator_follows_the_folder(folder: VersionFolder, tmp_path: Path) -
     new = make_model("qwen2", seed=1)
 
     def in_buckets() -> Iterator[dict[str, Tensor]]:
-        for name, tensor in bucket_of(new).tensors.items():
+        for name, tensor in bucket_of(new).tensors().items():
             yield {name: tensor}
 
     async def script() -> None:

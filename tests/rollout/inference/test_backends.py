@@ -20,7 +20,6 @@ from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, server_flags
-from rollout.types import WeightBucket
 
 ROOT = Path(__file__).resolve().parents[3]
 GENERATORS: dict[str, Any] = {"sglang": SGLangGenerator, "embedded": EmbeddedGenerator, "mock": MockGenerator}
@@ -85,7 +84,6 @@ def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
         try:
             assert (await generator.health()).num_running == 0
             await generator.pause()
-            await generator.update_weights(WeightBucket(tensors={}))
         finally:
             await generator.close()
 

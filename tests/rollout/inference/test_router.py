@@ -15,9 +15,10 @@ import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 from helpers.virtual_clock import run_virtual
-from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
+from rollout.inference.bucket import FlatBucket
+from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
-from rollout.types import Completion, GenerateRequest, Health, WeightBucket
+from rollout.types import Completion, GenerateRequest, Health
 
 DEADLINE_SECONDS = 60  # of a test that hangs
 
@@ -45,7 +46,7 @@ class Silent:
 
     async def pause(self) -> None: ...
 
-    async def update_weights(self, bucket: WeightBucket) -> None: ...
+    async def update_weights(self, bucket: FlatBucket) -> None: ...
 
     async def resume(self, version: int) -> None: ...
 
@@ -243,7 +244,7 @@ def test_a_generator_that_failed_is_reported_once_with_the_reason(
     with caplog.at_level(logging.ERROR):
         play(scene())
     (reported,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
-    assert re.fullmatch(r"generator 0 failed \(.*closed.*\); its requests continue elsewhere", reported)
+    assert re.fullmatch(r"generator-0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
@@ -267,9 +268,8 @@ def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
         await asyncio.gather(*(g.close() for g in generators))
         for outcome in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(outcome, NoGeneratorError)
-            assert isinstance(outcome.__cause__, GeneratorError)
         for call in (router.health(), router.pause(), router.resume(1), router.generate(request(2, prompt(3)))):
-            with pytest.raises(NoGeneratorError, match="generator 0: .*closed.*; generator 1: .*closed"):
+            with pytest.raises(NoGeneratorError, match="generator-0: .*closed.*; generator-1: .*closed"):
                 await call
         await router.close()
 
@@ -284,15 +284,15 @@ def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(fo
         running = await started(router, requests)
         await first.close()
         late = asyncio.ensure_future(router.generate(groups_of_four(3)[-1]))
-        while not router.lost():
+        while not router.versions.lost():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert not late.done() and not any(r.done() for r in running)
-        router.replace(0, second)
+        router.replace("generator-0", second)
         for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
             assert_same(c, expected)
         assert len((await late).token_ids) == 60
-        assert router.lost() == {}
+        assert router.versions.lost() == {}
         await router.close()
 
     play(scene())
@@ -322,7 +322,7 @@ def test_patience_begins_anew_with_each_time_that_no_generator_is_left(folder: P
             await dying.close()
             await asyncio.sleep(1.8)
             assert not running.done()
-            router.replace(0, following)
+            router.replace("generator-0", following)
             await running
         await router.close()
 
@@ -339,10 +339,10 @@ def test_a_slow_generator_is_reported_and_keeps_its_requests(
         await router.generate(request(0, prompt(5), max_new_tokens=100))
         stats = router.stats()
         assert stats == {"router/num_generators": 2.0, "router/slowest_share": 0.0}
-        assert "generator 1 is slow: 0 tokens/s" in caplog.text
+        assert "generator-1 is slow: 0 tokens/s" in caplog.text
         await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
         assert router.stats()["router/slowest_share"] > 0
-        assert router.lost() == {}
+        assert router.versions.lost() == {}
         await router.close()
 
     play(scene())
@@ -358,7 +358,7 @@ def test_a_generator_that_has_rejoined_is_rated_from_then_on(folder: Path, monke
         router = Router([first, Silent()])
         await router.generate(request(0, prompt(5), max_new_tokens=50, min_new_tokens=50))
         now += 90.0
-        router.replace(1, second)
+        router.replace("generator-1", second)
         both = [request(i, prompt(5), max_new_tokens=50, min_new_tokens=50) for i in (1, 2)]
         await asyncio.gather(*map(router.generate, both))
         assert len(first.seen) == 2 and len(second.seen) == 1

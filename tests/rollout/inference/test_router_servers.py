@@ -122,7 +122,7 @@ def test_a_request_whose_server_is_gone_continues_at_another_with_the_tokens_tha
             (body,) = second.bodies("/generate")
             assert body["input_ids"] == [0, 1, 2, 3, *tokens([0, 0, 1])]
             assert body["sampling_params"]["max_new_tokens"] == 3
-            assert len(router.lost()) == 1
+            assert len(router.versions.lost()) == 1
             return completion
 
     with SGLangDouble(samples=False) as one, SGLangDouble(samples=False) as other:
@@ -146,7 +146,7 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
             with pytest.raises(GeneratorCallError, match="generator-0: /generate failed .*: out of order"):
                 await router.generate(request("b", max_new_tokens=2))
             assert len(double.bodies("/generate")) == 2 + 4, "the first attempt and three more"
-            assert router.lost() == {}
+            assert router.versions.lost() == {}
 
     with SGLangDouble(samples=False) as double:
         asyncio.run(main())
@@ -159,14 +159,17 @@ def test_a_server_that_fails_an_update_gets_no_more_requests(folder: Path, path:
             first.faults.refuse(path, "it is busy", status=200)
             await router.pause()
             await router.resume(1)
-            assert list(router.lost()) == [0] and "it is busy" in router.lost()[0]
+            assert (
+                list(router.versions.lost()) == ["generator-0"]
+                and "it is busy" in router.versions.lost()["generator-0"]
+            )
             running = asyncio.gather(*(router.generate(request(f"r{i}", max_new_tokens=1)) for i in range(3)))
             await where([second], num_requests=3)
             await second.step()
             assert {c.versions.tolist()[0] for c in await running} == {1}
             assert first.bodies("/generate") == []
             second.faults.refuse(path, "it is busy too", status=200)
-            with pytest.raises(NoGeneratorError, match="generator 0: .*it is busy.*; generator 1: .*busy too"):
+            with pytest.raises(NoGeneratorError, match="generator-0: .*it is busy.*; generator-1: .*busy too"):
                 await router.pause()
                 await router.resume(2)
 

@@ -41,7 +41,7 @@ from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.rollout_settings import DataFacts
 from core.trainer import EngineRef, PPOTrainer
-from core.weight_sync.base import PushReport
+from core.weight_sync.push import PushReport
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shard import BatchShard
 from mcore_adapter.device import get_device

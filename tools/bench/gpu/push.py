@@ -17,10 +17,10 @@ import numpy as np
 import orjson
 
 from allocation import parse
-from core.placement.transport import choose_transport
-from core.weight_sync.servers import SenderPlan, make_sender
+from core.weight_sync.senders import SenderPlan, make_sender
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
+from rollout.inference.transports import choose_transport
 from tools.bench.figure import Figure
 from tools.bench.gpu.servers import generator, load, prompts, server_settings
 from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
@@ -59,7 +59,7 @@ def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any
     """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
-        type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)),
+        type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)).name,
         model_path=str(scene.model),
         dtype="bfloat16",
         bucket_bytes=bucket_bytes,

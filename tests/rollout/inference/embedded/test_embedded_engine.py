@@ -87,7 +87,7 @@ def interrupt_and_go_on(engine: Engine, how: Any, update: Any = None) -> dict[st
     with torch.inference_mode():
         aborted = engine.interrupt(how)
         if update is not None:
-            engine.update_weights(bucket_of(update).tensors)
+            engine.update_weights(bucket_of(update).tensors())
             engine.version = 4
         assert (how == "abort") == bool(aborted)
         engine.add(

@@ -23,8 +23,8 @@ from helpers.embedded_models import (
     run,
     write_model,
 )
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
-from rollout.types import WeightBucket
 
 DEADLINE_SECONDS = 60  # of a test that hangs
 
@@ -68,16 +68,16 @@ async def progressed(generator: EmbeddedGenerator, n: int = 3) -> None:
 @pytest.mark.parametrize("tied", ["qwen2", "qwen2_tied"])
 def test_a_generator_without_weights_waits_for_all_of_them(tmp_path: Path, tied: str) -> None:
     model = write_model(tied, tmp_path)
-    whole = bucket_of(model).tensors
+    whole = bucket_of(model).tensors()
     names = sorted(whole)
 
     async def script(generator: EmbeddedGenerator) -> None:
         r = request(0, prompt(7))
         waiting = asyncio.ensure_future(generator.generate(r))
-        await generator.update_weights(WeightBucket(tensors={name: whole[name] for name in names[:5]}))
+        await generator.update_weights(FlatBucket.of({name: whole[name] for name in names[:5]}))
         with pytest.raises(ValueError, match=f"{len(names) - 5} parameters were never loaded, among them {names[5]}"):
             await generator.resume(0)
-        await generator.update_weights(WeightBucket(tensors={name: whole[name] for name in names[5:]}))
+        await generator.update_weights(FlatBucket.of({name: whole[name] for name in names[5:]}))
         assert not waiting.done()
         await generator.resume(11)
         assert_same(await waiting, run(engine_of(model), [r])[0], versions=False)
@@ -139,7 +139,7 @@ def test_after_pause_no_token_of_the_old_version_appears(
 
 
 def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(folder: Path, new_model: Any) -> None:
-    tensors = bucket_of(new_model).tensors
+    tensors = bucket_of(new_model).tensors()
 
     async def script(generator: EmbeddedGenerator) -> None:
         running = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=300)))
@@ -148,9 +148,9 @@ def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(fo
         await generator.pause()
         await generator.pause()
         for name, tensor in tensors.items():
-            await generator.update_weights(WeightBucket(tensors={name: tensor}))
+            await generator.update_weights(FlatBucket.of({name: tensor}))
         with pytest.raises(ValueError, match="no parameter 'nonsense'"):
-            await generator.update_weights(WeightBucket(tensors={"nonsense": torch.ones(1)}))
+            await generator.update_weights(FlatBucket.of({"nonsense": torch.ones(1)}))
         await generator.resume(1)
         assert len((await running).token_ids) == 300
 
@@ -163,7 +163,7 @@ def test_weights_that_give_no_finite_logits_fail_every_waiter_and_nobody_hangs(f
         waiting = [asyncio.ensure_future(generator.generate(request(i, prompt(6)))) for i in range(12)]
         generator.submit([request(100, prompt(5))])
         drain = asyncio.ensure_future(generator.drain())
-        await generator.update_weights(WeightBucket(tensors={"model.norm.weight": torch.full((48,), torch.nan)}))
+        await generator.update_weights(FlatBucket.of({"model.norm.weight": torch.full((48,), torch.nan)}))
         assert not any(w.done() for w in waiting)
         await generator.resume(1)
         for outcome in await asyncio.gather(*waiting, drain, return_exceptions=True):

@@ -14,10 +14,11 @@ import torch
 
 from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 from model_specs.hf_config import parse_config
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.experts import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
-from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams, WeightBucket
+from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.workflows import build_trajectory
 
 SHAPE = dict(
@@ -151,7 +152,7 @@ def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_upda
         router = Router([generator])
         try:
             await router.pause()
-            await router.update_weights(WeightBucket(tensors=models.weights(1)))
+            await router.update_weights(FlatBucket.of(models.weights(1)))
             await router.resume(1)
             running = [
                 asyncio.create_task(
@@ -166,7 +167,7 @@ def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_upda
             ]  # fmt: skip
             await asyncio.sleep(1.0)
             await router.pause()
-            await router.update_weights(WeightBucket(tensors=models.weights(2)))
+            await router.update_weights(FlatBucket.of(models.weights(2)))
             await router.resume(2)
             return await asyncio.gather(*running)
         finally:

@@ -25,10 +25,11 @@ if PYTHON is None:
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from helpers.sglang_live import CPU, TOLERANCE, prompt_of, request, with_generator  # noqa: E402
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import read_model_config  # noqa: E402
-from rollout.types import Completion, WeightBucket  # noqa: E402
+from rollout.types import Completion  # noqa: E402
 
 
 def test_a_server_of_glm4_holds_and_samples_what_was_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +47,7 @@ def test_a_server_of_glm4_holds_and_samples_what_was_pushed(tmp_path: Path, monk
     async def push_and_sample(generator: SGLangGenerator) -> tuple[list[str], list[str], Completion]:
         before = expected.mismatches(await generator.checksums())
         await generator.pause()
-        await generator.update_weights(WeightBucket(tensors=tensors))
+        await generator.update_weights(FlatBucket.of(tensors))
         await generator.resume(1)
         after = expected.mismatches(await generator.checksums())
         return before, after, await generator.generate(request("a", prompt_of(1, 20), max_new_tokens=30))

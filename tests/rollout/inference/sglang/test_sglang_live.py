@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorGone
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.server import SGLangServer
-from rollout.types import Completion, GenerateRequest, WeightBucket
+from rollout.types import Completion, GenerateRequest
 
 if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
@@ -32,8 +33,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.push import Changes  # noqa: E402
 from core.weight_sync.buckets import Sender, SenderSettings  # noqa: E402
+from core.weight_sync.calls import PushError  # noqa: E402
 from core.weight_sync.disk import DiskSender  # noqa: E402
-from core.weight_sync.errors import PushError  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
 from helpers.sglang_live import CPU, TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
@@ -208,7 +209,7 @@ def test_the_models_own_end_token_stops_only_where_it_is_named(server: SGLangSer
 
     async def sample(generator: SGLangGenerator) -> list[Completion]:
         await generator.pause()
-        await generator.update_weights(WeightBucket(tensors=weights))
+        await generator.update_weights(FlatBucket.of(weights))
         await generator.resume(6)
         prompt = [END] * 10
         return [
@@ -255,7 +256,7 @@ def test_a_request_that_cannot_be_served_is_refused_here(server: SGLangServer) -
         with pytest.raises(ValueError, match=r"\[0, 512\)"):
             await generator.generate(request("word", [VOCAB], max_new_tokens=1))
         with pytest.raises(ValueError, match="needs pause"):
-            await generator.update_weights(WeightBucket(tensors={"a": torch.zeros(1)}))
+            await generator.update_weights(FlatBucket.of({"a": torch.zeros(1)}))
 
     with_generator(server, "abort", run)
 

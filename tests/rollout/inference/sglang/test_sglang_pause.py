@@ -11,10 +11,10 @@ from helpers.sglang_attached import at_the_server, check, request, run
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
+from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.types import WeightBucket
 
 INTERRUPTS = ["abort", "retract", "in_place"]
 
@@ -180,7 +180,7 @@ def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder:
         await generator.pause()
         for path, call in (
             ("/update_weights_from_disk", lambda: generator.load_folder("/weights")),
-            ("/update_weights_from_tensor", lambda: generator.update_weights(WeightBucket(tensors=model.weights(1)))),
+            ("/update_weights_from_tensor", lambda: generator.update_weights(FlatBucket.of(model.weights(1)))),
             ("/weights_checker", generator.checksums),
         ):
             double.faults.refuse(path, "no room for it", status=status)
@@ -196,7 +196,7 @@ def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> 
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         for call in (
             lambda: generator.load_folder("/weights"),
-            lambda: generator.update_weights(WeightBucket(tensors=model.weights(1))),
+            lambda: generator.update_weights(FlatBucket.of(model.weights(1))),
             lambda: generator.release_memory(["weights"]),
         ):
             with pytest.raises(ValueError, match="needs pause"):
@@ -244,7 +244,7 @@ def test_checksums_are_in_the_order_of_tensor_parallel_ranks(folder: Path, backw
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         double.ranks_backwards = backwards
         await generator.pause()
-        await generator.update_weights(WeightBucket(tensors=model.weights(1)))
+        await generator.update_weights(FlatBucket.of(model.weights(1)))
         expected = Parameters(model.weights(1), tp=2)
         received = [{name: str(value) for name, value in rank.items()} for rank in await generator.checksums()]
         assert received == [expected.checksums(0), expected.checksums(1)] and received[0] != received[1]
