@@ -17,7 +17,7 @@ import numpy as np
 from rollout.types import Completion, GenerateRequest, Generator, Health
 
 if TYPE_CHECKING:
-    from rollout.inference.bucket import FlatBucket
+    from rollout.bucket import FlatBucket
 
 Entry = tuple[bytes, Completion]
 """Key of a request, and what it has."""

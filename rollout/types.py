@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:  # a --dry-run and the reward workers read this file, and need none of them
     import numpy as np
 
-    from rollout.inference.bucket import FlatBucket
+    from rollout.bucket import FlatBucket
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -45,14 +45,16 @@ ORDER = {
         "model_folder",
     ),
     "rollout": (
+        "bucket",
         "types plugins errors processes",
         "answer_file",
         "trajectory_checks data rewards experience ledger workflow_calls",
-        "inference.errors inference.gpus inference.bucket inference.changes inference.changed inference.versions",
+        "inference.errors inference.gpus inference.changes inference.versions",
         "inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",
         "inference.registry",
+        "inference.transports",
         "workflows",
         "producer evaluation",
     ),
@@ -145,7 +147,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.models.quick_import": "torch",
     },
     "torch loads for seconds: not in a generator without a model": {
-        "core.data.wire": "torch",
         "core.launch.generator_actor": "torch",
     },
     "transformers.generation loads for seconds: what would import it is replaced meanwhile": {
@@ -164,11 +165,19 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.models.experts.routing": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {
-        "rollout.inference.sglang.hooks": "sglang",
-        "rollout.inference.sglang.latent_attention": "sglang",
-        "rollout.inference.sglang.pushed_folders": "sglang",
-        "rollout.inference.sglang.start.compile_ahead": "torch",
+        "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.hooks "
+        "rollout.inference.sglang.hooks.in_flight "
+        "rollout.inference.sglang.hooks.versions rollout.inference.sglang.start.command_line "
+        "rollout.inference.sglang.start.unused_imports sglang",
+        "rollout.inference.sglang.hooks.experts": "sglang",
+        "rollout.inference.sglang.hooks.folders": "sglang",
+        "rollout.inference.sglang.hooks.in_flight": "sglang",
+        "rollout.inference.sglang.hooks.latent_attention": "sglang",
+        "rollout.inference.sglang.hooks.sampling": "sglang",
+        "rollout.inference.sglang.hooks.table": "sglang",
+        "rollout.inference.sglang.hooks.versions": "sglang",
         "rollout.inference.sglang.start.command_line": "sglang",
+        "rollout.inference.sglang.start.compile_ahead": "torch",
     },
     "math_verify loads sympy: only in the reward workers": {
         "rollout.rewards.math": "rollout.rewards.math_equality",

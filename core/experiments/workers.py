@@ -22,7 +22,6 @@ from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
-from core.placement.transport import choose_transport
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import WeightPush

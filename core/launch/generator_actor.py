@@ -21,7 +21,7 @@ from rollout.types import Completion, GenerateRequest, Generator, Health
 from tracing import spanned
 
 if TYPE_CHECKING:
-    from rollout.inference.bucket import FlatBucket
+    from rollout.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import ray
 import torch
+from rollout.inference.bucket import FlatBucket
 
 from core.data.rank_batch import RankBatch
 from core.errors import first_line
@@ -26,7 +27,7 @@ from core.processes.stacks import forget_modules
 from core.weight_sync.senders import make_sender
 from mcore_adapter.device import get_device
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.transports import TRANSPORTS
 from tracing import spanned
 

@@ -23,8 +23,8 @@ from core.weight_sync.calls import PushError
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import Quantization, WeightEndpoint
-from rollout.inference.bucket import FlatBucket
 from tracing import add_span
 
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.weight_sync.disk import WholeWriter
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.versions import Published, ReplicaLost, Subscription, check_newer
 from rollout.types import Generator
 

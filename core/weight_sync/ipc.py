@@ -21,8 +21,8 @@ from torch import Tensor
 from core.weight_sync.buckets import BucketSender, SenderSettings, SendReport
 from core.weight_sync.calls import Deadline, PushError, call_all
 from core.weight_sync.verification import compare_checksums
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import WeightEndpoint
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from tracing import add_span, span
 

@@ -25,8 +25,8 @@ from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_st
 from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
 from core.weight_sync.calls import SENDER, Deadline, PushError, call_all, in_background
 from core.weight_sync.verification import compare_checksums
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership, WeightEndpoint
-from rollout.inference.bucket import FlatBucket
 from tracing import add_span
 
 logger = logging.getLogger(__name__)

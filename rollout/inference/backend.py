@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from model_specs.hf_config import ModelConfig
-    from rollout.inference.bucket import FlatBucket
+    from rollout.bucket import FlatBucket
 
 TransportName = Literal["local", "nccl", "ipc", "disk"]
 """How weights travel; see core/weight_sync. local: in the process of the generator, through update_weights()."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.weights import DTYPES, ModelWeights

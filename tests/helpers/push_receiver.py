@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets
 from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
-from rollout.inference.sglang.hooks import position_checksum
+from rollout.inference.sglang.hooks.checksums import position_checksum
 
 
 class Receiver(nn.Module):

@@ -64,7 +64,7 @@ def process_of(command, name: str) -> psutil.Process:
 def server_of(command, name: str) -> psutil.Process:
     """The SGLang server of a generator: the first of its processes that run hooks.py."""
     children = process_of(command, name).children(recursive=True)
-    return min((p for p in children if "hooks.py" in _command_line(p)), key=lambda p: p.create_time())
+    return min((p for p in children if "hooks/main.py" in _command_line(p)), key=lambda p: p.create_time())
 
 
 def _command_line(process: psutil.Process) -> str:

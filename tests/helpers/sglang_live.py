@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.sglang_environment import VOCAB, Models, running_server, settings_for
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import GenerateRequest, SamplingParams

@@ -9,8 +9,9 @@ computed with the weights: a CPU without AMX has no kernels for FP8.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def hooks() -> Any:
     """The server's hooks, which have to be installed before its modules load."""
-    path = ROOT / "rollout/inference/sglang/hooks.py"
-    spec = importlib.util.spec_from_file_location("slipstream_hooks", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    path = ROOT / "rollout/inference/sglang/hooks/main.py"
+    runpy.run_path(str(path))["make_importable"]()
+    return importlib.import_module("rollout.inference.sglang.hooks.table")
 
 
 def build(folder: str, override: str) -> Any:
@@ -62,10 +60,13 @@ def main() -> None:
     module = hooks()
     from sglang.srt.plugins import load_plugins
 
-    module.install_hooks()
+    module.install()
     load_plugins()
     model = build(folder, override)
-    load_weights, copies = model.load_weights, module.beside("buckets/recorded_copies.py").RecordedCopies()
+    load_weights, copies = (
+        model.load_weights,
+        importlib.import_module("rollout.inference.sglang.buckets.recorded_copies").RecordedCopies(),
+    )
     results = []
     for file in files:
         loaded: list[Any] = []

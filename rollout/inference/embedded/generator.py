@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import ALL_INTERRUPTS, Interrupt
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights

@@ -15,7 +15,7 @@ from model_specs.untrusted import read_json_object
 from rollout.types import Completion, FinishReason, GenerateRequest, Health
 
 if TYPE_CHECKING:
-    from rollout.inference.bucket import FlatBucket
+    from rollout.bucket import FlatBucket
 
 
 @dataclass(eq=False)

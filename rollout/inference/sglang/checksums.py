@@ -20,7 +20,7 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
 from rollout.inference.backend import TensorFormat
-from rollout.inference.sglang.hooks import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
+from rollout.inference.sglang.hooks.checksums import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.weights import (

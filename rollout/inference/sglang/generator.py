@@ -1,7 +1,7 @@
 """A SGLang server behind the `Generator` protocol.
 
-Versions are exact because the server returns them per token (hooks.py), not because of when an answer arrives: a
-request may run through any number of updates under interrupt modes retract and in_place. Under abort every answer is
+Versions are exact because the server returns them per token (hooks/versions.py), not because of when an answer arrives:
+a request may run through any number of updates under interrupt modes retract and in_place. Under abort every answer is
 complete before new weights come. Invariant: between pause() and resume() no request is handed to the server.
 """
 
@@ -19,14 +19,21 @@ from typing import Any, get_args
 
 import numpy as np
 
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import Interrupt
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.client import SGLangClient
-from rollout.inference.sglang.completions import EMPTY, end_of, generate_call, joined, read_answer, so_far
+from rollout.inference.sglang.completions import (
+    EMPTY,
+    ExpertsOfTokens,
+    end_of,
+    generate_call,
+    joined,
+    read_answer,
+    so_far,
+)
 from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.experts import ExpertsOfTokens
-from rollout.inference.sglang.in_flight import ALIVE, PATH, Sampled, unpack
+from rollout.inference.sglang.hooks.in_flight import ALIVE, PATH, Sampled, unpack
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import ServerSettings, SGLangServer
 from rollout.inference.sglang.weights import (

@@ -43,8 +43,8 @@ generators' turn must fit beside it."""
 BATCHED_PREFILLS: dict[str, FlagValue] = {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 128}
 """In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph and takes as
 long as two or three decode steps, after every few of these. While a server is nearly full, new prompts wait until a
-tenth of its places is free (PREFILL_SHARE in hooks.py), but for 128 steps at most. SGLang's own trigger, by the
-number that waits, stays off (prefill_delayer_queue_min_ratio): it also ends by the clock, each rank's own, and
+tenth of its places is free (hooks/prefills.py), but for 128 steps at most. SGLang's own trigger, by the number that
+waits, stays off (prefill_delayer_queue_min_ratio): it also ends by the clock, each rank's own, and
 tensor-parallel ranks that disagree about a prefill hang."""
 LAST_LINES = 20
 """How many lines of a dead server's log its error shows."""
@@ -109,7 +109,7 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        # Nothing is left for FlashInfer's kernels to do (see Sampling in hooks.py), and servers of small
+        # Nothing is left for FlashInfer's kernels to do (see hooks/sampling.py), and servers of small
         # models stopped answering for ever where greedy and sampled requests met in a batch.
         "sampling_backend": "pytorch",
         "log_level_http": "warning",
@@ -244,7 +244,7 @@ class SGLangServer:
         with settings.log_file.open("wb") as log:
             # -P: this folder must not be where the server's processes import `types` and the like from.
             self._process = subprocess.Popen(
-                [settings.python, "-P", str(Path(__file__).with_name("hooks.py"))],
+                [settings.python, "-P", str(Path(__file__).parent / "hooks" / "main.py")],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=server_environment(settings),
                 start_new_session=True,
             )  # fmt: skip

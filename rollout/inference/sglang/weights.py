@@ -17,13 +17,11 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.sglang.in_flight import ALIVE
-
-WRITTEN_FOR = "0.5.17"
-"""The SGLang version whose interface these calls follow."""
+from rollout.inference.sglang.hooks.in_flight import ALIVE
+from rollout.inference.sglang.hooks.table import SGLANG
 
 Call = tuple[str, dict[str, Any]]
 """Path and JSON body of a POST."""
@@ -67,7 +65,7 @@ def payload_of(bucket: FlatBucket, memory: object | None, *, number: int | None 
 RELEASE = base64.b64encode(pickle.dumps({})).decode()
 """In place of a bucket: close all memory that was kept."""
 
-# Updates do not flush the cache: prefixes are kept apart by version (hooks.py), and a flush with requests
+# Updates do not flush the cache: prefixes are kept apart by version (hooks/versions.py), and a flush with requests
 # waiting would fail and take the server down.
 _NO_FLUSH = {"flush_cache": False}
 
@@ -117,7 +115,7 @@ def pause_generation(mode: str) -> Call:
 
 
 def continue_generation(version: int) -> Call:
-    """Resume. The request id of this call carries the version to the schedulers (hooks.py)."""
+    """Resume. The request id of this call carries the version to the schedulers (hooks/versions.py)."""
     return "/continue_generation", {"rid": str(version), "torch_empty_cache": False}
 
 
@@ -140,8 +138,8 @@ def check_answer(server: str, path: str, status: int, answer: object) -> dict[st
     """Return the JSON answer of a call that succeeded. Raises GeneratorCallError."""
     if status in (404, 405):
         raise GeneratorCallError(
-            f"{server}: this SGLang has no {path}; Slipstream is written for SGLang {WRITTEN_FOR} "
-            f"(pip install sglang=={WRITTEN_FOR})"
+            f"{server}: this SGLang has no {path}; Slipstream is written for SGLang {SGLANG} "
+            f"(pip install sglang=={SGLANG})"
         )
     if not isinstance(answer, dict):
         answer = {"message": str(answer)}

@@ -21,11 +21,11 @@ from core.weight_sync.ipc import IpcSender
 from core.weight_sync.verification import wrong_formats
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.block_fp8 import QUANTIZATION_CONFIG
+from rollout.bucket import FlatBucket
 from rollout.inference.backend import TensorFormat
-from rollout.inference.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.hooks import position_checksum
+from rollout.inference.sglang.hooks.checksums import position_checksum
 
 SHAPE = ModelShape(num_heads=2, num_kv_heads=1, head_dim=128, vocab_size=64)
 CPU = torch.device("cpu")

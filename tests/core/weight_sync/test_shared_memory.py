@@ -22,7 +22,7 @@ from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.calls import PushError
 from core.weight_sync.ipc import IpcSender
 from helpers.mcore_ranks import Rank, RankPool
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 
 

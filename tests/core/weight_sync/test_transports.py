@@ -32,7 +32,7 @@ from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
 from core.weight_sync.senders import SENDERS, SenderPlan, with_colocated_ranks
 from core.weight_sync.verification import compare_checksums
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.transports import TRANSPORTS, choose_transport

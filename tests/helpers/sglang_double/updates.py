@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from helpers.sglang_double.groups import GlooRank
-from rollout.inference.changed import Changed
 from rollout.inference.changes import IDENTITY, INDEX, ChangesReader
 
 TENSORS, BROADCAST, DISK = UPDATES = tuple(
@@ -55,7 +54,7 @@ def from_disk(body: dict[str, Any], *, tp: int, push: str | None) -> tuple[list[
     folder = Path(body["model_path"])
     if (folder / INDEX).exists():
         reader = ChangesReader(folder, push)
-        return [dict(reader.tensors(torch.device("cpu"), Changed.of))] * tp, reader.identity
+        return [dict(reader.tensors(torch.device("cpu")))] * tp, reader.identity
     json.loads((folder / "config.json").read_text(encoding="utf-8"))
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     files = sorted(set(index["weight_map"].values()))

@@ -13,7 +13,7 @@ from allocation import ParallelLayout
 from helpers.mcore_ranks import Rank, RankPool, build
 from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.exporting import Receivers
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 
 
 def gathered_by(

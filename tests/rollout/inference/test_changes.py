@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollout.inference.changed import Changed
 from rollout.inference.changes import (
     INDEX,
     NOT_THE_BASE,
+    Changed,
     ChangesError,
     ChangesReader,
     ChangesWriter,
@@ -180,7 +180,7 @@ def test_a_folder_of_changes_makes_new_weights_of_old_ones_bit_for_bit(written: 
     folder, old, new = written
     reader = ChangesReader(folder, "a")
     assert reader.identity == "b"
-    found = dict(reader.tensors(CPU, Changed.of))
+    found = dict(reader.tensors(CPU))
     assert found.keys() == {"x.weight", "z.weight"}, "nothing of it has changed"
     for name, tensor in found.items():
         old[name].copy_(tensor)

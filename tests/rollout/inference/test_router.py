@@ -15,7 +15,7 @@ import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 from helpers.virtual_clock import run_virtual
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health

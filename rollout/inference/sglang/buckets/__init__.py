@@ -1,1 +1,1 @@
-"""What a SGLang server does with the buckets of a weight update. Read by its processes beside hooks.py."""
+"""What a SGLang server does with the buckets of a weight update. Read by its processes."""

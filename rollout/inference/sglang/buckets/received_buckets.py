@@ -2,7 +2,7 @@
 model, or in memory that it shares with the sender.
 
 SGLang itself makes every tensor of a broadcast bucket and concatenates them before it receives over them, and receives
-nothing while it copies. Read by the server's processes beside hooks.py, and stands alone as it does. Invariant: when a
+nothing while it copies. Read by the server's processes, so nothing else of this project is imported. Invariant: when a
 bucket begins to arrive, at most one other is being copied.
 """
 

@@ -2,8 +2,8 @@
 
 SGLang finds the parameter of every tensor by its name, in Python: for a model with experts that takes longer than to
 send it. Where its models copy goes by names, formats and shapes, so a later bucket of the same ones needs the copies
-alone. Stands alone, as hooks.py does. Invariant: copies are repeated only if loading was seen to copy every tensor of
-the bucket and to do nothing else but fill with constants, each into a place of its own in the parameters and buffers of
+alone. Invariant: copies are repeated only if loading was seen to copy every tensor of the bucket and to do nothing else
+but fill with constants, each into a place of its own in the parameters and buffers of
 the model, which are still where they were.
 """
 

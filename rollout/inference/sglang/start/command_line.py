@@ -1,6 +1,6 @@
 """Server arguments by name, as a command line for SGLang's own parser, which checks names and values.
 
-Read by the server's processes beside hooks.py, and stands alone as it does. As a program (arguments by name as JSON on
+Read by the server's processes, so nothing else of this project is imported. As a program (arguments by name as JSON on
 stdin) it checks them and starts nothing; it exits with EXIT_USAGE where one is wrong.
 """
 
@@ -39,7 +39,7 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
         name = _key(key)
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
-            _refuse(key, f"SGLang {_version()} has no such server argument" + _hint(near))
+            _refuse(key, f"SGLang {sglang_version()} has no such server argument" + _hint(near))
         one = _words(parser, options, name, value)
         if one is None:
             _refuse(key, f"must be true or false, got {value!r}")
@@ -78,7 +78,8 @@ def _refuse(key: str, why: str) -> NoReturn:
     raise SystemExit(EXIT_USAGE)
 
 
-def _version() -> str:
+def sglang_version() -> str:
+    """Return the version of the SGLang that is installed."""
     import sglang
 
     version: str = sglang.__version__

@@ -1,6 +1,6 @@
 """Compiles kernels of a server while it imports its modules, at the first start on a host.
 
-SGLang and FlashInfer compile kernels where they are first used, one after the other. This program, which hooks.py
+SGLang and FlashInfer compile kernels where they are first used, one after the other. This program, which hooks/main.py
 starts by its path, compiles in parallel those of a model with plain attention.
 Invariant: it writes nothing but caches of compiled kernels. What fails here, or is not listed, is compiled by the
 server itself. FlashInfer locks a kernel while it compiles and loads it; SGLang locks the compilation, and compiles

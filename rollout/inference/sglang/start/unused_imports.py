@@ -1,7 +1,7 @@
 """What a server's processes need not import: each of them would spend seconds on it, at every start.
 
-Like hooks.py, which reads it by its path, the file stands alone. Invariant: a server finds the class of its model
-exactly where it would without this file.
+Read by the server's processes, so nothing else of this project is imported. Invariant: a server finds the class of its
+model exactly where it would without this file.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from helpers.embedded_models import (
     run,
     write_model,
 )
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 
 DEADLINE_SECONDS = 60  # of a test that hangs

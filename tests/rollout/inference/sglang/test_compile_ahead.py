@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
-from rollout.inference.sglang import hooks
-from rollout.inference.sglang.start import compile_ahead
+from rollout.inference.sglang.hooks import main as hooks
+from rollout.inference.sglang.start import command_line, compile_ahead
 from rollout.inference.sglang.start.compile_ahead import kernels
 
 QWEN2 = {
@@ -243,7 +243,7 @@ def test_a_server_on_gpus_compiles_before_it_reads_its_arguments(
         raise SystemExit
 
     monkeypatch.setattr(hooks, "compile_ahead", lambda flags: seen.append("compile"))
-    monkeypatch.setattr(hooks, "beside", stop)
+    monkeypatch.setattr(command_line, "command_line", stop)
     monkeypatch.setattr(hooks, "end_with", lambda parent: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "flags": {"model_path": "/m", **device}})))
     with pytest.raises(SystemExit):

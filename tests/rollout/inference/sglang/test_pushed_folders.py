@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.inference import changed as sparse
-from rollout.inference import changes
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
-from rollout.inference.sglang import pushed_folders
-from rollout.inference.sglang.pushed_folders import PushedFolders
+from rollout.inference.sglang.hooks import folders as pushed_folders
+from rollout.inference.sglang.hooks.folders import PushedFolders
 
 
 def load_whole(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
@@ -34,7 +32,7 @@ def apply(updater: Any, tensors: Any) -> None:
 def server(monkeypatch: pytest.MonkeyPatch) -> tuple[PushedFolders, dict[str, Tensor]]:
     """The hook of a server, and its weights."""
     monkeypatch.setattr(pushed_folders, "_load_some", apply)
-    return PushedFolders(changes, sparse), {"w": torch.zeros(10)}
+    return PushedFolders(), {"w": torch.zeros(10)}
 
 
 def whole(folder: Path, identity: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.sglang import endpoint, weights
 from rollout.inference.sglang.buckets import received_buckets
 from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets

@@ -14,9 +14,9 @@ import torch
 
 from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
 from model_specs.hf_config import parse_config
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
-from rollout.inference.sglang.experts import ExpertsOfTokens
+from rollout.inference.sglang.completions import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.workflows import build_trajectory

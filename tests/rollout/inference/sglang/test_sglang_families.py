@@ -25,7 +25,7 @@ if PYTHON is None:
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from helpers.sglang_live import CPU, TOLERANCE, prompt_of, request, with_generator  # noqa: E402
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import read_model_config  # noqa: E402

@@ -16,7 +16,7 @@ import pytest
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.completions import EMPTY, joined, read_answer, so_far
 from rollout.inference.sglang.generator import SGLangGenerator, _Running
-from rollout.inference.sglang.in_flight import Sampled, pack, to_json, unpack
+from rollout.inference.sglang.hooks.in_flight import Sampled, pack, to_json, unpack
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 RNG = np.random.default_rng(0)

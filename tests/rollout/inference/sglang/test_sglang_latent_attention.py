@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from rollout.inference.changed import Changed
 from torch import Tensor
 
 from model_specs.config import ModelConfig
 from model_specs.hf_config import parse_config
-from rollout.inference.changed import Changed
+from rollout.inference.changes import Changed
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
-from rollout.inference.sglang.hooks import position_checksum
-from rollout.inference.sglang.latent_attention import compressed_on_cpu, copy_fused_parts
+from rollout.inference.sglang.hooks.checksums import position_checksum
+from rollout.inference.sglang.hooks.latent_attention import compressed_on_cpu, copy_fused_parts
 from rollout.inference.sglang.server import ServerSettings, server_flags
 
 HEADS, HIDDEN, RANK = 4, 16, 6

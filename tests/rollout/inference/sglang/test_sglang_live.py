@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorGone
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.server import SGLangServer
@@ -463,7 +463,7 @@ def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tm
             running = asyncio.create_task(generator.generate(request("k", [1, 2, 3], max_new_tokens=2000)))
             await asyncio.sleep(0.5)
             for process in psutil.Process().children():
-                if "hooks.py" in " ".join(process.cmdline()):
+                if "hooks/main.py" in " ".join(process.cmdline()):
                     process.kill()
             with pytest.raises(GeneratorGone, match="generator-0 .* is unreachable"):
                 await running

@@ -11,10 +11,10 @@ import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
 from rollout.inference.backend import FlagValue
-from rollout.inference.sglang import hooks
 from rollout.inference.sglang.arguments import host_problems
+from rollout.inference.sglang.hooks import main
+from rollout.inference.sglang.hooks.table import SGLANG as VERSION
 from rollout.inference.sglang.start.command_line import EXIT_USAGE
-from rollout.inference.sglang.weights import WRITTEN_FOR as VERSION
 
 BROKEN = """
 import sys
@@ -55,7 +55,7 @@ def test_a_server_names_the_module_that_sglang_cannot_import(tmp_path: Path) -> 
     env = os.environ | environment()
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tmp_path), env.get("PYTHONPATH")]))
     done = subprocess.run(
-        [str(PYTHON), "-P", str(hooks.__file__)],
+        [str(PYTHON), "-P", str(main.__file__)],
         input=json.dumps({"parent": os.getpid(), "flags": {}}), env=env, capture_output=True, text=True,
         start_new_session=True,
     )  # fmt: skip

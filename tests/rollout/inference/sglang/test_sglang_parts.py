@@ -34,19 +34,17 @@ from torch import Tensor
 
 from mcore_adapter.hf.block_fp8 import quantize, quantize_bucket
 from model_specs.hf_config import parse_config
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
 from rollout.inference.sglang import checksums
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.hooks import (
-    install_hooks,
-    many_at_once,
-    no_cache_scales,
-    position_checksum,
-    reason_for,
-)
+from rollout.inference.sglang.hooks import main
+from rollout.inference.sglang.hooks.checksums import position_checksum
+from rollout.inference.sglang.hooks.precision import no_cache_scales
+from rollout.inference.sglang.hooks.prefills import many_at_once
+from rollout.inference.sglang.hooks.table import SGLANG, hooks, install, reason_for
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.start.command_line import EXIT_USAGE
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
@@ -55,6 +53,7 @@ from rollout.types import Completion, GenerateRequest, SamplingParams
 MODEL = {
     "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "vocab_size": 512,
 }  # fmt: skip
 
 
@@ -162,7 +161,7 @@ def test_the_server_receives_buckets_in_the_ways_that_are_fast(balances: bool, m
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", arguments)
     for package in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, package, SimpleNamespace())
-    install_hooks()
+    install()
     for source in ("tensor", "distributed", "disk"):
         names = [hook.__name__ for hook, kind in after[f"update_weights_from_{source}"] if kind == "after"]
         assert "report_any_failure" in names, "SGLang answers with the outcome of the first rank"
@@ -375,7 +374,7 @@ def test_a_server_that_cannot_be_used_does_not_stay(monkeypatch: pytest.MonkeyPa
 
 def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     """The parent is killed and cannot clean up; the server has a child of its own."""
-    inside = Path(sys.modules["rollout.inference.sglang.hooks"].__file__ or "")
+    inside = Path(main.__file__)
     server = (
         "import runpy, sys, subprocess, time; "
         f"space = runpy.run_path({str(inside)!r}); space['end_with'](int(sys.argv[1])); "
@@ -718,6 +717,16 @@ def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -
         assert await generator.drain() == [("bad", refused), ("good", done), ("better", done)]
 
     asyncio.run(run())
+
+
+def test_every_hook_has_a_reason_and_the_version_that_is_pinned() -> None:
+    pinned = (Path(__file__).parents[4] / "setup.py").read_text() + (
+        Path(__file__).parents[4] / "pyproject.toml"
+    ).read_text()
+    assert f'"sglang=={SGLANG}"' in pinned
+    for hook in hooks():
+        assert hook.reason and SGLANG in hook.versions
+        assert hook.link.startswith(f"https://github.com/sgl-project/sglang/blob/v{SGLANG}/python/sglang/srt/")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers.sglang_attached import at_the_server, check, request, run
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
-from rollout.inference.bucket import FlatBucket
+from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator

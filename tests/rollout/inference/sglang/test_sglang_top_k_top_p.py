@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.inference.embedded.sampler import restrict
-from rollout.inference.sglang.top_k_top_p import draw, keep_most_likely
+from rollout.inference.sglang.hooks.sampling import draw, keep_most_likely
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NO_LIMIT = 1 << 30  # how SGLang writes that there is no top_k

@@ -3,7 +3,7 @@
 SGLang holds q_a_proj and kv_a_proj_with_mqa in one parameter. Its own loader copies them only where one call brings
 both, and drops one that comes alone without an error. A bucket of a push may end between them, and of a folder of
 changes one may have none. So each is copied to its rows.
-Read by the server's processes beside hooks.py, and stands alone as it does.
+Read by the server's processes, so nothing else of this project is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server (see hooks.py).
+"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server.
 
 The smallest probability that stays is found by bisection over the bits of floats: for numbers that are not negative,
 their order is that of their bits. 31 passes over a row are a few times less work on a GPU than a sort of it, and what
@@ -6,6 +6,8 @@ is left out never travels to the host. Stands alone: nothing of this project is 
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,54 @@ except ImportError:  # on the CPU there may be none
 
 _BITS_OF_ONE = 0x3F800000
 _BLOCK = 4096
+_LOG_KEPT = "slipstream_log_kept"
+"""Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""
+
+
+class Sampling:
+    """Drawing in place of SGLang's, which checks the probabilities anew in every step; and top_k and top_p in place of
+    its own, which sort the vocabulary, and twice where log-probabilities of what is left are requested."""
+
+    def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
+        """Sample around Sampler._sample_from_probs. The remaining probability of each row is kept with its token;
+        greedy rows (top_k = 1) keep the log-probability under temperature 1."""
+        if is_simple:
+            return self._drawn(original, sampler, probs, info, positions)
+        if info.need_min_p_sampling:
+            return original(sampler, probs, info, positions, is_simple)
+        kept = keep_most_likely(probs, info.top_ks, info.top_ps)
+        greedy, whole = info.top_ks == 1, (info.top_ks >= probs.shape[1]) & (info.top_ps >= 1)
+        tokens = self._drawn(original, sampler, probs, info, positions)
+        tokens = torch.where(greedy, probs.argmax(-1).to(tokens.dtype), tokens)  # of equals, always the first
+        setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
+        return tokens
+
+    def _drawn(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any) -> Tensor:
+        if info.sampling_seed is not None:  # drawn by it, in the server's own way
+            return original(sampler, probs, info, positions, True)
+        return draw(probs)
+
+    def renormalise(
+        self, original: Any, processor: Any, logprobs: Tensor, top: Any, requested: Any, tokens: Tensor
+    ) -> Any:
+        """Renormalize log-probabilities around OutputLogprobProcessor.compute_logprobs."""
+        result = original(processor, logprobs, top, requested, tokens)
+        log_kept = getattr(tokens, _LOG_KEPT, None)
+        if log_kept is not None:
+            result.token_logprobs = result.token_logprobs - log_kept
+        return result
+
+    def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Recompute, after ScheduleBatch.filter_batch, whether a batch has a request with top_k or top_p. SGLang
+        otherwise keeps the flag until the batch is empty, which does not happen in a run, so one evaluation would slow
+        down all later steps."""
+        info = batch.sampling_info
+        if batch.reqs and (info.need_top_k_sampling or info.need_top_p_sampling):
+            from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+            info.need_top_k_sampling = any(req.sampling_params.top_k != TOP_K_ALL for req in batch.reqs)
+            info.need_top_p_sampling = any(req.sampling_params.top_p != 1.0 for req in batch.reqs)
+            info.is_all_greedy = all(req.sampling_params.top_k <= 1 for req in batch.reqs)
 
 
 def draw(probs: Tensor) -> Tensor:

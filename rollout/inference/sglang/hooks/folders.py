@@ -1,26 +1,24 @@
 """What a SGLang server does with pushed folders: whole weights, or changes to those of the push before.
 
-Read by the server's processes beside hooks.py, and stands alone as it does.
+Read by the server's processes, which import changes.py and nothing else of this project.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from rollout.inference.changes import IDENTITY, INDEX, ChangesReader
 
 
 class PushedFolders:
     """Identity of the push that one scheduler process has loaded, if it was a folder."""
 
-    def __init__(self, changes: ModuleType, changed: ModuleType) -> None:
-        """rollout/inference/changes.py and changed.py as modules."""
-        self._changes, self._changed = changes, changed
+    def __init__(self) -> None:
         self._identity: str | None = None
 
     def forget(self, result: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,14 +28,14 @@ class PushedFolders:
     def load(self, original: Any, updater: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """Load a folder around WeightUpdater.update_weights_from_disk; return (whether it succeeded, message)."""
         folder, before, self._identity = Path(model_path), self._identity, None
-        if not (folder / self._changes.INDEX).is_file():
+        if not (folder / INDEX).is_file():
             success, message = original(updater, model_path, *args, **kwargs)
-            if success and (file := folder / self._changes.IDENTITY).is_file():
+            if success and (file := folder / IDENTITY).is_file():
                 self._identity = json.loads(file.read_text(encoding="utf-8"))["id"]
             return success, message
         try:
-            reader = self._changes.ChangesReader(folder, before)
-            _load_some(updater, partial(reader.tensors, changed=self._changed.Changed.of))
+            reader = ChangesReader(folder, before)
+            _load_some(updater, reader.tensors)
         except Exception as error:  # noqa: BLE001  reported to the sender, which sends all weights then
             return False, f"{type(error).__name__}: {error}"
         self._identity = reader.identity

@@ -1,8 +1,9 @@
 """What the requests in flight have sampled, on its way out of a SGLang server: packed by its scheduler
-(hooks.py), unpacked by the generator.
+and unpacked by the generator.
 
 A few arrays of bytes hold the tokens of all requests: the scheduler does not sample while it answers, and 512 requests
-of 2,000 tokens take it some tens of milliseconds. Stands alone: nothing of this project is imported.
+of 2,000 tokens take it some tens of milliseconds. Whether the scheduler works is reported without waiting for a second.
+Read by the server's processes too, so nothing else of this project is imported.
 """
 
 from __future__ import annotations
@@ -73,3 +74,56 @@ def unpack(answer: Mapping[str, Any]) -> dict[str, Sampled]:
     )
     # Without requests np.split gives one part, which has no name.
     return {name: Sampled(*part) for name, part in zip(answer["names"], parts, strict=False)}
+
+
+class InFlight:
+    """Tokens that requests have sampled, returned between two steps of the scheduler; without a request it costs
+    nothing."""
+
+    def __init__(self, version_key: str) -> None:
+        """`version_key`: name of the per-token versions in customized_info."""
+        self._version_key = version_key
+
+    def add_routes(self) -> None:
+        """Add paths that query the scheduler to the process that answers HTTP."""
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        async def query(name: str) -> list[Any]:
+            manager = http_server.get_global_state().tokenizer_manager
+            manager.auto_create_handle_loop()
+            # Never to be cancelled: the next query would get the answer to this.
+            answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
+            return [answer.internal_state for answer in answers]
+
+        async def report() -> dict[str, Any]:
+            return {"answers": [to_json(answer) for answer in await query(QUERY)]}
+
+        async def respond() -> Any:
+            manager = http_server.get_global_state().tokenizer_manager
+            if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
+                return http_server.Response(status_code=503)
+            await query(PING)
+            return http_server.Response()
+
+        http_server.app.add_api_route(PATH, report, methods=["POST"])
+        http_server.app.add_api_route(ALIVE, respond, methods=["GET"], response_model=None)
+
+    def answer(self, original: Any, scheduler: Any, request: Any) -> Any:
+        """Answer queries around Scheduler.get_internal_state, which all ranks run and one answers."""
+        if request.rid not in (QUERY, PING):
+            return original(scheduler, request)
+        from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+        reports = request.rid == QUERY and scheduler.ipc_channels.send_to_tokenizer.socket is not None
+        packed = pack(known_requests(scheduler), self._version_key) if reports else {}
+        return GetInternalStateReqOutput(internal_state=packed)
+
+
+def known_requests(scheduler: Any) -> list[Any]:
+    """Return every request that the scheduler has, once. Those that have just ended are among them until the next
+    step."""
+    batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    return list({req.rid: req for reqs in (*batches, scheduler.waiting_queue, chunked) for req in reqs}.values())
