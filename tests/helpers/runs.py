@@ -77,7 +77,7 @@ def came_back(command, index: int, start: int = 0, timeout: float = PATIENCE_SEC
     """Return when generator `index` has its weights and the run has made another step; how far the output is then."""
     wait_for_match(command, rf"generator-{index} has restarted", start, timeout)
     deadline = time.monotonic() + timeout
-    while f"generator {index} has rejoined" not in (command.logs / "rollout.log").read_text():
+    while f"generator-{index} has rejoined" not in (command.logs / "rollout.log").read_text():
         assert time.monotonic() < deadline, command.output()[-4000:]
         time.sleep(0.1)
     return wait_for_match(command, r"global step \d+\) finishes", len(command.output())).end()
