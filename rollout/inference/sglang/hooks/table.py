@@ -27,7 +27,7 @@ SOURCE = ("slipstream", None)
 """Of these hooks, by which SGLang distinguishes several plug-ins."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hook:
     """One symbol of SGLang that is changed."""
 
@@ -53,6 +53,7 @@ class Hook:
 def hooks() -> Sequence[Hook]:
     """Return the table, with the state that the hooks of one process share."""
     tokens, sampling, folders = TokenVersions(), Sampling(), PushedFolders()
+    deepseek = "models.deepseek_common."
     buckets = ReceivedBuckets(RecordedCopies(experts.moves_experts))
     scheduler, runner = "managers.scheduler.Scheduler.", "model_executor.model_runner_components.weight_updater."
     manager = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -60,167 +61,109 @@ def hooks() -> Sequence[Hook]:
     fails = "an update that fails on any tensor-parallel rank is answered as a failure"
     other_weights = "changes apply only to the weights of the last folder"
     return (
+        Hook(scheduler + "run_batch", "after", tokens.tag_tokens, "every token carries the version that sampled it"),
         Hook(
-            symbol=scheduler + "run_batch",
-            kind="after",
-            function=tokens.tag_tokens,
-            reason="every token carries the version that sampled it",
+            scheduler + "_add_request_to_queue", "before", tokens.name_prefix, "prefixes are shared within one version"
+        ),
+        Hook(scheduler + "continue_generation", "before", tokens.before_continue, "the request id carries the version"),
+        Hook(scheduler + "pause_generation", "after", tokens.wait_for_device, "in_place leaves a forward pass running"),
+        Hook(scheduler + "get_internal_state", "around", InFlight(VERSION_KEY).answer, "tokens so far, on request"),
+        Hook(
+            deepseek + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin.do_load_weights",
+            "before",
+            latent_attention.copy_fused_parts,
+            "a fused projection that comes alone would be dropped",
         ),
         Hook(
-            symbol=scheduler + "_add_request_to_queue",
-            kind="before",
-            function=tokens.name_prefix,
-            reason="prefixes are shared within one version",
+            deepseek + "attention_backend_handler.AttentionBackendRegistry.get_handler",
+            "around",
+            latent_attention.compressed_on_cpu,
+            "prefills of latent attention without a GPU",
         ),
         Hook(
-            symbol=scheduler + "continue_generation",
-            kind="before",
-            function=tokens.before_continue,
-            reason="the request id carries the version",
+            runner + "WeightUpdater.update_weights_from_disk",
+            "around",
+            folders.load,
+            "changes to the weights of the push before",
         ),
         Hook(
-            symbol=scheduler + "pause_generation",
-            kind="after",
-            function=tokens.wait_for_device,
-            reason="in_place leaves a forward pass running",
+            runner + "WeightUpdater._update_bucketed_weights_from_distributed",
+            "around",
+            buckets.receive,
+            "a bucket is received while the one before is copied",
         ),
         Hook(
-            symbol=scheduler + "get_internal_state",
-            kind="around",
-            function=InFlight(VERSION_KEY).answer,
-            reason="tokens so far, on request",
+            runner + "WeightUpdater._update_weights_from_flattened_bucket",
+            "around",
+            buckets.copy_shared,
+            "an update is answered when the copies of all ranks are complete",
+        ),
+        Hook(manager + "release_memory_occupation", "after", folders.forget, other_weights),
+        Hook(manager + "update_weights_from_tensor", "after", folders.forget, other_weights),
+        Hook(manager + "update_weights_from_distributed", "after", folders.forget, other_weights),
+        Hook(manager + "update_weights_from_disk", "after", folders.report_any_failure, fails),
+        Hook(manager + "update_weights_from_tensor", "after", folders.report_any_failure, fails),
+        Hook(manager + "update_weights_from_distributed", "after", folders.report_any_failure, fails),
+        Hook(
+            "mem_cache.radix_cache.RadixCache.cache_finished_req",
+            "before",
+            drop_answer,
+            "a cache full of answers is searched at every step",
         ),
         Hook(
-            symbol="models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.do_load_weights",
-            kind="before",
-            function=latent_attention.copy_fused_parts,
-            reason="a fused projection that comes alone would be dropped",
+            "layers.quantization.fp8.Fp8Config.get_quant_method",
+            "around",
+            precision.no_cache_scales,
+            "FP8 weights come without scales of a cache",
         ),
         Hook(
-            symbol="models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
-            kind="around",
-            function=latent_attention.compressed_on_cpu,
-            reason="prefills of latent attention without a GPU",
+            "layers.logits_processor.LogitsProcessor._compute_lm_head",
+            "around",
+            precision.fp32_logits,
+            "logits in float32, as in the trainer: bfloat16 would round one of 20 by up to 0.06",
         ),
         Hook(
-            symbol=runner + "WeightUpdater.update_weights_from_disk",
-            kind="around",
-            function=folders.load,
-            reason="changes to the weights of the push before",
+            "state_capturer.base.BaseHostCache.__init__",
+            "around",
+            experts.kept_experts,
+            "experts of tokens without a GPU",
         ),
         Hook(
-            symbol=runner + "WeightUpdater._update_bucketed_weights_from_distributed",
-            kind="around",
-            function=buckets.receive,
-            reason="a bucket is received while the one before is copied",
+            "state_capturer.base.BaseTopkCapturer.on_forward_end",
+            "after",
+            experts.copy_experts,
+            "experts of tokens without a GPU",
         ),
         Hook(
-            symbol=runner + "WeightUpdater._update_weights_from_flattened_bucket",
-            kind="around",
-            function=buckets.copy_shared,
-            reason="an update is answered when the copies of all ranks are complete",
+            "utils.weight_checker.WeightChecker.handle",
+            "around",
+            checksums.answer_check,
+            "a checksum on any device that the sender can compute",
         ),
         Hook(
-            symbol=manager + "release_memory_occupation",
-            kind="after",
-            function=folders.forget,
-            reason=other_weights,
+            "layers.sampler.Sampler._sample_from_probs",
+            "around",
+            sampling.sample,
+            "no sort of the vocabulary, and no second check of probabilities",
         ),
         Hook(
-            symbol=manager + "update_weights_from_tensor",
-            kind="after",
-            function=folders.forget,
-            reason=other_weights,
+            "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+            "around",
+            sampling.renormalise,
+            "log-probabilities are of what top_k and top_p leave",
         ),
         Hook(
-            symbol=manager + "update_weights_from_distributed",
-            kind="after",
-            function=folders.forget,
-            reason=other_weights,
+            "managers.schedule_batch.ScheduleBatch.filter_batch",
+            "after",
+            sampling.forget,
+            "one greedy request slows down its own steps alone",
         ),
+        Hook(delayer + "_gather_info", "around", prefills.gather_of_one, "no collective of one rank in every step"),
         Hook(
-            symbol=manager + "update_weights_from_disk",
-            kind="after",
-            function=folders.report_any_failure,
-            reason=fails,
-        ),
-        Hook(
-            symbol=manager + "update_weights_from_tensor",
-            kind="after",
-            function=folders.report_any_failure,
-            reason=fails,
-        ),
-        Hook(
-            symbol=manager + "update_weights_from_distributed",
-            kind="after",
-            function=folders.report_any_failure,
-            reason=fails,
-        ),
-        Hook(
-            symbol="mem_cache.radix_cache.RadixCache.cache_finished_req",
-            kind="before",
-            function=drop_answer,
-            reason="a cache full of answers is searched at every step",
-        ),
-        Hook(
-            symbol="layers.quantization.fp8.Fp8Config.get_quant_method",
-            kind="around",
-            function=precision.no_cache_scales,
-            reason="FP8 weights come without scales of a cache",
-        ),
-        Hook(
-            symbol="layers.logits_processor.LogitsProcessor._compute_lm_head",
-            kind="around",
-            function=precision.fp32_logits,
-            reason="logits in float32, as in the trainer: bfloat16 would round one of 20 by up to 0.06",
-        ),
-        Hook(
-            symbol="state_capturer.base.BaseHostCache.__init__",
-            kind="around",
-            function=experts.kept_experts,
-            reason="experts of tokens without a GPU",
-        ),
-        Hook(
-            symbol="state_capturer.base.BaseTopkCapturer.on_forward_end",
-            kind="after",
-            function=experts.copy_experts,
-            reason="experts of tokens without a GPU",
-        ),
-        Hook(
-            symbol="utils.weight_checker.WeightChecker.handle",
-            kind="around",
-            function=checksums.answer_check,
-            reason="a checksum on any device that the sender can compute",
-        ),
-        Hook(
-            symbol="layers.sampler.Sampler._sample_from_probs",
-            kind="around",
-            function=sampling.sample,
-            reason="no sort of the vocabulary, and no second check of probabilities",
-        ),
-        Hook(
-            symbol="layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
-            kind="around",
-            function=sampling.renormalise,
-            reason="log-probabilities are of what top_k and top_p leave",
-        ),
-        Hook(
-            symbol="managers.schedule_batch.ScheduleBatch.filter_batch",
-            kind="after",
-            function=sampling.forget,
-            reason="one greedy request slows down its own steps alone",
-        ),
-        Hook(
-            symbol=delayer + "_gather_info",
-            kind="around",
-            function=prefills.gather_of_one,
-            reason="no collective of one rank in every step",
-        ),
-        Hook(
-            symbol=delayer + "_negotiate_should_allow_prefill",
-            kind="before",
-            function=prefills.many_at_once,
-            reason="prompts wait until there are places for many",
+            delayer + "_negotiate_should_allow_prefill",
+            "before",
+            prefills.many_at_once,
+            "prompts wait until there are places for many",
         ),
     )
 
