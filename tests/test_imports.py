@@ -96,7 +96,7 @@ ORDER = {
         "reference",
     ),
     "core.config.parsing": ("masking", "yaml_tree", "coerce interpolate"),
-    "core.placement": ("ray_address transport", "allocation", "rules"),
+    "core.placement": ("ray_address", "allocation", "rules"),
     "core.checks": ("facts algorithm host", "rules recipe", "load"),
     "slipstream": ("api", "cli"),
     "tools": (
