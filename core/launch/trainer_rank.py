@@ -15,7 +15,6 @@ import numpy as np
 import psutil
 import ray
 import torch
-from rollout.inference.bucket import FlatBucket
 
 from core.data.rank_batch import RankBatch
 from core.errors import first_line

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rollout.inference.changed import Changed
 from torch import Tensor
 
 from model_specs.config import ModelConfig

@@ -53,7 +53,6 @@ from rollout.types import Completion, GenerateRequest, SamplingParams
 MODEL = {
     "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 4096, "vocab_size": 512,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "vocab_size": 512,
 }  # fmt: skip
 
 
