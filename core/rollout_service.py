@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,8 @@ import numpy as np
 
 from core.data.answers import AnswerDataset
 from core.data.demonstrations import Demonstrations
-from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.data.leased_batches import LeasedBatches
+from core.data.rollout_batch import RolloutBatch
 from core.monitoring.memory import ROLLOUT, peak_gib
 from core.monitoring.sample_writer import SampleWriter
 from core.monitoring.samples import Sample
@@ -24,9 +24,9 @@ from rollout.data.prompts import PromptDataset, first_prompt
 from rollout.data.source import DatasetError, DataSource
 from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import ErrorPolicy, evaluation_failure
-from rollout.evaluation import Episode, EvaluationGenerator, RecordedRewards, run_episodes
-from rollout.experience import make_experience
-from rollout.experience.base import Group
+from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
+from rollout.experience import Experience, Lessee, MemoryExperience, Rules, make_rules
+from rollout.experience.serial import SchemaError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.producer import RolloutProducer
@@ -45,7 +45,13 @@ _NOT_OF_A_PROMPT = (NoGeneratorError, GeneratorCallError, GeneratorGone, RewardW
 class RolloutService:
     """Owns the sampling side of a run. `begin` starts it; `take` hands out batches; `close` ends every task it made."""
 
-    def __init__(self, generators: Sequence[Generator] | Mapping[str, Generator], settings: RolloutSettings) -> None:
+    def __init__(
+        self,
+        generators: Sequence[Generator] | Mapping[str, Generator],
+        settings: RolloutSettings,
+        experience: Experience | None = None,
+    ) -> None:
+        """`experience`: a store that the trainer of another process leases from. None: one in memory."""
         self._tokenizer = load_tokenizer(settings.tokenizer_path)
         self._encoder = Encoder(self._tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
         stop = self._encoder.end_token_ids
@@ -75,10 +81,22 @@ class RolloutService:
             sampling=replace(settings.eval_sampling, stop_token_ids=stop),
             group_size=1,
         )
-        self._producer = self._make_producer(settings, workflow)
+        self._experience = experience or MemoryExperience()
+        rules = make_rules(
+            num_prompts=len(self._dataset),
+            batch_size=settings.batch_size,
+            max_staleness=settings.max_staleness,
+            over_age=settings.over_age,
+            in_order=settings.in_order,
+            dynamic_sampling_limit=settings.dynamic_sampling_limit,
+            num_epochs=settings.num_epochs,
+            num_steps=settings.num_steps,
+        )
+        self._producer = self._make_producer(settings, workflow, rules)
         self._version = 0
         self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
-        self._unwritten: tuple[list[Group], np.ndarray, int] | None = None  # groups, positions and step
+        demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
+        self._batches = LeasedBatches(Lessee(self._experience, rules), self._samples, demonstrations)
 
     def _load_data(self, settings: RolloutSettings) -> None:
         load = partial(
@@ -92,23 +110,16 @@ class RolloutService:
         eval_sets = {name: load(source) for name, source in named(settings.eval_sets).items()}
         self._eval_prompts = {name: read.prompts[: settings.num_eval_prompts] for name, read in eval_sets.items()}
         self._left_out = [read.left_out for read in (self._dataset, *eval_sets.values()) if read.left_out is not None]
-        self._demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
 
-    def _make_producer(self, settings: RolloutSettings, workflow: Workflow) -> RolloutProducer:
+    def _make_producer(self, settings: RolloutSettings, workflow: Workflow, rules: Rules) -> RolloutProducer:
         return RolloutProducer(
             self._dataset,
             workflow,
             self.router,
-            make_experience(
-                num_prompts=len(self._dataset),
-                batch_size=settings.batch_size,
-                max_staleness=settings.max_staleness,
-                over_age=settings.over_age,
-                in_order=settings.in_order,
-                dynamic_sampling_limit=settings.dynamic_sampling_limit,
-                num_epochs=settings.num_epochs,
-                num_steps=settings.num_steps,
-            ),
+            self._experience,
+            rules,
+            run=settings.run,
+            task_set=settings.dataset.name,
             max_in_flight=settings.max_in_flight,
             group_size=settings.group_size,
             limits=GroupLimits(vocab_size=settings.vocab_size, max_tokens=settings.max_tokens),
@@ -144,60 +155,64 @@ class RolloutService:
         await self._producer.__aenter__()
 
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
-        self._check_demonstrations(state.get("demonstrations"), ignore_changes=ignore_changes)
-        same_groups = state["group_size"] == self._group_size  # whether not is allowed was decided before
-        if not same_groups:
-            logger.warning("group_size was %d: untrained completions are sampled again", state["group_size"])
-        if state["producer"]["version"] != version:
+        producer = state["producer"]
+        if producer["version"] != version:
             self._producer.begin_at(version, reason="Batches are cut in another way")
-        else:
-            self._producer.load_state_dict(state["producer"], keep_sampled=same_groups, ignore_changes=ignore_changes)
-
-    def _check_demonstrations(self, before: Any, *, ignore_changes: bool) -> None:
+            return
         try:
-            if self._demonstrations is not None and before is not None:
-                self._demonstrations.check_continues(before)
+            self._batches.load_state_dict(state["batches"])
         except DatasetError as change:
             if not ignore_changes:
                 raise
             logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
+        try:
+            self._producer.load_state_dict(producer)
+            self._experience.load_state_dict(state["experience"])
+        except (ValueError, DatasetError, SchemaError) as change:
+            if not ignore_changes:
+                raise
+            self._producer.begin_at(version, reason=str(change))
+        if state["group_size"] != self._group_size:  # whether that is allowed was decided before
+            logger.warning("group_size was %d: untrained completions are sampled again", state["group_size"])
+            self._experience.resample()
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return the next batch, packed, and the figures of the producer and of the workflow, when the samples of the
         last one are in their file. Raises RewardFailureError where most completions could not be scored for some
-        batches, OSError where samples could not be written."""
-        await self._samples.written()
-        assert self._unwritten is None, "write_samples() comes before the next take()"
-        groups = await self._producer.take(version)
+        batches, OSError where samples could not be written, and what ended the producer."""
+        batch = await self._batches.take(version)
         self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
-        batch = await asyncio.to_thread(pack_trajectories, groups, self._producer.taken)
-        if self._demonstrations is not None:
-            batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
-        self._unwritten = groups, batch.positions, version + 1
-        return batch, self._producer.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
+        figures = self._producer.stats() | self._batches.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
+        return batch, figures
 
     async def write_samples(self) -> None:
         """Start writing the samples of the batch that was taken last. Call once after each take()."""
-        assert self._unwritten is not None, "take() comes first"
-        (groups, positions, step), self._unwritten = self._unwritten, None
-        await self._samples.write(groups, positions, step=step)
+        await self._batches.write_samples()
 
     def set_version(self, version: int) -> None:
+        """Count the steps before `version` as trained, and start the prompts that its weights allow."""
         self._version = version
         self.router.set_version(version)
+        self._batches.trained(version)
         self._producer.set_version(version)
 
     async def samples(self) -> list[Sample]:
         """Return the best, worst and longest answer of the last batch that was written."""
-        return await self._samples.notable()
+        return await self._batches.notable()
 
     async def state_dict(self) -> Any:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
-        cursor. The samples that write_samples() was called for are in their file then."""
-        await self._samples.written()
-        demonstrations = self._demonstrations.state_dict() if self._demonstrations is not None else None
-        producer = await self._producer.state_dict()
-        return {"group_size": self._group_size, "producer": producer, "demonstrations": demonstrations}
+        cursor. The samples that write_samples() was called for are in their file then. Not to be called between
+        take(i + 1) and set_version(i + 1)."""
+        batches = await self._batches.state_dict()
+        await self._producer.record_partial()
+        # From here on nothing is awaited: the store and the rest are of one moment.
+        return {
+            "group_size": self._group_size,
+            "producer": self._producer.state_dict(),
+            "experience": self._experience.state_dict(),
+            "batches": batches,
+        }
 
     async def evaluate(self) -> dict[str, float]:
         """Run the workflow once on each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean reward
@@ -205,7 +220,7 @@ class RolloutService:
         the answers are written."""
         ended: dict[tuple[str, int], tuple[Prompt, Episode]] = {}
         generators = {
-            name: EvaluationGenerator(self.router, f"eval-{name}", context_tokens=2**31) for name in self._eval_prompts
+            name: EvaluationSampler(self.router, f"eval-{name}", context_tokens=2**31) for name in self._eval_prompts
         }
         questions = [
             ((name, i), prompt, self._eval_workflow, generators[name])

@@ -19,6 +19,8 @@ from rollout.types import SamplingParams
 class RolloutSettings:
     """Data, sampling, experience, rewards and supervision of the generators."""
 
+    run: str = ""
+    """Tells the episodes of runs apart that share a store; empty: the store has one run."""
     tokenizer_path: str
     """Folder of the model that is trained."""
     dataset: DataSource

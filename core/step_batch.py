@@ -45,7 +45,8 @@ class BatchFacts:
 
     num_minibatches: int
     ages: np.ndarray  # [N] int64: see RolloutBatch.ages
-    positions: np.ndarray  # [number of groups] int64
+    episodes: Sequence[str]
+    """Ids of its episodes."""
     metrics: dict[str, float]
 
 
@@ -102,7 +103,7 @@ class StepBatch:
         return BatchFacts(
             num_minibatches=len(self.stored.minibatches),
             ages=rollout.ages(self._version),
-            positions=rollout.positions,
+            episodes=rollout.episodes,
             metrics={
                 "avg_seq_len": float(lens.float().mean()),
                 "avg_prompt_len": float(rollout.prompt_lens.mean()),

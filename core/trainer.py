@@ -265,7 +265,7 @@ class PPOTrainer:
             self._monitor.rpc("rollout", drawn)
         ages = facts.ages
         self._monitor.staleness(ages)
-        self._monitor.consumed(step + 1, facts.positions)
+        self._monitor.consumed(step + 1, facts.episodes)
         seconds, phases = self._timer.finish()
         epoch, epoch_step = self._schedule.position(step + 1)
         ages_metrics: dict[str, float | Histogram] = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from rollout.types import (
     Completion,
     FinishReason,
     GenerateRequest,
-    Generator,
     Prompt,
+    Sampler,
     SamplingParams,
     Workflow,
 )
@@ -103,11 +103,11 @@ class QuestionSet:
     """Answers that are there already."""
 
 
-class EvaluationGenerator:
+class EvaluationSampler:
     """The generators as a workflow of an evaluation sees them: under request ids that no other one has, and without
     completions beyond the context."""
 
-    def __init__(self, generator: Generator, name: str, *, context_tokens: int) -> None:
+    def __init__(self, generator: Sampler, name: str, *, context_tokens: int) -> None:
         self._generator, self._name, self._context_tokens = generator, name, context_tokens
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -130,9 +130,6 @@ class EvaluationGenerator:
                 group_id=request.group_id and f"{self._name}/{request.group_id}",
             )  # fmt: skip
         )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
 
 
 class RecordedRewards:
@@ -159,12 +156,9 @@ class RecordedRewards:
         self._outcomes.get([]).extend(outcome for _, outcome in judged)
         return judged
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
 
 async def run_episodes(
-    questions: Iterable[tuple[Key, Prompt, Workflow, Generator]],
+    questions: Iterable[tuple[Key, Prompt, Workflow, Sampler]],
     rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
@@ -203,7 +197,7 @@ async def run_episodes(
 
 
 async def _episode(
-    workflow: Workflow, prompt: Prompt, generator: Generator, outcomes: Sequence[Outcome], tokenizer: Tokenizer
+    workflow: Workflow, prompt: Prompt, generator: Sampler, outcomes: Sequence[Outcome], tokenizer: Tokenizer
 ) -> Episode:
     """Run the workflow. `outcomes`: the list that RecordedRewards fills in meanwhile."""
     answer = await workflow.run(prompt, generator)
@@ -222,7 +216,7 @@ async def _episode(
 
 async def answer_questions(
     sets: Sequence[QuestionSet],
-    generator: Generator,
+    generator: Sampler,
     rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
@@ -243,7 +237,7 @@ async def answer_questions(
             (of.name, mode, number),
             replace(prompt, epoch=number),  # another number is another seed
             workflows[mode],
-            EvaluationGenerator(generator, f"{of.name}/{mode}", context_tokens=plan.context_tokens),
+            EvaluationSampler(generator, f"{of.name}/{mode}", context_tokens=plan.context_tokens),
         )
         for of in sets
         for prompt in of.prompts

@@ -1,8 +1,8 @@
 """Keeps the generators busy: starts prompts as far ahead of the trainer as max_staleness allows.
 
-One asyncio task per prompt. A prompt is started where that becomes possible: on entry, in set_version(), and when
-a request of another prompt ends; there is no loop to wake up. All calls belong to the thread of the event loop.
-Invariant: every prompt of the stream is started in order and handed to the trainer exactly once, or dropped and counted
+One asyncio task per episode. An episode is started where that becomes possible: on entry, in set_version(), and when
+a request of another episode ends; there is no loop to wake up. All calls belong to the thread of the event loop.
+Invariant: every prompt of the stream is opened in order and put into the store exactly once, or dropped and counted
 (dynamic sampling, a workflow that keeps failing), over failures and restarts. How old it may be then is bounded by
 admission and selection (rollout/experience/).
 """
@@ -21,24 +21,20 @@ from functools import partial
 from typing import Any
 
 from rollout.data.prompts import PromptDataset
-from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy
-from rollout.experience import Experience, Group
-from rollout.ledger import Entry, PromptLedger, from_plain, to_plain
+from rollout.experience import Episode, Experience, Rules, Tags, episode_id
+from rollout.experience.episode import summary
+from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
 from rollout.trajectory_checks import GroupLimits, check_group
-from rollout.types import Generator, Prompt, Workflow
+from rollout.types import Generator, Prompt, Trajectory, Workflow
 from rollout.workflow_calls import as_failure, outcome_of
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutProducer:
-    """Prompts in, batches of finished groups out. `async with` starts the first prompts and cancels the last.
-
-    The trainer's part, for step i = 0, 1, ...: groups = await take(i), train, push the weights, set_version(i + 1).
-    take(i + 1) may begin when step i is trained, before the push.
-    """
+    """Prompts in, finished episodes out, into a store. `async with` starts the first prompts and cancels the last."""
 
     def __init__(
         self,
@@ -46,7 +42,10 @@ class RolloutProducer:
         workflow: Workflow,
         generator: Generator,
         experience: Experience,
+        rules: Rules,
         *,
+        run: str = "",
+        task_set: str = "train",
         max_in_flight: int | None = None,
         group_size: int = 1,
         max_retries: int = 3,
@@ -54,12 +53,12 @@ class RolloutProducer:
         errors: ErrorPolicy | None = None,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`experience`: decides which prompts start and which finished groups a step gets (make_experience).
+        """`rules`: which prompts start (make_rules). `run` and `task_set`: of the ids of the episodes.
 
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
-        with the same seeds; then `errors` decides: the prompt is dropped, or take() raises. None: it raises.
+        with the same seeds; then `errors` decides: the episode is skipped, or the store fails. None: it fails.
         `limits`: what else than `group_size` a group must keep. `stats_sources` are added to stats(): a reward pool's,
         a router's.
         """
@@ -68,29 +67,29 @@ class RolloutProducer:
         ):  # fmt: skip
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        self._schedule, self._admission, self._store = experience.schedule, experience.admission, experience.store
+        self._experience, self._rules = experience, rules
         self._dataset = dataset
         self._workflow = workflow
         self._generator = generator
-        self._settings = experience.settings
+        self._id = partial(episode_id, run=run, task_set=task_set)
         self._max_in_flight = max_in_flight
         self._group_size = group_size
-        self._load = _Load()  # of all prompts
+        self._load = _Load()  # of all episodes
         self._max_retries = max_retries
         self._limits = replace(limits or GroupLimits(), group_size=group_size)
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = 0
-        self._again: deque[int] = deque()  # positions in flight at the checkpoint this run started from
-        self._known: dict[int, list[Entry]] = {}  # what they had
-        self._ledgers: dict[int, PromptLedger] = {}  # by position, of the prompts that run
+        self._again: deque[Tags] = deque()  # in flight in the store that this run started with
+        self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failing: set[asyncio.Task[None]] = set()
         self._running = False
         self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0, "num_skipped": 0}
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
+        self._again = deque(self._experience.in_flight())
+        self._dataset.seek(self._experience.status().num_opened)
         self._start_prompts()
         return self
 
@@ -100,160 +99,140 @@ class RolloutProducer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def take(self, version: int) -> list[Group]:
-        """Return the groups that step `version` trains on, oldest first; waits until they are there.
-
-        Raises WorkflowFailureError where the workflow kept failing, or the error of a generator or a reward worker.
-        """
-        return await self._store.select(version)
-
     def set_version(self, version: int) -> None:
-        """Acknowledge the steps before `version`, and start the prompts that its weights allow."""
+        """Start the prompts that weights of `version` allow."""
         if version < self._version:
             raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
         self._version = version
-        self._store.acknowledge(version)
         self._start_prompts()
 
     def stats(self) -> dict[str, float]:
-        """Return the metrics: counts since the start, sizes now, waits and ages of the last batch, and the share of
-        max_in_flight that the generators had on average since the last call."""
+        """Return the metrics: counts since the start, sizes now, and the share of max_in_flight that the generators had
+        on average since the last call."""
+        store = self._experience.status()
         stats = {f"rollout/{name}": float(value) for name, value in self._counts.items()}
-        stats |= {"rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version)}
+        stats |= {
+            "rollout/num_in_flight": float(len(self._tasks)), "rollout/version": float(self._version),
+            "rollout/num_ready": float(store.num_ready), "rollout/num_outstanding": float(store.num_outstanding),
+        }  # fmt: skip
         if self._max_in_flight is not None:
             stats["rollout/generators_busy"] = min(1.0, self._load.mean() / self._max_in_flight)
-        stats |= self._store.stats()
         for source in self._stats_sources:
             stats |= source()
         return stats
 
-    @property
-    def taken(self) -> list[int]:
-        """Positions in the stream of the prompts that the last take() handed out, in its order."""
-        return self._store.taken
+    async def record_partial(self) -> None:
+        """Record in the store what the requests in flight have sampled so far. A state of the store that is taken
+        before the next await is of the same moment."""
+        sampled = await self._generator.partial()
+        for journal in self._journals.values():
+            journal.record_partial(sampled)
 
-    async def state_dict(self) -> dict[str, Any]:
-        """Return plain types and numpy arrays, with the batch that was taken last unless set_version() has acknowledged
-        it. Not to be called between take(i + 1) and set_version(i + 1)."""
-        partial = await self._generator.partial()
-        # From here on nothing is awaited: store, cursor and ledgers are of one moment.
-        entries = self._known | {position: ledger.entries(partial) for position, ledger in self._ledgers.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return, as plain types, what the store does not hold."""
         return {
-            "settings": dict(self._settings),
+            "settings": dict(self._rules.settings),
             "dataset": self._dataset.state_dict(),
-            "buffer": self._store.state_dict(),
-            "in_flight": {
-                position: [to_plain(entry) for entry in entries.get(position, ())]
-                for position in self._store.in_flight()
-            },
             "version": self._version,
             "counts": dict(self._counts),
         }
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, keep_sampled: bool = True, ignore_changes: bool = False
-    ) -> None:
-        """Continue where `state` was taken; call before `async with`. Requests that were in flight continue with their
-        tokens, first; without `keep_sampled`, it and what was finished are sampled once more.
-
-        Raises ValueError where settings or data set are others; with `ignore_changes`, begins at the version's step
-        with nothing sampled instead."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken; call before `async with`, with the store of then. Raises ValueError where
+        settings or data set are others."""
         assert not self._running, "load_state_dict() comes before `async with`"
-        try:
-            self._check_settings(state["settings"])
-            self._dataset.load_state_dict(state["dataset"])
-        except (ValueError, DatasetError) as change:
-            if not ignore_changes:
-                raise
-            self.begin_at(state["version"], reason=str(change))
-            return
-        self._store.load_state_dict(state["buffer"], keep_ready=keep_sampled)
-        self._again = deque(self._store.in_flight())
-        if keep_sampled:
-            self._known = {position: [from_plain(p) for p in plain] for position, plain in state["in_flight"].items()}
+        for name, before in state["settings"].items():
+            if before != self._rules.settings[name]:
+                raise ValueError(
+                    f"{name}={self._rules.settings[name]}, but the recover checkpoint was written with {before}: set "
+                    "it back, allow the change with recover_ignore_changes=true, or start afresh with "
+                    "recover_mode=disabled"
+                )
+        self._dataset.load_state_dict(state["dataset"])
         self._version = state["version"]
         self._counts |= state["counts"]
 
     def begin_at(self, step: int, *, reason: str) -> None:
         """Begin with the prompts of `step`, nothing of which is sampled."""
         self._version = step
-        self._store.skip_to(step)
-        position = self._schedule.consumed_before(step)
-        self._dataset.seek(position)
+        position = self._rules.schedule.consumed_before(step)
+        self._experience.begin_at(step, num_opened=position)
         logger.warning("%s. Finished and running completions are dropped; continuing at prompt %d.", reason, position)
-
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        for name, before in saved.items():
-            if before != self._settings[name]:
-                raise ValueError(
-                    f"{name}={self._settings[name]}, but the recover checkpoint was written with {before}: set it "
-                    "back, allow the change with recover_ignore_changes=true, or start afresh with "
-                    "recover_mode=disabled"
-                )
 
     def _start_prompts(self) -> None:
         while self._running and (self._max_in_flight is None or self._load.requests < self._max_in_flight):
             if self._again:
-                position = self._again.popleft()
-                prompt = self._dataset.at(position)
+                tags = self._again.popleft()
+                prompt = self._dataset.find(tags.row, tags.epoch)
             else:
-                position = self._dataset.position
-                if not self._admission.may_start(position - self._store.num_dropped, self._version):
+                prompt = self._dataset.at(self._dataset.position)
+                tags = self._tags(prompt)
+                if not self._experience.open(tags, self._rules.admission):
                     return
-                prompt = self._dataset.next()
-                self._store.start(position, self._version)
-                logger.debug("prompt %d (%s) is admitted at version %d", position, prompt.query_id, self._version)
-            ledger = self._open_ledger(position)
-            task = asyncio.create_task(self._run_prompt(position, prompt, ledger))
+                logger.debug("prompt %d (%s) is admitted at version %d", self._dataset.position, tags.id, self._version)
+                self._dataset.seek(self._dataset.position + 1)
+            task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id)))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._on_task_end, position))
+            task.add_done_callback(partial(self._on_task_end, tags.id))
 
-    def _open_ledger(self, position: int) -> PromptLedger:
-        known = self._known.pop(position, ())
-        ledger = PromptLedger(self._generator, known, num_expected=self._group_size, on_change=self._on_load)
-        self._ledgers[position] = ledger
-        self._load.add(ledger.load)
-        return ledger
+    def _tags(self, prompt: Prompt) -> Tags:
+        id = self._id(prompt)
+        return Tags(
+            id=id, group_id=id, task=prompt.task, row=prompt.query_id, epoch=prompt.epoch, version=self._version
+        )
+
+    def _open_journal(self, id: str) -> JournaledSampler:
+        journal = JournaledSampler(
+            self._generator, self._experience, id, num_expected=self._group_size, on_change=self._on_load
+        )
+        self._journals[id] = journal
+        self._load.add(journal.load)
+        return journal
 
     def _on_load(self, difference: int) -> None:
         self._load.add(difference)
         self._start_prompts()
 
-    async def _run_prompt(self, position: int, prompt: Prompt, ledger: PromptLedger) -> None:
+    async def _run_episode(self, tags: Tags, prompt: Prompt, journal: JournaledSampler) -> None:
         """Run the workflow until it succeeds once; end with put() or, out of retries, with drop() or fail()."""
         for attempt in range(1, self._max_retries + 2):
-            outcome = await outcome_of(partial(self._sample, prompt, ledger), fatal=self._errors.always_fatal)
-            if isinstance(outcome, Exception):
-                self._counts["num_failures"] += 1
-                logger.warning(
-                    "%s: attempt %d of %d failed: %s", prompt.query_id, attempt, self._max_retries + 1, _shown(outcome)
-                )
-                if attempt > self._max_retries:
-                    await self._give_up(position, prompt, outcome)
-                    return
-                failed, ledger = ledger, self._open_ledger(position)
-                failed.end()
-                await self._store.restart(position, self._version)
-            else:
-                self._errors.count(failed=False)
-                self._counts["num_prompts"] += 1
-                self._counts["num_trajectories"] += len(outcome)
-                self._counts["num_tokens"] += sum(int(t.loss_mask.sum()) for t in outcome)
-                logger.debug("prompt %d has %d finished trajectories", position, len(outcome))
-                await self._store.put(position, outcome)
-                del self._ledgers[position]
-                ledger.end()
-                self._start_prompts()  # a dropped group makes room
+            outcome = await outcome_of(partial(self._sample, prompt, journal), fatal=self._errors.always_fatal)
+            if not isinstance(outcome, Exception):
+                self._finish(tags, outcome)
                 return
+            self._counts["num_failures"] += 1
+            logger.warning(
+                "%s: attempt %d of %d failed: %s", prompt.query_id, attempt, self._max_retries + 1, _shown(outcome)
+            )
+            if attempt > self._max_retries:
+                self._give_up(tags, prompt, outcome)
+                return
+            journal.end()
+            self._experience.reopen(tags.id, self._version)
+            journal = self._open_journal(tags.id)
 
-    async def _sample(self, prompt: Prompt, ledger: PromptLedger) -> Group:
-        answer = await self._workflow.run(prompt, ledger)
+    async def _sample(self, prompt: Prompt, journal: JournaledSampler) -> list[Trajectory]:
+        journal.enter()
+        answer = await self._workflow.run(prompt, journal)
         # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
         return check_group(answer, prompt, version=self._version + 1, limits=self._limits)
 
-    def _on_task_end(self, position: int, task: asyncio.Task[None]) -> None:
-        """Fail the rollout when the task of a prompt has ended in any other way than _run_prompt has planned: otherwise
-        its step would wait for the prompt forever."""
+    def _finish(self, tags: Tags, group: list[Trajectory]) -> None:
+        """Store the group of an episode. Start others: its requests are over, and a dropped group makes room."""
+        self._errors.count(failed=False)
+        episode = Episode(tags=replace(tags, **summary(group)), trajectories=group)
+        self._counts["num_prompts"] += 1
+        self._counts["num_trajectories"] += len(group)
+        self._counts["num_tokens"] += sum(episode.tags.trained)
+        logger.debug("prompt %s has %d finished trajectories", tags.id, len(group))
+        spread = self._rules.spread
+        self._experience.put(episode, None if spread is None else spread.drops)
+        self._journals.pop(tags.id).end()
+        self._start_prompts()
+
+    def _on_task_end(self, id: str, task: asyncio.Task[None]) -> None:
+        """Fail the store when the task of an episode has ended in any other way than _run_episode has planned:
+        otherwise its step would wait for the episode forever."""
         self._tasks.discard(task)
         if task.cancelled():
             if not self._running:
@@ -265,28 +244,26 @@ class RolloutProducer:
             error = raised
         self._running = False
         failure = as_failure(error)
-        failure.add_note(f"the task of prompt {position} of the stream ended unexpectedly")
-        logger.error("prompt %d: its task ended unexpectedly: %s", position, _shown(failure), exc_info=failure)
-        failing = asyncio.get_running_loop().create_task(self._store.fail(_portable(failure)))
-        self._failing.add(failing)  # the event loop alone would let it be collected
-        failing.add_done_callback(self._failing.discard)
+        failure.add_note(f"the task of prompt {id} ended unexpectedly")
+        logger.error("prompt %s: its task ended unexpectedly: %s", id, _shown(failure), exc_info=failure)
+        self._experience.fail(_portable(failure))
 
-    async def _give_up(self, position: int, prompt: Prompt, error: Exception) -> None:
-        """Drop a prompt whose workflow kept failing, or end the run with its error."""
+    def _give_up(self, tags: Tags, prompt: Prompt, error: Exception) -> None:
+        """Skip an episode whose workflow kept failing, or end the run with its error."""
         error.add_note(f"sampling prompt {prompt.query_id} of epoch {prompt.epoch}, attempt {self._max_retries + 1}, "
                        "the last")  # fmt: skip
         self._errors.count(failed=True)
         if failure := self._errors.ends_run(error, runs=self._max_retries + 1):
             self._running = False
-            await self._store.fail(_portable(failure))
+            self._experience.fail(_portable(failure))
             return
         self._counts["num_skipped"] += 1
         logger.warning(
             "%s: skipped after %d attempts (workflow.on_error=skip; %d prompts so far): %s", prompt.query_id,
             self._max_retries + 1, self._counts["num_skipped"], _shown(error),
         )  # fmt: skip
-        await self._store.drop(position)
-        self._ledgers.pop(position).end()
+        self._experience.drop(tags.id)
+        self._journals.pop(tags.id).end()
         self._start_prompts()
 
 

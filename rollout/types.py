@@ -120,12 +120,16 @@ class Trajectory:
         return int(sampled.min()) if sampled.size else PROMPT_VERSION
 
 
-class Generator(Protocol):
-    """Samples completions; the same protocol for the embedded engine, a SGLang server, and the router over several."""
+class Sampler(Protocol):
+    """What a workflow needs of the generators."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample until a stop token, max_new_tokens, or an abort (finish_reason "abort", with what there is so far)."""
         ...
+
+
+class Generator(Sampler, Protocol):
+    """Samples completions; the same protocol for the embedded engine, a SGLang server, and the router over several."""
 
     async def pause(self) -> None:
         """Return when no further token of the current version can appear."""
@@ -151,7 +155,7 @@ class Generator(Protocol):
 class Workflow(Protocol):
     """Turns one prompt into its group of trajectories; custom ones are loaded from an import path."""
 
-    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]: ...
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]: ...
 
 
 Reward = Callable[[Prompt, str], float]

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.weights import sequence_mean as sequence_mean
     from mcore_adapter.models.forward import ModelOutput as ModelOutput
+    from rollout.journal import recorded as recorded
     from rollout.types import Completion as Completion
     from rollout.types import GenerateRequest as GenerateRequest
     from rollout.types import Generator as Generator
     from rollout.types import Prompt as Prompt
     from rollout.types import Reward as Reward
+    from rollout.types import Sampler as Sampler
     from rollout.types import SamplingParams as SamplingParams
     from rollout.types import Trajectory as Trajectory
     from rollout.types import Workflow as Workflow
@@ -47,7 +49,7 @@ _HOME = {
     **dict.fromkeys(("Run", "RunError", "convert", "evaluate", "load_config", "train"), "slipstream.api"),
     **dict.fromkeys(
         (
-            "Completion", "GenerateRequest", "Generator", "Prompt", "Reward", "SamplingParams", "Trajectory",
+            "Completion", "GenerateRequest", "Generator", "Prompt", "Reward", "Sampler", "SamplingParams", "Trajectory",
             "Workflow",
         ),
         "rollout.types",
@@ -61,6 +63,7 @@ _HOME = {
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",
+    "recorded": "rollout.journal",
     "sample_seed": "rollout.workflows",
     "sequence_mean": "mcore_adapter.data.weights",
 }  # fmt: skip

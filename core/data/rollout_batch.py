@@ -27,8 +27,8 @@ class RolloutBatch:
     group_ids: np.ndarray  # [N] int64, 0 .. number of groups - 1
     prompt_lens: np.ndarray  # [N] int64
     no_eos: np.ndarray  # [N] bool
-    positions: np.ndarray
-    """[number of groups] int64: which prompt of the stream each group answers."""
+    episodes: Sequence[str]
+    """Ids of the groups' episodes (rollout/experience/episode.py)."""
     routed_experts: np.ndarray | None = None
     """[T, layers, k] int16: the experts that the generators used; negative: not known."""
     workflow_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -89,9 +89,9 @@ class RolloutBatch:
         return version - np.minimum.reduceat(trained, self.cu_seqlens[:-1]).astype(np.int64)
 
 
-def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequence[int]) -> RolloutBatch:
-    """Lay groups of trajectories end to end; `positions` are those of their prompts in the stream. Every
-    trajectory has at least one prompt token and one sampled token."""
+def pack_trajectories(groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str]) -> RolloutBatch:
+    """Lay groups of trajectories end to end; `episodes` are their ids. Every trajectory has at least one prompt token
+    and one sampled token."""
     flat = [t for group in groups for t in group]
     lens = np.fromiter((len(t.token_ids) for t in flat), np.int64, len(flat))
     cu_seqlens = np.concatenate((np.zeros(1, np.int64), lens.cumsum()))
@@ -106,7 +106,7 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], positions: Sequenc
         group_ids=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
         prompt_lens=leading_prompt_lens(cu_seqlens, versions >= 0),
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
-        positions=np.asarray(positions, np.int64),
+        episodes=list(episodes),
         routed_experts=_pack_experts(flat),
         workflow_metrics=_pack_metrics(flat),
     )

@@ -154,10 +154,10 @@ class Monitor:
         """Log `RPC name actor_train returns {...}`."""
         logger.info("RPC name %s returns %s", name, {k: float(v) for k, v in metrics.items()})
 
-    def consumed(self, step: int, positions: np.ndarray) -> None:
-        """Write the prompts of the stream that step `step` (counting from 1) trained on."""
+    def consumed(self, step: int, episodes: Sequence[str]) -> None:
+        """Write the ids of the episodes that step `step` (counting from 1) trained on."""
         if self._consumed is not None:
-            self._consumed.write(step, {"prompts": positions.tolist()})
+            self._consumed.write(step, {"prompts": list(episodes)})
 
     def samples(self, step: int, read: Callable[[], Sequence[Sample]]) -> None:
         """Report the answers that `read` returns, if they are due after step `step` (counting from 1)."""

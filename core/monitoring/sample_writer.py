@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from core.monitoring.sample_file import SampleFile
 from core.monitoring.samples import Decode, Sample, SampleSettings, choose_evaluation_samples, choose_samples
 from rollout.types import Prompt, Trajectory
@@ -36,18 +34,16 @@ class SampleWriter:
                 keep=self._settings.keep_files,
             )  # fmt: skip
 
-    async def write(self, groups: Sequence[Sequence[Trajectory]], positions: np.ndarray, *, step: int) -> None:
+    async def write(self, groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], *, step: int) -> None:
         """Start writing the samples of a batch, after those of the last one."""
         await self.written()
         if self._file is not None:
-            self._writing = asyncio.create_task(
-                asyncio.to_thread(self._write, self._file, groups, positions.tolist(), step)
-            )
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._file, groups, episodes, step))
 
     def _write(
-        self, file: SampleFile, groups: Sequence[Sequence[Trajectory]], positions: Sequence[int], step: int
+        self, file: SampleFile, groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], step: int
     ) -> list[Sample]:
-        samples = choose_samples(groups, positions, self._decode, step=step, share=self._settings.share)
+        samples = choose_samples(groups, episodes, self._decode, step=step, share=self._settings.share)
         file.write(samples)
         return [sample for sample in samples if sample.notable]
 

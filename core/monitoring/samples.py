@@ -56,8 +56,8 @@ class Sample:
     step: int
     """Counts from 1."""
     query_id: str
-    position: int
-    """Of the prompt in the stream of prompts; see consumed.jsonl."""
+    episode: str
+    """Id of the episode, as in consumed.jsonl."""
     index: int
     """Of the answer in the group of its prompt."""
     prompt: str
@@ -89,21 +89,23 @@ class Sample:
     def from_row(cls, row: Mapping[str, Any]) -> Sample:
         """Return the inverse of to_row(), of a row with its step. Raises TypeError for a row of another file."""
         turns = tuple(Turn(**turn) for turn in row.get("turns", ()))
+        row = {"episode": str(row.get("position", "")), **row}  # earlier releases write its position in the stream
+        row.pop("position", None)
         return cls(**{**row, "notable": tuple(row.get("notable", ())), "turns": turns})
 
 
 def choose_samples(
-    groups: Sequence[Sequence[Trajectory]], positions: Sequence[int], decode: Decode, *, step: int, share: float
+    groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], decode: Decode, *, step: int, share: float
 ) -> list[Sample]:
     """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
-    worst and the longest answer of the step. `positions`: of each group's prompt in the stream."""
+    worst and the longest answer of the step. `episodes`: id of each group."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     answers = [groups[g][i] for g, i in every]
     notable = _notable(every, [t.reward for t in answers], [len(t.token_ids) - _prompt_length(t) for t in answers])
     picked = _picked([group[0].query_id for group in groups], share)
     return [
         _sample(
-            groups[g][i], decode, step=step, position=int(positions[g]), index=i, notable=notable.get((g, i), ())
+            groups[g][i], decode, step=step, episode=episodes[g], index=i, notable=notable.get((g, i), ())
         )
         for g, i in every
         if g in picked or (g, i) in notable
@@ -119,8 +121,9 @@ def choose_evaluation_samples(
     picked = _picked([prompt.query_id for prompt, _ in answers], share)
     return [
         Sample(
-            step=step, query_id=prompt.query_id, position=i, index=0, prompt=decode(prompt.token_ids),
-            answer=episode.text, reward=episode.score, finish_reason=episode.finish_reason,
+            step=step, query_id=prompt.query_id, episode=f"{name}/{prompt.query_id}", index=0,
+            prompt=decode(prompt.token_ids), answer=episode.text, reward=episode.score,
+            finish_reason=episode.finish_reason,
             prompt_tokens=len(prompt.token_ids), answer_tokens=episode.tokens, oldest_version=step,
             newest_version=step, notable=notable.get(i, ()), evaluation=name,
         )
@@ -157,7 +160,7 @@ def _prompt_length(trajectory: Trajectory) -> int:
 
 
 def _sample(
-    trajectory: Trajectory, decode: Decode, *, step: int, position: int, index: int, notable: tuple[str, ...]
+    trajectory: Trajectory, decode: Decode, *, step: int, episode: str, index: int, notable: tuple[str, ...]
 ) -> Sample:
     begin = _prompt_length(trajectory)
     tokens, versions = trajectory.token_ids, trajectory.versions
@@ -165,7 +168,7 @@ def _sample(
     return Sample(
         step=step,
         query_id=trajectory.query_id,
-        position=position,
+        episode=episode,
         index=index,
         prompt=decode(tokens[:begin]),
         answer=decode(tokens[begin:]),

@@ -99,7 +99,7 @@ def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
 
 def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what a checkpoint holds of its data set, a PromptDataset's state or that of the rows of sft and dpo, and
-    the settings of its experience (rollout/experience/build.py), which sft and dpo do not have.
+    the settings of its experience (rollout/experience/rules.py), which sft and dpo do not have.
 
     Raises as read_run()."""
     saved = _read(checkpoint / "rollout.json")

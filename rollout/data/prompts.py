@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,15 @@ class PromptDataset:
         epoch, offset = divmod(position, len(self.prompts))
         prompt = self.prompts[self._order(epoch)[offset]]
         return replace(prompt, epoch=epoch) if epoch else prompt
+
+    def find(self, query_id: str, epoch: int) -> Prompt:
+        """Return a row by its query_id, as of an epoch. Raises KeyError."""
+        prompt = self.prompts[self._index_of[query_id]]
+        return replace(prompt, epoch=epoch) if epoch else prompt
+
+    @cached_property
+    def _index_of(self) -> dict[str, int]:
+        return {prompt.query_id: index for index, prompt in enumerate(self.prompts)}
 
     def next(self) -> Prompt:
         """Return the prompt at the cursor, which moves on."""

@@ -1,32 +1,51 @@
-"""Experience between the generators and the trainer: admission, store and selection of prompt slots."""
+"""Experience between generators and trainer: episodes, the stores that hold them, and the rules of staleness."""
 
 from rollout.experience.admission import StalenessAdmission
-from rollout.experience.base import Admission, Group, OverAge, Selection, StalenessInvariantError, Store
-from rollout.experience.build import Experience, make_experience
-from rollout.experience.filters import SpreadFilter, no_spread
+from rollout.experience.base import (
+    Admission,
+    Experience,
+    ExploreError,
+    Lease,
+    LesseeError,
+    OverAge,
+    Selection,
+    StalenessError,
+    Status,
+)
+from rollout.experience.episode import Episode, Event, Tags, episode_id
+from rollout.experience.filters import SpreadFilter
+from rollout.experience.lessee import Lessee
+from rollout.experience.memory import MemoryExperience
+from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
-from rollout.experience.slots import PromptSlots
-from rollout.experience.store import MemoryStore
+from rollout.experience.sqlite import SQLiteExperience
 
 __all__ = [
     "ENDLESS",
     "SELECTIONS",
     "Admission",
+    "Episode",
+    "Event",
     "Experience",
+    "ExploreError",
     "FirstFinished",
-    "Group",
     "InOrder",
-    "MemoryStore",
+    "Lease",
+    "Lessee",
+    "LesseeError",
+    "MemoryExperience",
     "OldestFirst",
     "OverAge",
-    "PromptSlots",
+    "Rules",
+    "SQLiteExperience",
     "Schedule",
     "Selection",
     "SpreadFilter",
     "StalenessAdmission",
-    "StalenessInvariantError",
-    "Store",
-    "make_experience",
-    "no_spread",
+    "StalenessError",
+    "Status",
+    "Tags",
+    "episode_id",
+    "make_rules",
 ]

@@ -1,105 +1,182 @@
-"""The three protocols of experience: which prompts may start, what is stored, and what a step trains on.
+"""What an experience store offers to those who sample and those who train.
 
-A *prompt slot* is one position of the prompt stream, from the start of its sampling until the trainer has consumed its
-group. Slots are numbered by position. A slot is *outstanding* until it is consumed, *in flight* while it is sampled,
-and *ready* when its group is finished.
+    explore:  open -> journal ... -> put, or reopen, or drop          train:  lease -> values -> ack
+
+An episode is *outstanding* from open() until it is leased, *in flight* while it is sampled, and *ready* when its value
+is there. The rules of admission and selection are arguments: a store applies them atomically and knows none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollout.experience.slots import PromptSlots
-from rollout.types import Trajectory
+from rollout.experience.episode import Episode, Event, Tags
 
 OverAge = Literal["wait", "mask"]
-Group = list[Trajectory]
 
 
-class StalenessInvariantError(AssertionError):
+class StalenessError(AssertionError):
     """Admission and selection together failed to keep the staleness bound (rollout/experience/admission.py)."""
 
 
-class Admission(Protocol):
-    """Decides which prompts may start."""
+class LesseeError(RuntimeError):
+    """Another trainer has leases of this store."""
 
-    def may_start(self, position: int, version: int) -> bool:
-        """Return whether the prompt at `position`, dropped ones not counted, may be sampled from weights of `version`
-        on."""
+
+class ExploreError(RuntimeError):
+    """The process that samples has failed."""
+
+
+class Outstanding(Protocol):
+    """The outstanding episodes, as a selection sees them."""
+
+    @property
+    def by_version(self) -> Mapping[int, int]:
+        """Version at the start -> number of outstanding episodes."""
+        ...
+
+    @property
+    def ready_by_version(self) -> Mapping[int, int]:
+        """The same for those that are ready."""
+        ...
+
+    def oldest_ready(self, count: int) -> list[str]:
+        """Return the ready episodes of the lowest versions, at most `count`; those of one version as opened."""
+        ...
+
+    def first_opened(self, count: int) -> list[tuple[str, bool]]:
+        """Return the episodes that were opened first, at most `count`, and whether each is ready."""
+        ...
+
+
+class Admission(Protocol):
+    """Decides whether another episode may be opened."""
+
+    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
+        """Return whether an episode may be sampled from weights of `version` on, while so many are outstanding and the
+        next lease is that of `next_step`."""
         ...
 
 
 class Selection(Protocol):
-    """Decides which ready slots a step trains on."""
+    """Decides which ready episodes a step trains on."""
 
-    def is_ready(self, slots: PromptSlots, step: int) -> bool:
-        """Return whether `choose` can be called. At least batch_of(step) slots are ready.
-
-        Raises StalenessInvariantError when no batch can keep the bound."""
+    def batch_of(self, step: int) -> int:
+        """Return the number of episodes of a step."""
         ...
 
-    def choose(self, slots: PromptSlots, step: int) -> list[int]:
-        """Return the positions of the step's batch, in the order of the batch."""
+    def is_ready(self, outstanding: Outstanding, step: int) -> bool:
+        """Return whether `choose` can be called. At least batch_of(step) episodes are ready.
+
+        Raises StalenessError when no batch can keep the bound."""
+        ...
+
+    def choose(self, outstanding: Outstanding, step: int) -> list[str]:
+        """Return the ids of the step's batch, in the order of the batch."""
         ...
 
 
-class Store(Protocol):
-    """Holds every outstanding slot. The producer calls `start`, `restart`, `put` and `fail`; the trainer's calls become
-    `select` and `acknowledge`."""
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The episodes of a step, which no other step gets."""
 
-    taken: list[int]
-    """Positions of the slots that the last select() returned, in its order."""
+    step: int
+    tags: Sequence[Tags]
+    """Of the episodes, in the order of the batch."""
+    dropped: Sequence[Tags]
+    """Of those that were dropped or skipped since the lease before."""
 
     @property
-    def num_dropped(self) -> int:
-        """Slots whose groups were dropped, since the beginning of the stream."""
+    def ids(self) -> list[str]:
+        return [tags.id for tags in self.tags]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Numbers of a store."""
+
+    num_opened: int
+    """Since the beginning of the stream of prompts, whatever became of them."""
+    next_step: int
+    """The step of the next lease."""
+    num_outstanding: int
+    num_ready: int
+    lessee: str
+    """Name of the trainer; empty: there has been none."""
+
+
+class Experience(Protocol):
+    """A store of episodes. Calls that do not wait return when what they did survives the end of this process."""
+
+    def open(self, tags: Tags, admission: Admission) -> bool:
+        """Begin an episode if `admission` lets it; return whether it is open. No effect on one that was opened."""
         ...
 
-    def start(self, position: int, version: int) -> None:
-        """Open the slot of `position`, which is sampled from weights of `version` on."""
+    def reopen(self, id: str, version: int) -> None:
+        """Count an episode as begun at `version`, with an empty journal: its sampling failed and begins again."""
         ...
 
-    async def restart(self, position: int, version: int) -> None:
-        """Count the slot of `position` as started at `version`: its sampling failed and begins again."""
+    def journal(self, id: str, event: Event) -> None:
+        """Record what a call of the workflow has brought. No effect on an episode that is not in flight."""
         ...
 
-    async def put(self, position: int, group: Group) -> None:
-        """Store the finished group of a slot, or drop both."""
+    def events(self, id: str) -> list[Event]:
+        """Return the journal of an episode."""
         ...
 
-    async def drop(self, position: int) -> None:
-        """Close a slot whose sampling failed: another prompt takes its place."""
+    def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
+        """Store the value of an episode in flight, whose journal ends. `drops(tags, ahead)`: drop it instead; `ahead`
+        is the number of episodes opened between the last one that was leased and this one. A repeated call, or one for
+        an episode that is not in flight, has no effect."""
         ...
 
-    async def fail(self, error: BaseException) -> None:
-        """Raise `error` from the waiting and every later select()."""
+    def drop(self, id: str) -> None:
+        """Skip an episode in flight, whose sampling keeps failing: another one takes its place."""
         ...
 
-    async def select(self, step: int) -> list[Group]:
-        """Wait for the batch of `step` and return it. `step` increases by one from call to call."""
+    def fail(self, error: Exception) -> None:
+        """Raise `error`, in other processes an ExploreError with its text, from every lease() that waits or comes."""
         ...
 
-    def acknowledge(self, step: int) -> None:
-        """Count the batches of all steps before `step` as consumed."""
+    def in_flight(self) -> list[Tags]:
+        """Return the tags of the episodes in flight, as opened."""
         ...
 
-    def in_flight(self) -> list[int]:
-        """Return the positions of slots that are started and not finished, in stream order."""
+    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+        """Wait until the batch of `step` can be chosen, and lease it to the trainer named `lessee`. Steps increase by
+        one; a repeated call returns the same lease.
+
+        Raises StalenessError when no batch can keep the bound, LesseeError where another trainer has leases, ValueError
+        for another step than the next, and as fail()."""
         ...
 
-    def stats(self) -> dict[str, float]:
-        """Return sizes, waits and ages, as metrics."""
+    def values(self, ids: Sequence[str]) -> list[Episode]:
+        """Return leased or ready episodes, in the order of `ids`."""
         ...
+
+    def ack(self, lease: Lease) -> None:
+        """Count the episodes of a lease as trained; their values are dropped. A repeated call has no effect."""
+        ...
+
+    def status(self) -> Status: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that is not acknowledged, as plain types and arrays."""
+        """Return plain values and arrays that load_state_dict() continues from: leases that are not acknowledged are
+        ready again then."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keep_ready: bool = True) -> None:
-        """Continue from `state`; without `keep_ready`, ready slots become in flight again."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises SchemaError where another release took it."""
         ...
 
-    def skip_to(self, step: int) -> None:
-        """Begin at `step`, with no slot started."""
+    def resample(self) -> None:
+        """Sample every ready episode again, and all that is in flight from its beginning."""
         ...
+
+    def begin_at(self, step: int, *, num_opened: int) -> None:
+        """Begin at `step` with no episode, as if so many had been opened."""
+        ...
+
+    def close(self) -> None: ...

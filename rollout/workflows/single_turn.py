@@ -7,7 +7,7 @@ import itertools
 
 from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
-from rollout.types import GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
+from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows.trajectories import build_trajectory, sample_seed
 
 
@@ -24,7 +24,7 @@ class SingleTurnMathWorkflow:
         self._seed = seed
         self._attempts = itertools.count()
 
-    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         """Return the group of `prompt`, in sample order. A sample that fails cancels the others and raises its
         error."""
         sampling = [asyncio.ensure_future(generator.generate(request)) for request in self._requests(prompt)]

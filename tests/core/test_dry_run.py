@@ -20,7 +20,7 @@ from helpers.config_inputs import write_prompts, write_run
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.data.tokenizer import load_tokenizer
-from rollout.experience import make_experience
+from rollout.experience import make_rules
 from rollout.inference.backend import FlagValue
 from rollout.inference.sglang import arguments
 
@@ -346,7 +346,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     encoder = Encoder(load_tokenizer(config.actor.path))
     dataset = PromptDataset.load(data, encoder, max_prompt_len=max_prompt_len, seed=config.seed)
     staleness = config.staleness.max_staleness
-    experience = make_experience(num_prompts=len(dataset), batch_size=4, max_staleness=staleness)
+    rules = make_rules(num_prompts=len(dataset), batch_size=4, max_staleness=staleness)
     fileroot = config.external_configs.cluster_config.fileroot
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True, exist_ok=True)
@@ -354,7 +354,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     write_state(
         recover,
         "rollout",
-        {"group_size": 1, "producer": {"dataset": dataset.state_dict(), "settings": experience.settings}},
+        {"group_size": 1, "producer": {"dataset": dataset.state_dict(), "settings": rules.settings}},
     )
 
 

@@ -305,7 +305,8 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
     samples = list(read_samples(tmp_path))
     assert [s.step for s in samples] == [1] * (8 + 6) + [2] * 8
     evaluated, samples = samples[8:14], samples[:8]
-    assert [(s.evaluation, s.position) for s in evaluated] == [("prompts", i) for i in range(6)]
+    assert [s.evaluation for s in evaluated] == ["prompts"] * 6
+    assert [s.episode for s in evaluated] == [f"prompts/{s.query_id}" for s in evaluated]
     assert all(s.prompt and s.answer_tokens and s.newest_version == 1 for s in evaluated)
     assert not any(s.evaluation for s in samples)
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
@@ -314,7 +315,7 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
         split = begin + batch.prompt_lens[i]
         assert sample.prompt == tokenizer.decode(batch.token_ids[begin:split])
         assert sample.answer == tokenizer.decode(batch.token_ids[split:end])
-        assert (sample.position, sample.index) == (batch.positions[i // 2], i % 2)
+        assert (sample.episode, sample.index) == (batch.episodes[i // 2], i % 2)
         assert sample.reward == batch.rewards[i]
         assert sample.finish_reason == ("length" if batch.no_eos[i] else "stop")
 

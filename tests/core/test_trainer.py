@@ -603,7 +603,7 @@ def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consum
     step = Step(groups=[group, group], figures={"rollout/in_flight": 3.0})
     run = train(step, step)
     assert_metrics(run, {"rollout/in_flight": 3.0, "push/seconds": 4.0, "push/gigabytes": 5.0}, step=2)
-    assert run.consumed == {1: [0, 1], 2: [100, 101]}
+    assert run.consumed == {1: ["0", "1"], 2: ["100", "101"]}
 
 
 def test_a_run_that_ends_within_an_epoch_counts_to_its_last_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,7 +73,7 @@ def batch_of(*rewards: Sequence[float], lens: Sequence[int] | None = None) -> tu
     """Groups of answers with these rewards, and the fields that the loop starts from. `lens`: of all answers."""
     numbers = iter(lens or [2] * sum(map(len, rewards)))
     groups = [[answer(reward, next(numbers)) for reward in group] for group in rewards]
-    batch = pack_trajectories(groups, positions=list(range(len(groups))))
+    batch = pack_trajectories(groups, [f"q{i}" for i in range(len(groups))])
     packed = batch.to_packed()
     return batch, {**packed.fields, "loss_mask": packed.loss_mask}
 

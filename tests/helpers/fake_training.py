@@ -158,7 +158,7 @@ class Run:
     phases: list[str] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """By step, counted from 1 as users see it."""
-    consumed: dict[int, list[int]] = field(default_factory=dict)
+    consumed: dict[int, list[str]] = field(default_factory=dict)
     state: dict[str, object] = field(default_factory=dict)
 
     def of(self, engine: str, step: int = 0) -> list[Update]:
@@ -304,9 +304,9 @@ def _config(settings: Mapping[str, Any]) -> PPOMATHConfig:
 
 
 def _batch(step: Step, index: int) -> RolloutBatch:
-    """The rollout batch of a step; the prompt of group i has position 100 * index + i in the stream."""
-    positions = [100 * index + i for i in range(len(step.groups))]
-    return pack_trajectories([[_trajectory(answer) for answer in group] for group in step.groups], positions)
+    """The rollout batch of a step; the episode of group i is 100 * index + i."""
+    episodes = [str(100 * index + i) for i in range(len(step.groups))]
+    return pack_trajectories([[_trajectory(answer) for answer in group] for group in step.groups], episodes)
 
 
 def _trajectory(answer: Answer) -> Trajectory:
@@ -492,8 +492,8 @@ class _Rollout:
     def samples(self) -> list[Sample]:
         step = self._first + self._taken
         sample = Sample(
-            step=step, query_id="q", position=0, index=0, prompt="1+1=", answer=f"answer of step {step}", reward=1.0,
-            finish_reason="stop", prompt_tokens=2, answer_tokens=3, oldest_version=0, newest_version=0,
+            step=step, query_id="q", episode="s/q/0", index=0, prompt="1+1=", answer=f"answer of step {step}",
+            reward=1.0, finish_reason="stop", prompt_tokens=2, answer_tokens=3, oldest_version=0, newest_version=0,
             notable=("best",),
         )  # fmt: skip
         return [sample]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollout.answer_file import Answer, AnswerFile, Mode, Name, read_answers
-from rollout.evaluation import EvaluationGenerator, EvaluationPlan, QuestionSet, RecordedRewards, answer_questions
+from rollout.evaluation import EvaluationPlan, EvaluationSampler, QuestionSet, RecordedRewards, answer_questions
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory, Workflow
 from rollout.workflows import SingleTurnMathWorkflow
@@ -183,7 +183,7 @@ def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
 
     async def ask(length: int) -> Completion:
         request = GenerateRequest(request_id="0", prompt_ids=[3] * length, sampling=PLAN.sampling)
-        return await EvaluationGenerator(Limits(), "a", context_tokens=64).generate(request)  # type: ignore[arg-type]
+        return await EvaluationSampler(Limits(), "a", context_tokens=64).generate(request)  # type: ignore[arg-type]
 
     for length in (59, 60, 61, 63):
         asyncio.run(ask(length))
@@ -202,7 +202,7 @@ def test_requests_of_an_evaluation_share_a_group_only_where_the_workflow_gives_t
             groups.append(request.group_id)
             return Completion(token_ids=np.empty(0), logprobs=np.empty(0), versions=np.empty(0), finish_reason="stop")
 
-    generator = EvaluationGenerator(Groups(), "a", context_tokens=64)  # type: ignore[arg-type]
+    generator = EvaluationSampler(Groups(), "a", context_tokens=64)  # type: ignore[arg-type]
     for group in ("", "q1/0/0"):
         request = GenerateRequest(request_id="0", prompt_ids=[3], sampling=PLAN.sampling, group_id=group)
         asyncio.run(generator.generate(request))

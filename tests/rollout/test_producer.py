@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import itertools
 import pickle
 import re
@@ -15,12 +14,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
+from helpers.both_sides import BothSides, in_flight
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.prompts import PromptDataset
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
-from rollout.experience import make_experience
-from rollout.producer import RolloutProducer
+from rollout.experience import Episode
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 
@@ -56,11 +55,9 @@ class NoRequests:
         return {}
 
 
-def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -> RolloutProducer:
+def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -> BothSides:
     settings = {"batch_size": 4, "max_staleness": 1, "generator": NoRequests()} | settings
-    names = inspect.signature(make_experience).parameters.keys() & settings.keys()
-    experience = make_experience(num_prompts=num_prompts, **{name: settings.pop(name) for name in names})
-    return RolloutProducer(make_dataset(num_prompts), workflow, experience=experience, **settings)
+    return BothSides(make_dataset(num_prompts), workflow, **settings)
 
 
 def names(dataset: PromptDataset, positions: Iterable[int]) -> list[str]:
@@ -68,7 +65,7 @@ def names(dataset: PromptDataset, positions: Iterable[int]) -> list[str]:
     return [f"{p.query_id}@{p.epoch}" for p in map(dataset.at, positions)]
 
 
-async def train(producer: RolloutProducer, workflow: CallWorkflow, steps: range) -> list[str]:
+async def train(producer: BothSides, workflow: CallWorkflow, steps: range) -> list[str]:
     taken = []
     for step in steps:
         taken += [group[0].query_id for group in await producer.take(step)]
@@ -527,7 +524,7 @@ def test_leaving_cancels_task_groups_also_those_in_which_a_sample_fails(seconds:
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert asyncio.get_running_loop().time() == pytest.approx(seconds)
         assert workflow.calls.total() == 8 and producer.stats()["rollout/num_failures"] == 0
-        assert producer._store._error is None
+        assert producer.experience._error is None
 
     run_virtual(main())
 
@@ -554,18 +551,20 @@ def test_a_task_group_of_errors_of_the_run_itself_is_not_skipped() -> None:
 
 
 def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
-    async def full(position: int, group: list[Trajectory]) -> None:
+    def full(episode: Episode, drops: object) -> None:
         raise MemoryError("no room for the group")
 
     async def main() -> None:
         producer = make_producer(CallWorkflow())
-        producer._store.put = full
+        producer.experience.put = full
         async with producer:
             await producer.take(0)
 
     with pytest.raises(MemoryError, match="no room for the group") as raised:
         run_virtual(main())
-    assert "of the stream ended unexpectedly" in "".join(traceback.format_exception(raised.value))
+    assert re.search(
+        r"the task of prompt train/q\d+/0 ended unexpectedly", "".join(traceback.format_exception(raised.value))
+    )
 
 
 def test_a_prompt_that_is_cancelled_from_outside_ends_the_run_at_once() -> None:
@@ -610,9 +609,9 @@ def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
         first = make_producer(workflow, **settings)
         async with first:
             taken = await train(first, workflow, range(2))
-            state = pickle.loads(pickle.dumps(await first.state_dict()))
+            state = pickle.loads(pickle.dumps(await first.save()))
         again = make_producer(workflow, **settings)
-        again.load_state_dict(state)
+        again.restore(state)
         async with again:
             taken += await train(again, workflow, range(2, 5))
         assert Counter(taken) == Counter(without(again._dataset, 1, 6))
@@ -696,7 +695,7 @@ def test_the_last_epoch_ends_the_stream() -> None:
         workflow = CallWorkflow()
         async with make_producer(workflow, num_prompts=10, max_staleness=8, num_epochs=2) as producer:
             taken = await train(producer, workflow, range(6))
-            with pytest.raises(ValueError, match=r"take\(6\): the next step is 6 of 6"):
+            with pytest.raises(ValueError, match=r"take\(6\): the run has 6 steps"):
                 await producer.take(6)
         assert sorted(taken) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(10))
         assert workflow.calls.total() == 20
@@ -718,24 +717,25 @@ def test_a_restored_run_consumes_every_prompt_once_and_samples_what_was_in_fligh
                 workflow.push()
                 producer.set_version(step + 1)
             await asyncio.sleep(0.5)
-            state = await producer.state_dict()
-            assert state["buffer"]["ready"]
-            assert state["in_flight"]
-            return taken, pickle.dumps(state), names(make_dataset(30), state["in_flight"])
+            state = await producer.save()
+            assert state["experience"]["ready"]
+            running = list(in_flight(state))
+            assert running
+            return taken, pickle.dumps(state), running
 
     async def second_half(state: bytes) -> tuple[list[str], list[str]]:
         workflow = CallWorkflow()
         workflow.version = 6
         producer = make_producer(workflow, **settings)
-        producer.load_state_dict(pickle.loads(state))
+        producer.restore(pickle.loads(state))
         async with producer:
             taken = await train(producer, workflow, range(6, 16))
             assert producer.stats()["rollout/num_prompts"] == 60
         return taken, workflow.order
 
-    before, state, in_flight = run_virtual(first_half())
+    before, state, running = run_virtual(first_half())
     after, order = run_virtual(second_half(state))
-    assert order[: len(in_flight)] == in_flight
+    assert order[: len(running)] == running
     assert sorted(before + after) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(30))
 
 
@@ -744,18 +744,18 @@ def test_a_checkpoint_of_a_checkpoint_still_has_what_was_in_flight() -> None:
         first = make_producer(CallWorkflow(), max_staleness=1)
         async with first:
             await settle()
-            state = await first.state_dict()
+            state = await first.save()
         second = make_producer(CallWorkflow(), max_staleness=1, max_in_flight=1)
-        second.load_state_dict(state)
+        second.restore(state)
         async with second:
             await settle()
-            assert list((await second.state_dict())["in_flight"]) == list(state["in_flight"]) == list(range(8))
+            assert list(in_flight(await second.save())) == list(in_flight(state)) == names(make_dataset(20), range(8))
 
     run_virtual(main())
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:
-    state = asyncio.run(make_producer(CallWorkflow()).state_dict())
+    state = make_producer(CallWorkflow()).state_dict()
     for settings, said in (
         ({"batch_size": 8}, "batch_size=8, but the recover checkpoint was written with 4"),
         ({"max_staleness": 4}, "max_staleness=4, but the recover checkpoint was written with 1"),
@@ -773,11 +773,10 @@ def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
         first = make_producer(workflow)
         async with first:
             await train(first, workflow, range(2))
-            state = await first.state_dict()
         workflow = CallWorkflow()
         workflow.version = 2
         second = make_producer(workflow, max_staleness=2)
-        second.load_state_dict(state, ignore_changes=True)
+        second.begin_at(2, reason="Another bound")
         async with second:
             await train(second, workflow, range(2, 3))
         assert workflow.order[:12] == names(make_dataset(20), range(8, 20))
@@ -805,12 +804,13 @@ def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
         async with first:
             before = await train(first, workflow, range(2))
             await asyncio.sleep(5)
-            state = await first.state_dict()
-        assert len(state["buffer"]["ready"]) == 8
+            state = await first.save()
+        assert len(state["experience"]["ready"]) == 8
         workflow = CallWorkflow()
         workflow.version = 2
         second = make_producer(workflow)
-        second.load_state_dict(state, keep_sampled=False)
+        second.restore(state)
+        second.experience.resample()
         async with second:
             after = await train(second, workflow, range(2, 5))
         assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))
@@ -827,7 +827,7 @@ def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
                 taken = await producer.take(step)
                 epoch, within = divmod(step, 3)
                 positions = [10 * epoch + i for i in range(4 * within, min(4 * within + 4, 10))]
-                assert producer.taken == positions
+                assert producer.taken == names(make_dataset(10), positions)
                 assert [group[0].query_id for group in taken] == names(make_dataset(10), positions)
                 workflow.push()
                 producer.set_version(step + 1)

@@ -1,4 +1,4 @@
-"""The promise of the asynchronous design, on the real producer and store under a virtual clock."""
+"""The promise of the asynchronous design, on real producer, store and leases under a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from helpers.both_sides import BothSides
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset
 from helpers.virtual_clock import run_virtual
-from rollout.experience import make_experience
-from rollout.producer import RolloutProducer
 
 NUM_PROMPTS, BATCH_SIZE, GROUP_SIZE, NUM_EPOCHS = 1250, 48, 16, 10  # 200,000 trajectories; 1250 = 26 * 48 + 2
 NUM_PROMPT_TOKENS = 2
@@ -41,17 +40,14 @@ async def _train(
 ) -> Run:
     run = Run()
     workflow = LognormalWorkflow(group_size=GROUP_SIZE, sigma=sigma)
-    producer = RolloutProducer(
+    producer = BothSides(
         make_dataset(NUM_PROMPTS),
         workflow,
         generator=None,
-        experience=make_experience(
-            num_prompts=NUM_PROMPTS,
-            batch_size=BATCH_SIZE,
-            max_staleness=max_staleness,
-            over_age=over_age,
-            num_epochs=num_epochs,
-        ),
+        batch_size=BATCH_SIZE,
+        max_staleness=max_staleness,
+        over_age=over_age,
+        num_epochs=num_epochs,
         max_in_flight=max_in_flight,
     )
     num_steps = num_epochs * -(-NUM_PROMPTS // BATCH_SIZE)

@@ -14,8 +14,8 @@ from tools.samples import main
 
 def sample(step: int, query: str, reward: float, answer: str, **more: object) -> Sample:
     values: dict = {
-        "step": step, "query_id": query, "position": step, "index": 0, "prompt": f"What is {query}?", "answer": answer,
-        "reward": reward, "finish_reason": "stop", "prompt_tokens": 3, "answer_tokens": len(answer),
+        "step": step, "query_id": query, "episode": f"s/{query}/{step}", "index": 0, "prompt": f"What is {query}?",
+        "answer": answer, "reward": reward, "finish_reason": "stop", "prompt_tokens": 3, "answer_tokens": len(answer),
         "oldest_version": step - 1, "newest_version": step, "notable": (), **more,
     }  # fmt: skip
     return Sample(**values)

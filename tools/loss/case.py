@@ -119,7 +119,7 @@ class Tokens:
             group_ids=np.array([groups.index(name) for name in names]),
             prompt_lens=np.array([int(s[0]) if s.size else 1 for s in sampled]),
             no_eos=np.array([bool(s.get("truncated", False)) for s in self.sequences]),
-            positions=np.arange(len(groups)),
+            episodes=[str(i) for i in range(len(groups))],
         )
 
     def cut(self, values: Tensor) -> list[list[float]]:

@@ -30,9 +30,9 @@ def test_packing_keeps_order_groups_and_ages() -> None:
             [trajectory([1, 2], [3], [4], 1.0, "stop"), trajectory([1, 2], [5, 6], [3, 4], 0.0, "length")],
             [trajectory([7], [8, 9], [5, 5], 0.5, "stop")],
         ],
-        positions=[12, 10],
+        episodes=["s/b/0", "s/a/0"],
     )
-    assert batch.positions.tolist() == [12, 10]
+    assert batch.episodes == ["s/b/0", "s/a/0"]
     assert batch.token_ids.tolist() == [1, 2, 3, 1, 2, 5, 6, 7, 8, 9]
     assert batch.cu_seqlens.tolist() == [0, 3, 7, 10]
     assert batch.group_ids.tolist() == [0, 0, 1] and batch.prompt_lens.tolist() == [2, 2, 1]
@@ -48,7 +48,7 @@ def test_rewards_groups_and_lengths_are_reported() -> None:
         return [trajectory([1, 2], [3] * (i + 1), [0] * (i + 1), reward, "stop") for i, reward in enumerate(rewards)]
 
     groups = [group(1.0, 1.0), group(2.0, 1.0), group(-1.0, -1.0), group(1.0, -1.0)]
-    figures = pack_trajectories(groups, positions=range(4)).reward_figures()
+    figures = pack_trajectories(groups, episodes=list("abcd")).reward_figures()
     rewards = np.array([1, 1, 2, 1, -1, -1, 1, -1], np.float32)
     assert figures == {
         "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), "reward/min": -1.0,
@@ -61,33 +61,33 @@ def test_experts_are_no_field_of_every_model_and_unknown_where_a_trajectory_does
     told = trajectory([1, 2], [3], [4], 1.0, "stop")
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
     silent = trajectory([7], [8], [5], 0.5, "stop")
-    batch = pack_trajectories([[silent], [replace(told, routed_experts=experts)]], positions=[0, 1])
+    batch = pack_trajectories([[silent], [replace(told, routed_experts=experts)]], episodes=["a", "b"])
     assert set(batch.to_packed().fields) == {"rollout_logprobs"}
     replayed = batch.routed_experts
     assert replayed is not None and (replayed[:2] == -1).all() and np.array_equal(replayed[2:], experts)
-    assert pack_trajectories([[silent]], positions=[0]).routed_experts is None
+    assert pack_trajectories([[silent]], episodes=["a"]).routed_experts is None
     both = [replace(told, routed_experts=experts), replace(told, routed_experts=experts + 1)]
-    replayed = pack_trajectories([both], positions=[0]).routed_experts
+    replayed = pack_trajectories([both], episodes=["a"]).routed_experts
     assert replayed is not None and np.array_equal(replayed, np.concatenate([experts, experts + 1]))
 
 
 def test_a_sampled_token_that_is_not_trained_is_no_part_of_the_prompt() -> None:
     sampled = trajectory([1, 2], [3, 4], [0, 1], 1.0, "stop")
     masked = replace(sampled, loss_mask=np.array([False, False, False, True]))
-    assert pack_trajectories([[masked]], positions=[0]).prompt_lens.tolist() == [2]
+    assert pack_trajectories([[masked]], episodes=["a"]).prompt_lens.tolist() == [2]
 
 
 def test_workflow_metrics_are_reported_over_the_trajectories_that_have_them() -> None:
     plain = trajectory([1], [2], [0], 1.0, "stop")
     turns = [replace(plain, metrics={"num_turns": n, "tool/errors": 0.5 * n}) for n in (1, 4, 1)]
-    batch = pack_trajectories([turns[:2], [replace(plain, metrics={"late": True})], [turns[2]]], positions=[0, 1, 2])
+    batch = pack_trajectories([turns[:2], [replace(plain, metrics={"late": True})], [turns[2]]], episodes=list("abc"))
     assert batch.workflow_metrics["num_turns"][[0, 1, 3]].tolist() == [1, 4, 1]
     assert batch.workflow_figures() == {
         "workflow/num_turns/mean": 2.0, "workflow/num_turns/min": 1.0, "workflow/num_turns/max": 4.0,
         "workflow/tool/errors/mean": 1.0, "workflow/tool/errors/min": 0.5, "workflow/tool/errors/max": 2.0,
         "workflow/late/mean": 1.0, "workflow/late/min": 1.0, "workflow/late/max": 1.0,
     }  # fmt: skip
-    assert pack_trajectories([[plain]], positions=[0]).workflow_figures() == {}
+    assert pack_trajectories([[plain]], episodes=["a"]).workflow_figures() == {}
 
 
 def test_minibatches_cover_every_sequence_once_and_differ_by_one_at_most() -> None:

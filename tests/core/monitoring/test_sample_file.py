@@ -12,7 +12,7 @@ from core.monitoring.samples import Sample
 
 def sample(step: int) -> Sample:
     return Sample(
-        step=step, query_id="q", position=step, index=0, prompt="p", answer="a" * 100, reward=0.0,
+        step=step, query_id="q", episode=f"s/q/{step}", index=0, prompt="p", answer="a" * 100, reward=0.0,
         finish_reason="stop", prompt_tokens=1, answer_tokens=100, oldest_version=0, newest_version=0,
     )  # fmt: skip
 

@@ -39,13 +39,13 @@ def answer(query_id: str, reward: float, versions: Sequence[int] = (3, 4), finis
 
 
 def choose(groups: list[list[Trajectory]], share: float = 1.0) -> list[Sample]:
-    return choose_samples(groups, range(50, 50 + len(groups)), spell, step=7, share=share)
+    return choose_samples(groups, [f"s/q/{50 + i}" for i in range(len(groups))], spell, step=7, share=share)
 
 
 def test_a_sample_has_text_reward_lengths_versions_and_its_row_holds_all_of_it() -> None:
     (sample,) = choose([[answer("q", 0.5, versions=(3, 5, 4), finish="length")]])
     assert sample == Sample(
-        step=7, query_id="q", position=50, index=0, prompt="ab", answer="cde", reward=0.5, finish_reason="length",
+        step=7, query_id="q", episode="s/q/50", index=0, prompt="ab", answer="cde", reward=0.5, finish_reason="length",
         prompt_tokens=2, answer_tokens=3, oldest_version=3, newest_version=5, notable=("best", "worst", "longest"),
         metrics={"num_turns": 2.0},
     )  # fmt: skip
@@ -65,12 +65,13 @@ def test_answers_of_an_evaluation_are_chosen_as_those_of_a_step() -> None:
     notable = {name: sample for sample in kept for name in sample.notable}
     assert {name: s.query_id for name, s in notable.items()} == {"best": "q1", "worst": "q2", "longest": "q3"}
     assert notable["best"] == Sample(
-        step=7, query_id="q1", position=1, index=0, prompt="ab", answer="answer 1", reward=1.0, finish_reason="stop",
-        prompt_tokens=2, answer_tokens=2, oldest_version=7, newest_version=7, notable=("best",), evaluation="hard",
+        step=7, query_id="q1", episode="hard/q1", index=0, prompt="ab", answer="answer 1", reward=1.0,
+        finish_reason="stop", prompt_tokens=2, answer_tokens=2, oldest_version=7, newest_version=7,
+        notable=("best",), evaluation="hard",
     )  # fmt: skip
     assert 3 < len(kept) < 20
     every = choose_evaluation_samples("hard", answers, spell, step=7, share=1.0)
-    assert [s.position for s in every] == [*range(40)]
+    assert [s.episode for s in every] == [f"hard/q{i}" for i in range(40)]
     in_training = choose([[answer(p.query_id, 0.5)] for p, _ in answers], share=0.1)
     whole = {s.query_id for s in kept if not s.notable}
     assert whole == {s.query_id for s in in_training if not s.notable} - {s.query_id for s in notable.values()}

@@ -23,7 +23,7 @@ from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, 
 from core.runs.paths import RunPaths
 
 SAMPLE = Sample(
-    step=3, query_id="q7", position=7, index=0, prompt="1+1=", answer="2 <end>", reward=1.0, finish_reason="stop",
+    step=3, query_id="q7", episode="s/q7/0", index=0, prompt="1+1=", answer="2 <end>", reward=1.0, finish_reason="stop",
     prompt_tokens=4, answer_tokens=2, oldest_version=1, newest_version=2, notable=("best", "longest"),
 )  # fmt: skip
 

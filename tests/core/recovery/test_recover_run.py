@@ -15,6 +15,9 @@ import pytest
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
 from helpers.commands import Command
+from rollout.data.encoder import Encoder
+from rollout.data.prompts import PromptDataset
+from rollout.data.tokenizer import load_tokenizer
 
 IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)
 
@@ -146,4 +149,6 @@ def test_changed_sizes_are_refused_and_skip_no_prompt_on_request(assets, continu
     assert "12 prompts were trained in 3 steps, which is step 1 now" in allowed.output()
     assert [(row["step"], row["n_seqs"]) for row in rows(allowed, "metrics.jsonl")][-2:] == [(2, 30), (3, 30)]
     trained = [row["prompts"] for row in rows(allowed, "consumed.jsonl")]
-    assert trained[-2:] == [list(range(10, 20)), list(range(20, 30))]
+    dataset = PromptDataset.load(assets.prompts, Encoder(load_tokenizer(str(assets.model))), max_prompt_len=8, seed=1)
+    stream = [f"prompts/{dataset.at(k).query_id}/0" for k in range(30)]
+    assert trained[-2:] == [stream[10:20], stream[20:30]]

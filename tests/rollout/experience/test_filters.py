@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import pickle
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from helpers.both_sides import BothSides
 from helpers.simulated_sampling import make_dataset, trajectory
 from helpers.virtual_clock import run_virtual
-from rollout.experience import Schedule, SpreadFilter, make_experience
-from rollout.producer import RolloutProducer
+from rollout.data.prompts import PromptDataset
 from rollout.types import Completion, Generator, Prompt, Trajectory
 
 NUM_PROMPTS = 30
@@ -47,21 +45,25 @@ class NoRequests:
         return {}
 
 
-def make_producer(workflow: Judged, **settings: object) -> RolloutProducer:
+def make_producer(workflow: Judged, **settings: object) -> BothSides:
     settings = {"batch_size": 4, "max_staleness": 1, "num_epochs": 4, "dynamic_sampling_limit": 10} | settings
-    names = inspect.signature(make_experience).parameters.keys() & settings.keys()
-    experience = make_experience(num_prompts=NUM_PROMPTS, **{name: settings.pop(name) for name in names})
-    return RolloutProducer(make_dataset(NUM_PROMPTS), workflow, NoRequests(), experience, **settings)
+    return BothSides(make_dataset(NUM_PROMPTS), workflow, NoRequests(), **settings)
 
 
-async def train(producer: RolloutProducer, workflow: Judged, steps: range) -> list[dict[str, float]]:
-    """Take these steps; return their metrics, with the positions and the oldest version of each."""
+def places(dataset: PromptDataset) -> dict[str, int]:
+    """Where the prompts of ten epochs are in the stream, by query_id@epoch."""
+    prompts = [dataset.at(k) for k in range(10 * NUM_PROMPTS)]
+    return {f"{prompt.query_id}@{prompt.epoch}": k for k, prompt in enumerate(prompts)}
+
+
+async def train(producer: BothSides, workflow: Judged, steps: range) -> list[dict[str, float]]:
+    """Take these steps; return their metrics, with the episodes and the oldest version of each."""
     rows = []
     for step in steps:
         groups = await producer.take(step)
         oldest = min(t.oldest_version for group in groups for t in group)
         assert all(len({t.reward for t in group}) == 2 for group in groups) or workflow.hopeless
-        rows.append({**producer.stats(), "positions": list(producer.taken), "age": step - oldest})
+        rows.append({**producer.stats(), "taken": list(producer.taken), "age": step - oldest})
         await asyncio.sleep(1.0)
         workflow.version = step + 1
         producer.set_version(step + 1)
@@ -79,13 +81,13 @@ def test_steps_keep_their_size_their_bound_and_every_prompt_is_trained_or_counte
 
     workflow, rows = run_virtual(main())
     assert max(row["age"] for row in rows) == max_staleness
-    assert [len(row["positions"]) for row in rows] == ([4] * 7 + [2]) * 3 + [4] * 6
-    trained = [position for row in rows for position in row["positions"]]
+    assert [len(row["taken"]) for row in rows] == ([4] * 7 + [2]) * 3 + [4] * 6
+    trained = [episode for row in rows for episode in row["taken"]]
     dropped = Counter()
     for row in rows:
         dropped["right"] += int(row["dynamic_sampling/dropped_all_right"])
         dropped["wrong"] += int(row["dynamic_sampling/dropped_all_wrong"])
-        assert row["dynamic_sampling/drawn_prompts"] == len(row["positions"]) + sum(
+        assert row["dynamic_sampling/drawn_prompts"] == len(row["taken"]) + sum(
             row[f"dynamic_sampling/dropped_{reason}"] for reason in ("all_right", "all_wrong")
         )
     assert len(trained) == len(set(trained)), "none is trained twice"
@@ -93,9 +95,10 @@ def test_steps_keep_their_size_their_bound_and_every_prompt_is_trained_or_counte
     unfinished = len(workflow.drawn) - len(trained) - dropped.total()
     assert 0 <= unfinished <= 4 * (max_staleness + 1), "every other prompt is in one of the counts"
     dataset = make_dataset(NUM_PROMPTS)
+    place = places(dataset)
     passed = Counter(
         "right" if index % 3 == 0 else "wrong" if index % 5 == 0 else "trained"
-        for index in (dataset.at(position).index for position in range(min(trained[-4:])))
+        for index in (dataset.at(k).index for k in range(min(place[episode] for episode in trained[-4:])))
     )
     assert dropped["right"] >= passed["right"] > 0 and dropped["wrong"] >= passed["wrong"] > 0
 
@@ -107,11 +110,13 @@ def test_metrics_compare_what_was_trained_with_what_was_drawn() -> None:
             return await train(producer, workflow, range(5))
 
     dataset, first = make_dataset(NUM_PROMPTS), 0
+    place = places(dataset)
     for row in run_virtual(main()):
-        drawn = [dataset.at(k).index for k in range(first, max(row["positions"]) + 1)]
-        first = max(row["positions"]) + 1
+        taken = [place[episode] for episode in row["taken"]]
+        drawn = [dataset.at(k).index for k in range(first, max(taken) + 1)]
+        first = max(taken) + 1
         rewards = [sum(Judged.rewards(i)) / 2 for i in drawn]
-        assert row["positions"] == [k for k in range(first - len(drawn), first) if dataset.at(k).index in
+        assert taken == [k for k in range(first - len(drawn), first) if dataset.at(k).index in
                                     [i for i, r in zip(drawn, rewards, strict=True) if r == 0.5]]  # fmt: skip
         assert row["dynamic_sampling/drawn_prompts"] == len(drawn)
         assert row["dynamic_sampling/drawn_reward"] == pytest.approx(np.mean(rewards))
@@ -129,7 +134,7 @@ def test_beyond_the_limit_groups_are_kept_so_that_a_solved_task_ends_its_run(cap
 
     for row in run_virtual(main()):
         assert row["dynamic_sampling/dropped_all_wrong"] == 12
-        assert row["dynamic_sampling/kept_without_spread"] == len(row["positions"]) == 4
+        assert row["dynamic_sampling/kept_without_spread"] == len(row["taken"]) == 4
     assert caplog.text.count("algorithm.dynamic_sampling_limit") == 3
 
 
@@ -142,7 +147,7 @@ def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool)
             first = await train(producer, workflow, range(3))
             if not acknowledged:  # the fourth batch is taken and, in the state, not yet trained
                 await producer.take(3)
-            state = pickle.loads(pickle.dumps(await producer.state_dict()))
+            state = pickle.loads(pickle.dumps(await producer.save()))
             if not acknowledged:
                 await asyncio.sleep(1.0)
                 workflow.version = 4
@@ -151,10 +156,10 @@ def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool)
         again = Judged()
         again.version = 3
         recovered = make_producer(again, **settings)
-        recovered.load_state_dict(state)
+        recovered.restore(state)
         async with recovered:
             rows = await train(recovered, again, range(3, 8))
-        kept = [name for name in rows[0] if name.startswith("dynamic_sampling/")] + ["positions", "age"]
+        kept = [name for name in rows[0] if name.startswith("dynamic_sampling/")] + ["taken", "age"]
         expected = rest if acknowledged else rest[-4:]
         assert len(first) == 3 and len(kept) == 10
         assert [{k: row[k] for k in kept} for row in rows[-len(expected) :]] == [
@@ -171,45 +176,8 @@ def test_dynamic_sampling_cannot_be_switched_off_by_a_restart() -> None:
         workflow = Judged()
         async with make_producer(workflow) as producer:
             await train(producer, workflow, range(2))
-            state = await producer.state_dict()
+            state = producer.state_dict()
         with pytest.raises(ValueError, match="dynamic_sampling=False, but the recover checkpoint"):
             make_producer(workflow, dynamic_sampling_limit=None).load_state_dict(state)
 
     run_virtual(main())
-
-
-@pytest.mark.parametrize("positions", [[2, 3], [3, 2]])
-def test_the_limit_counts_from_behind_the_last_prompt_that_was_trained_whatever_their_order(
-    positions: list[int],
-) -> None:
-    spread = SpreadFilter(Schedule(num_prompts=NUM_PROMPTS, batch_size=2), max_staleness=0, limit=1)
-    prompts, hopeless = make_dataset(NUM_PROMPTS), [0.0, 0.0]
-    groups = [
-        [replace(trajectory(prompts.at(k), np.array([0])), reward=reward) for reward in rewards]
-        for k, rewards in ((2, [0.0, 1.0]), (3, [0.0, 1.0]), (5, hopeless), (6, hopeless))
-    ]
-    spread.select(positions, groups[:2])
-    assert [spread.drops(5, groups[2]), spread.drops(6, groups[3])] == [True, False], "one batch of two behind prompt 3"
-
-
-def test_groups_kept_before_an_unacknowledged_step_are_reported_again_after_a_recovery() -> None:
-    prompts = make_dataset(NUM_PROMPTS)
-
-    def group(position: int, *rewards: float) -> list[Trajectory]:
-        return [replace(trajectory(prompts.at(position), np.array([0])), reward=reward) for reward in rewards]
-
-    def new() -> SpreadFilter:
-        return SpreadFilter(Schedule(num_prompts=NUM_PROMPTS, batch_size=1), max_staleness=0, limit=1)
-
-    def kept(spread: SpreadFilter, position: int) -> float:
-        return spread.select([position], [group(position, 0.0, 1.0)])["dynamic_sampling/kept_without_spread"]
-
-    spread, recovered, later = new(), new(), new()
-    assert [spread.drops(k, group(k, 1.0, 1.0)) for k in (1, 2)] == [False, False], "both are beyond the limit"
-    assert kept(spread, 3) == 2
-    assert not spread.drops(9, group(9, 1.0, 1.0)), "kept after the selection"
-    recovered.load_state_dict(spread.state_dict())
-    assert kept(recovered, 3) == 3, "the step was not trained: its groups are kept again"
-    spread.acknowledge()
-    later.load_state_dict(spread.state_dict())
-    assert kept(later, 4) == 1

@@ -33,7 +33,7 @@ def test_a_schedule_that_is_cut_short_starts_no_prompt_of_a_later_step(
     whole = Schedule(num_prompts=num_prompts, batch_size=batch_size, total_epochs=3)
     cut = replace(whole, total_steps_limit=num_steps)
     admission = StalenessAdmission(cut, max_staleness=100)
-    started = [k for k in range(3 * num_prompts) if admission.may_start(k, 0)]
+    started = [k for k in range(3 * num_prompts) if admission.admits(k, next_step=0, version=0)]
     assert started == [k for k in range(3 * num_prompts) if whole.step_of(k) < num_steps]
     assert [cut.batch_of(step) for step in range(num_steps)] == [whole.batch_of(step) for step in range(num_steps)]
 
@@ -42,7 +42,8 @@ def test_an_endless_schedule_has_a_batch_at_every_step() -> None:
     schedule = Schedule(num_prompts=5, batch_size=2)
     assert schedule.total_epochs == ENDLESS
     assert [schedule.batch_of(step) for step in (0, 2, 3 * 10**12, 3 * 10**12 + 2)] == [2, 1, 2, 1]
-    assert StalenessAdmission(schedule, 0).may_start(5 * 10**12, 3 * 10**12)
+    assert StalenessAdmission(schedule, 0).admits(1, next_step=3 * 10**12, version=3 * 10**12)
+    assert not StalenessAdmission(schedule, 0).admits(2, next_step=3 * 10**12, version=3 * 10**12)
 
 
 def test_a_run_that_is_cut_short_has_fewer_steps_in_its_last_epoch() -> None:

@@ -1,58 +1,127 @@
-"""The order in which prompt slots are selected, the staleness bound, and what the store holds across a restart."""
+"""What every experience store promises: the order of leases, the staleness bound, and what survives a process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
-from itertools import combinations
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, count
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.simulated_sampling import make_prompts, trajectory
-from helpers.virtual_clock import run_virtual, settle
+from helpers.virtual_clock import run_virtual
 from rollout.experience import (
-    MemoryStore,
+    Episode,
+    Event,
+    Experience,
+    ExploreError,
+    Lessee,
+    LesseeError,
+    MemoryExperience,
     OverAge,
     Schedule,
+    SQLiteExperience,
     StalenessAdmission,
-    StalenessInvariantError,
-    make_experience,
+    StalenessError,
+    Tags,
+    make_rules,
 )
-from rollout.experience.ages import age_metrics
-from rollout.types import Trajectory
+from rollout.experience.episode import summary
+from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
+from rollout.types import Completion, Trajectory
 
 
-def group(position: int, *versions: int) -> list[Trajectory]:
+class Stores:
+    """Makes stores of one kind, and continues one after the end of its process."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self._folder, self._numbers = kind, folder, count()
+
+    def new(self) -> Experience:
+        if self.kind == "memory":
+            return MemoryExperience()
+        return SQLiteExperience(self._folder / f"{next(self._numbers)}.db")
+
+    def continued(self, store: Experience) -> Experience:
+        """The store as the next process has it, from the checkpoint of now."""
+        state = pickle.loads(pickle.dumps(store.state_dict()))
+        store.close()
+        again = MemoryExperience() if self.kind == "memory" else SQLiteExperience(store._path)
+        again.load_state_dict(state)
+        return again
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
+    return Stores(request.param, tmp_path)
+
+
+class Anything:
+    """Admits every episode."""
+
+    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
+        return True
+
+
+def begin(store: Experience, number: int, version: int) -> None:
+    assert store.open(tags(number, version), Anything())
+
+
+def tags(number: int, version: int = 0) -> Tags:
+    id = f"q{number}"
+    return Tags(id=id, group_id=id, task="math", row=id, epoch=0, version=version)
+
+
+def episode(number: int, *versions: int, rewards: tuple[float, ...] = (1.0,)) -> Episode:
     (prompt,) = make_prompts(1)
-    made = trajectory(prompt, np.array(versions, dtype=np.int32))
-    return [Trajectory(**(vars(made) | {"query_id": f"q{position}"}))]
+    made = vars(trajectory(prompt, np.array(versions, dtype=np.int32)))
+    group = [Trajectory(**(made | {"query_id": f"q{number}", "reward": reward})) for reward in rewards]
+    return Episode(tags=Tags(**(vars(tags(number)) | summary(group))), trajectories=group)
 
 
-def names(groups: list[list[Trajectory]]) -> list[str]:
-    return [group[0].query_id for group in groups]
+def finish(store: Experience, number: int, *versions: int) -> None:
+    store.put(episode(number, *versions))
 
 
-def make_store(schedule: Schedule, max_staleness: int, *, over_age: OverAge = "wait") -> MemoryStore:
-    experience = make_experience(
+def names(episodes: list[Episode]) -> list[str]:
+    return [e.tags.id for e in episodes]
+
+
+def trainer(store: Experience, schedule: Schedule, max_staleness: int, *, over_age: OverAge = "wait") -> Lessee:
+    rules = make_rules(
         num_prompts=schedule.num_prompts, batch_size=schedule.batch_size, max_staleness=max_staleness,
         over_age=over_age, num_epochs=schedule.total_epochs,
     )  # fmt: skip
-    store = experience.store
-    assert isinstance(store, MemoryStore)
-    return store
+    return Lessee(store, rules)
+
+
+async def a_moment() -> None:
+    """Longer than a store takes to notice a change."""
+    await asyncio.sleep(0.1)
+
+
+def endless(batch_size: int) -> Schedule:
+    return Schedule(num_prompts=1000, batch_size=batch_size)
 
 
 def due_by_brute_force(
     schedule: Schedule, max_staleness: int, started: dict[int, int], finished: set[int], step: int
 ) -> bool:
-    """Is there a batch of ready slots that leaves behind only what can still be in time?"""
+    """Is there a batch of ready episodes that leaves behind only what can still be in time?"""
     size = schedule.batch_of(step)
 
     def in_time(left: list[int]) -> bool:
-        deadlines = [started[position] + max_staleness for position in left]
+        deadlines = [started[number] + max_staleness for number in left]
         return all(
             sum(deadline <= last for deadline in deadlines) <= sum(map(schedule.batch_of, range(step + 1, last + 1)))
             for last in range(step, max(deadlines, default=step) + 1)
@@ -61,87 +130,93 @@ def due_by_brute_force(
     return any(in_time([k for k in started if k not in batch]) for batch in combinations(sorted(finished), size))
 
 
-def test_a_slot_that_restarted_from_newer_weights_comes_after_an_older_one() -> None:
+def test_an_episode_that_began_again_at_newer_weights_comes_after_an_older_one(stores: Stores) -> None:
     async def main() -> list[str]:
-        store = make_store(Schedule(num_prompts=6, batch_size=1, total_epochs=1), max_staleness=2)
-        for position in range(3):
-            store.start(position, 0)
-        await store.put(2, group(2, 0))
-        assert names(await store.select(0)) == ["q2"]
-        await store.restart(0, 1)
-        await store.put(0, group(0, 1))
-        await store.put(1, group(1, 0))
-        return names(await store.select(1))
+        store = stores.new()
+        lessee = trainer(store, Schedule(num_prompts=6, batch_size=1, total_epochs=1), 2)
+        for number in range(3):
+            begin(store, number, 0)
+        finish(store, 2, 0)
+        assert names(await lessee.take(0)) == ["q2"]
+        store.reopen("q0", 1)
+        finish(store, 0, 1)
+        finish(store, 1, 0)
+        return names(await lessee.take(1))
 
     assert run_virtual(main()) == ["q1"]
 
 
-def test_a_select_that_waits_for_an_old_slot_ends_when_the_slot_restarts() -> None:
+def test_a_lease_that_waits_for_an_old_episode_ends_when_it_begins_again(stores: Stores) -> None:
     async def main() -> list[str]:
-        store = make_store(Schedule(num_prompts=6, batch_size=1, total_epochs=1), max_staleness=1)
-        store.start(0, 0)
-        store.start(1, 0)
-        await store.put(1, group(1, 0))
-        assert names(await store.select(0)) == ["q1"]
-        store.start(2, 1)
-        await store.put(2, group(2, 1))
-        selecting = asyncio.create_task(store.select(1))
-        await settle()
-        assert not selecting.done(), "slot 0 would be two steps old in step 2"
-        await store.restart(0, 1)
-        await settle()
-        assert selecting.done()
-        return names(selecting.result())
+        store = stores.new()
+        lessee = trainer(store, Schedule(num_prompts=6, batch_size=1, total_epochs=1), 1)
+        begin(store, 0, 0)
+        begin(store, 1, 0)
+        finish(store, 1, 0)
+        assert names(await lessee.take(0)) == ["q1"]
+        begin(store, 2, 1)
+        finish(store, 2, 1)
+        taking = asyncio.create_task(lessee.take(1))
+        await a_moment()
+        assert not taking.done(), "episode 0 would be two steps old in step 2"
+        store.reopen("q0", 1)
+        await a_moment()
+        assert taking.done()
+        return names(taking.result())
 
     assert run_virtual(main()) == ["q2"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     max_staleness=st.integers(0, 3),
     batch_size=st.integers(1, 3),
     num_prompts=st.integers(1, 6),
     data=st.data(),
 )
-def test_select_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
-    max_staleness: int, batch_size: int, num_prompts: int, data: st.DataObject
+def test_a_lease_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
+    stores: Stores, max_staleness: int, batch_size: int, num_prompts: int, data: st.DataObject
 ) -> None:
-    """Prompts start late, end in any order, and are restarted; the weights lag behind the steps by up to one."""
+    """Episodes begin late, end in any order, and begin again; the weights lag behind the steps by up to one."""
     schedule = Schedule(num_prompts=num_prompts, batch_size=batch_size, total_epochs=2)
     admission = StalenessAdmission(schedule, max_staleness)
     num_steps = 2 * schedule.steps_per_epoch
     consumed: list[str] = []
 
     async def main() -> None:
-        store = make_store(schedule, max_staleness=max_staleness)
+        store = stores.new()
+        lessee = trainer(store, schedule, max_staleness)
         started: dict[int, int] = {}
         finished: set[int] = set()
-        version, position = 0, 0
+        version, number = 0, 0
         for step in range(num_steps):
-            taking = asyncio.create_task(store.select(step))
+            taking = asyncio.create_task(lessee.take(step))
             while True:
-                await settle()
+                await a_moment()
                 assert taking.done() == due_by_brute_force(schedule, max_staleness, started, finished, step)
                 if taking.done():
                     break
+                # What has begun and is not trained may be of this step and those up to version + max_staleness.
+                room = sum(map(schedule.batch_of, range(step, version + max_staleness + 1)))
                 running = sorted(started.keys() - finished)
                 choices = ["finish"] * bool(running) + ["restart"] * bool(running)
-                choices += ["start"] * admission.may_start(position, version) + ["push"] * (version < step)
+                choices += ["start"] * (len(started) < room) + ["push"] * (version < step)
                 choice = data.draw(st.sampled_from(choices))
                 if choice == "push":
                     version += 1
                 elif choice == "start":
-                    started[position] = version
-                    store.start(position, version)
-                    position += 1
+                    started[number] = version
+                    assert store.open(tags(number, version), admission)
+                    number += 1
+                    assert store.open(tags(99, version), _Fewer(admission, len(started), room)) is False
                 else:
                     chosen = data.draw(st.sampled_from(running))
                     if choice == "restart":
                         started[chosen] = version
-                        await store.restart(chosen, version)
+                        store.reopen(f"q{chosen}", version)
                         continue
                     finished.add(chosen)
-                    await store.put(chosen, group(chosen, started[chosen], version))
+                    finish(store, chosen, started[chosen], version)
             taken = names(await taking)
             oldest = sorted(finished, key=lambda k: (started[k], k))[: len(taken)]
             assert taken == [f"q{k}" for k in oldest]
@@ -149,241 +224,446 @@ def test_select_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
                 assert step - started.pop(k) <= max_staleness
                 finished.discard(k)
             consumed.extend(taken)
+        store.close()
 
     run_virtual(main())
     assert sorted(consumed) == sorted(f"q{k}" for k in range(2 * num_prompts))
 
 
-def fill(store: MemoryStore, versions: list[int], finished: list[int]) -> None:
+class _Fewer:
+    """Refuses once what the real admission was asked about is compared with the room."""
+
+    def __init__(self, admission: StalenessAdmission, outstanding: int, room: int) -> None:
+        self._admission, self._outstanding, self._room = admission, outstanding, room
+
+    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
+        assert num_outstanding == self._outstanding
+        asked = self._admission.admits(num_outstanding, next_step=next_step, version=version)
+        assert asked == (self._outstanding < self._room)
+        return False
+
+
+def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise(stores: Stores) -> None:
     async def main() -> None:
-        for position, version in enumerate(versions):
-            store.start(position, version)
-        for position in finished:
-            await store.put(position, group(position, versions[position]))
-
-    asyncio.run(main())
-
-
-def endless(batch_size: int) -> Schedule:
-    return Schedule(num_prompts=1000, batch_size=batch_size)
-
-
-def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise() -> None:
-    async def main() -> None:
-        store = make_store(endless(2), max_staleness=2)
-        for position, version in enumerate([0, 0, 0, 0]):
-            store.start(position, version)
-        for position in (1, 2, 3):
-            await store.put(position, group(position, 0))
-        assert names(await store.select(0)) == ["q1", "q2"]
-        for position in (4, 5):
-            store.start(position, 1)
-            await store.put(position, group(position, 1))
-        assert names(await store.select(1)) == ["q3", "q4"]
-        store.start(6, 2)
-        await store.put(6, group(6, 2))
-        taking = asyncio.create_task(store.select(2))
-        await settle()
+        store = stores.new()
+        lessee = trainer(store, endless(2), 2)
+        for number in range(4):
+            begin(store, number, 0)
+        for number in (1, 2, 3):
+            finish(store, number, 0)
+        assert names(await lessee.take(0)) == ["q1", "q2"]
+        for number in (4, 5):
+            begin(store, number, 1)
+            finish(store, number, 1)
+        assert names(await lessee.take(1)) == ["q3", "q4"]
+        begin(store, 6, 2)
+        finish(store, 6, 2)
+        taking = asyncio.create_task(lessee.take(2))
+        await a_moment()
         assert not taking.done(), "q0 is due now, whatever else is there"
-        await store.put(0, group(0, 0, 1, 2))
+        finish(store, 0, 0, 1, 2)
         assert names(await taking) == ["q0", "q5"]
-        stats = store.stats()
+        stats = lessee.stats()
         assert (stats["staleness/max"], stats["staleness/mean"]) == (2, 1.5)
 
     run_virtual(main())
 
 
-def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old() -> None:
+def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(1), max_staleness=1, over_age="mask")
-        for position in range(4):
-            store.start(position, 0)
-        for step, position in enumerate((1, 2)):
-            await store.put(position, group(position, 0))
-            assert names(await store.select(step)) == [f"q{position}"]
-        await store.put(0, group(0, 0, 0, 1, 2))
-        await store.put(3, group(3, 0, 0))
-        ((late,),) = await store.select(2)
+        store = stores.new()
+        lessee = trainer(store, endless(1), 1, over_age="mask")
+        for number in range(4):
+            begin(store, number, 0)
+        for step, number in enumerate((1, 2)):
+            finish(store, number, 0)
+            assert names(await lessee.take(step)) == [f"q{number}"]
+        finish(store, 0, 0, 0, 1, 2)
+        finish(store, 3, 0, 0)
+        ((late,),) = [e.trajectories for e in await lessee.take(2)]
         assert late.loss_mask.tolist() == [False, False, False, False, True, True]
         assert late.versions.tolist() == [-1, -1, 0, 0, 1, 2]
-        ((hopeless,),) = await store.select(3)
+        ((hopeless,),) = [e.trajectories for e in await lessee.take(3)]
         assert not hopeless.loss_mask.any()
-        assert store.stats()["rollout/num_masked_tokens"] == 4
+        assert lessee.stats()["rollout/num_masked_tokens"] == 4
 
     run_virtual(main())
 
 
-def test_tokens_older_than_their_slot_break_the_invariant_loudly() -> None:
+def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(1), max_staleness=0)
-        store.skip_to(3)
-        store.start(3, 3)
-        await store.put(3, group(3, 2, 3))
-        with pytest.raises(StalenessInvariantError, match="step 3 got a trajectory of q3 sampled from version 2"):
-            await store.select(3)
+        store = stores.new()
+        lessee = trainer(store, endless(1), 0)
+        store.begin_at(3, num_opened=3)
+        begin(store, 3, 3)
+        finish(store, 3, 2, 3)
+        with pytest.raises(StalenessError, match="step 3 got a trajectory of q3 sampled from version 2"):
+            await lessee.take(3)
 
     run_virtual(main())
 
 
-def test_more_slots_than_can_be_in_time_break_the_invariant_loudly() -> None:
+def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(1), max_staleness=0)
-        for position in range(2):
-            store.start(position, 0)
-            await store.put(position, group(position, 0))
-        with pytest.raises(StalenessInvariantError, match="2 prompts must be trained by step 0, which has room for 1"):
-            await store.select(0)
+        store = stores.new()
+        for number in range(2):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
+            await trainer(store, endless(1), 0).take(0)
 
     run_virtual(main())
 
 
-def test_select_raises_the_error_of_fail_before_and_after() -> None:
+def test_a_lease_raises_the_error_of_fail_before_and_after(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(1), max_staleness=0)
-        taking = asyncio.create_task(store.select(0))
-        await settle()
-        await store.fail(KeyError("first"))
-        await store.fail(KeyError("second"))
-        with pytest.raises(KeyError, match="first"):
+        store = stores.new()
+        lessee = trainer(store, endless(1), 0)
+        taking = asyncio.create_task(lessee.take(0))
+        await a_moment()
+        store.fail(KeyError("first"))
+        store.fail(KeyError("second"))
+        with pytest.raises((KeyError, ExploreError), match="first"):
             await taking
-        with pytest.raises(KeyError, match="first"):
-            await store.select(0)
+        with pytest.raises((KeyError, ExploreError), match="first"):
+            await lessee.take(0)
 
     run_virtual(main())
 
 
-def test_a_cancelled_select_loses_nothing() -> None:
+def test_a_cancelled_lease_loses_nothing(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(2), max_staleness=0)
-        for position in range(2):
-            store.start(position, 0)
-        await store.put(0, group(0, 0))
+        store = stores.new()
+        lessee = trainer(store, endless(2), 0)
+        for number in range(2):
+            begin(store, number, 0)
+        finish(store, 0, 0)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(store.select(0), 1.0)
-        await store.put(1, group(1, 0))
-        assert names(await store.select(0)) == ["q0", "q1"]
+            await asyncio.wait_for(lessee.take(0), 1.0)
+        finish(store, 1, 0)
+        assert names(await lessee.take(0)) == ["q0", "q1"]
 
     run_virtual(main())
 
 
-def test_steps_are_taken_in_order_and_not_beyond_the_last() -> None:
+def test_steps_are_leased_in_order_and_not_beyond_the_last(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(Schedule(num_prompts=2, batch_size=2, total_epochs=1), max_staleness=0)
-        with pytest.raises(ValueError, match=r"take\(1\): the next step is 0 of 1"):
-            await store.select(1)
-        for position in range(2):
-            store.start(position, 0)
-            await store.put(position, group(position, 0))
-        await store.select(0)
-        with pytest.raises(ValueError, match=r"take\(1\): the next step is 1 of 1"):
-            await store.select(1)
+        store = stores.new()
+        with pytest.raises(ValueError, match=r"lease\(1\): the next step is 0"):
+            await trainer(store, endless(2), 0).take(1)
+        lessee = trainer(store, Schedule(num_prompts=2, batch_size=2, total_epochs=1), 0)
+        for number in range(2):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        await lessee.take(0)
+        with pytest.raises(ValueError, match=r"take\(1\): the run has 1 steps"):
+            await lessee.take(1)
 
     run_virtual(main())
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness=-1"):
-        make_store(endless(1), max_staleness=-1)
-    with pytest.raises(ValueError, match="over_age='drop'"):
-        make_store(endless(1), max_staleness=1, over_age="drop")
+    for change, said in (({"max_staleness": -1}, "max_staleness=-1"), ({"over_age": "drop"}, "over_age='drop'")):
+        with pytest.raises(ValueError, match=said):
+            make_rules(**{"num_prompts": 1, "batch_size": 1, "max_staleness": 1, **change})
 
 
-def test_a_restored_buffer_hands_out_what_the_first_one_would_have() -> None:
-    first = make_store(endless(2), max_staleness=1)
-    fill(first, [0, 0, 0, 0], finished=[3, 0, 1])
-    assert first.in_flight() == [2]
-    restored = make_store(endless(2), max_staleness=1)
-    restored.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
-    for store in (first, restored):
-        ((one,), (two,)) = asyncio.run(store.select(0))
-        assert (one.query_id, two.query_id) == ("q0", "q1")
-        assert one.versions.tolist() == [-1, -1, 0]
-        assert store.next_step == 1
-        assert store.in_flight() == [2]
+def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) -> None:
+    async def leased(store: Experience) -> list[tuple[str, list[int]]]:
+        taken = await trainer(store, endless(2), 1).take(0)
+        assert [tags.id for tags in store.in_flight()] == ["q2"]
+        return [(e.tags.id, e.trajectories[0].versions.tolist()) for e in taken]
+
+    def filled() -> Experience:
+        store = stores.new()
+        for number in range(4):
+            begin(store, number, 0)
+        for number in (3, 0, 1):
+            finish(store, number, 0)
+        return store
+
+    expected = [("q0", [-1, -1, 0]), ("q1", [-1, -1, 0])]
+    assert run_virtual(leased(filled())) == expected
+    assert run_virtual(leased(stores.continued(filled()))) == expected
 
 
-def test_a_batch_is_part_of_the_state_until_it_is_acknowledged() -> None:
+def test_a_lease_is_returned_with_what_was_dropped_before_it_until_it_is_acknowledged(stores: Stores) -> None:
     async def main() -> None:
-        first = make_store(endless(1), max_staleness=1, over_age="mask")
-        first.skip_to(2)
-        for position in range(3):
-            first.start(position, 0)
-        await first.put(0, group(0, 0, 1))
-        await first.put(1, group(1, 1))
-        untouched = first.state_dict()
-        assert names(await first.select(2)) == ["q0"]
-        assert (first.stats()["rollout/num_ready"], first.stats()["rollout/num_masked_tokens"]) == (1, 1)
-        held = first.state_dict()
-        assert held["next_step"] == 2 and held["masked_tokens"] == 0
-        assert [p for _, p, _ in held["ready"]] == [p for _, p, _ in untouched["ready"]] == [0, 1]
-        restored = make_store(endless(1), max_staleness=1, over_age="mask")
-        restored.load_state_dict(pickle.loads(pickle.dumps(held)))
-        ((again,),) = await restored.select(2)
-        assert again.loss_mask.tolist() == [False, False, False, True]
-        assert restored.stats()["rollout/num_masked_tokens"] == 1
-        first.acknowledge(2)
-        assert first.state_dict()["next_step"] == 2, "step 2 itself is not consumed yet"
-        first.acknowledge(3)
-        consumed = first.state_dict()
-        assert (consumed["next_step"], consumed["masked_tokens"]) == (3, 1)
-        assert ([p for _, p, _ in consumed["ready"]], [p for _, p in consumed["in_flight"]]) == ([1], [2])
+        store = stores.new()
+        for number in range(5):
+            begin(store, number, 0)
+        for number in (0, 1, 2):
+            store.put(episode(number, 0), lambda tags, ahead: tags.id == "q1")
+        rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9, dynamic_sampling_limit=1)
+        first = await store.lease(rules.selection, 0, "a")
+        assert (first.ids, [t.id for t in first.dropped]) == (["q0"], ["q1"])
+        store.ack(first)
+        store.drop("q3")
+        second = await store.lease(rules.selection, 1, "a")
+        assert (second.ids, [t.fate for t in second.dropped]) == (["q2"], ["skipped"])
+        assert await store.lease(rules.selection, 1, "a") == second, "leased twice"
+        again = stores.continued(store)
+        assert (again.status().num_opened, [t.id for t in again.in_flight()]) == (5, ["q4"])
+        third = await again.lease(rules.selection, 1, "b")
+        assert (third.ids, [t.id for t in third.dropped]) == (["q2"], ["q3"])
+        again.ack(third)
+        again.ack(third)
+        finish(again, 4, 1)
+        assert (await again.lease(rules.selection, 2, "b")).ids == ["q4"]
 
     run_virtual(main())
 
 
-def test_selecting_the_next_batch_acknowledges_the_one_before() -> None:
+def test_taking_the_next_batch_acknowledges_the_one_before(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(1), max_staleness=1)
-        for position in range(2):
-            store.start(position, 0)
-            await store.put(position, group(position, 0))
+        store = stores.new()
+        lessee = trainer(store, endless(1), 1)
+        for number in range(2):
+            begin(store, number, 0)
+            finish(store, number, 0)
         for step in range(2):
-            await store.select(step)
-        state = store.state_dict()
-        assert (state["next_step"], [p for _, p, _ in state["ready"]]) == (1, [1])
+            await lessee.take(step)
+        again = stores.continued(store)
+        lessee = trainer(again, endless(1), 1)
+        assert names(await lessee.take(1)) == ["q1"]
+        with pytest.raises(KeyError):
+            again.values(["q0"])
 
     run_virtual(main())
 
 
-def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does() -> None:
+def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Stores) -> None:
     async def main() -> None:
-        store = make_store(endless(2), max_staleness=10**12)
-        for position in range(3):
-            store.start(position, 0)
-        for position in (2, 1):
-            await store.put(position, group(position, 0))
-        assert names(await store.select(0)) == ["q1", "q2"]
+        store = stores.new()
+        lessee = trainer(store, endless(1), 3)
+        for number in range(2):
+            begin(store, number, 0)
+        finish(store, 0, 0)
+        finish(store, 0, 0, 0, 0)
+        assert store.status().num_ready == 1
+        (taken,) = await lessee.take(0)
+        assert taken.trajectories[0].versions.tolist() == [-1, -1, 0]
+        finish(store, 0, 0)
+        lessee.trained(1)
+        finish(store, 0, 0)
+        finish(store, 7, 0)
+        store.drop("q0")
+        assert (store.status().num_ready, store.status().num_outstanding) == (0, 1)
+        assert store.open(tags(1), Anything()) and store.status().num_opened == 2, "opened before"
+
+    run_virtual(main())
+
+
+def test_a_second_trainer_is_refused_by_name(stores: Stores) -> None:
+    async def main() -> None:
+        store = stores.new()
+        rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
+        for number in range(2):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        await store.lease(rules.selection, 0, "first")
+        with pytest.raises(LesseeError, match="'second' cannot lease: 'first'"):
+            await store.lease(rules.selection, 0, "second")
+        if stores.kind == "sqlite":  # another process has a connection of its own
+            other = SQLiteExperience(store._path)
+            with pytest.raises(LesseeError, match=rf"'third' cannot lease: 'first' \(process {os.getpid()}\)"):
+                await other.lease(rules.selection, 0, "third")
+            store.close()
+            assert (await other.lease(rules.selection, 0, "third")).ids == ["q0"]
+
+    run_virtual(main())
+
+
+def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Stores) -> None:
+    completion = Completion(
+        token_ids=np.arange(3, dtype=np.int32), logprobs=np.full(3, -1.5, np.float32),
+        versions=np.zeros(3, np.int32), finish_reason="abort", routed_experts=np.ones((4, 2, 1), np.int16),
+    )  # fmt: skip
+    store = stores.new()
+    for number in range(3):
+        begin(store, number, 0)
+        store.journal(f"q{number}", Event(key="a", asked="x", value={"found": [1, "two"], "at": np.arange(2)}))
+        store.journal(f"q{number}", Event(key="b", asked="y", value=None))
+        store.journal(f"q{number}", Event(key="b", asked="y", value=completion))
+    store.reopen("q1", 1)
+    finish(store, 2, 0)
+    store = stores.continued(store)
+    found, sampled = store.events("q0")
+    assert (found.key, found.asked, found.value["found"], found.value["at"].tolist()) == ("a", "x", [1, "two"], [0, 1])
+    for name, value in vars(completion).items():
+        assert np.array_equal(getattr(sampled.value, name), value)
+    assert store.events("q1") == []
+
+
+def test_an_episode_is_read_as_it_was_written_and_one_of_another_release_is_refused() -> None:
+    made = episode(3, 1, 2, rewards=(0.5, -1.0))
+    experts = np.arange(8, dtype=np.int16).reshape(4, 2, 1)
+    replayed = [
+        Trajectory(**(vars(t) | {"routed_experts": experts, "metrics": {"turns": 2}})) for t in made.trajectories
+    ]
+    plain = episode_to_plain(Episode(tags=made.tags, trajectories=replayed))
+    read = episode_from_plain(loads(dumps(plain)))
+    assert read.tags == made.tags
+    for got, expected in zip(read.trajectories, replayed, strict=True):
+        for name, value in vars(expected).items():
+            assert np.array_equal(getattr(got, name), value), name
+            assert getattr(getattr(got, name), "dtype", None) == getattr(value, "dtype", None)
+    with pytest.raises(SchemaError, match="serial form 99"):
+        episode_from_plain(plain | {"schema": 99})
+    with pytest.raises(SchemaError, match="serial form None"):
+        MemoryExperience().load_state_dict({"next_step": 0})
+
+
+def test_a_file_of_another_release_is_refused(tmp_path: Path) -> None:
+    SQLiteExperience(tmp_path / "store.db").close()
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        db.execute("UPDATE meta SET value = 0 WHERE key = 'schema'")
+    with pytest.raises(SchemaError, match="serial form 0"):
+        SQLiteExperience(tmp_path / "store.db")
+
+
+def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does(stores: Stores) -> None:
+    async def main() -> None:
+        store = stores.new()
+        for number in range(3):
+            begin(store, number, 0)
+        for number in (2, 1):
+            finish(store, number, 0)
+        assert names(await trainer(store, endless(2), 10**12).take(0)) == ["q1", "q2"]
 
     run_virtual(main())
 
 
 def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
     async def main() -> None:
-        first = make_store(endless(1), max_staleness=0, over_age="mask")
-        (answer,) = group(0, 0, 0, 0)
-        answer.loss_mask[3] = False  # between two turns
-        for position in range(3):
-            first.start(position, 0)
-        await first.put(2, group(2, 0))
-        await first.select(0)
-        await first.put(0, [answer])
-        ((masked,),) = await first.select(1)
+        store = MemoryExperience()
+        first = trainer(store, endless(1), 0, over_age="mask")
+        for number in range(3):
+            begin(store, number, 0)
+        finish(store, 2, 0)
+        await first.take(0)
+        answer = episode(0, 0, 0, 0)
+        answer.trajectories[0].loss_mask[3] = False  # between two turns
+        store.put(answer)
+        ((masked,),) = [e.trajectories for e in await first.take(1)]
         assert not masked.loss_mask.any()
         assert first.stats()["rollout/num_masked_tokens"] == 2
-        first.acknowledge(2)
-        restored = make_store(endless(1), max_staleness=0, over_age="mask")
-        restored.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
-        await restored.put(1, group(1, 0, 0, 0, 2))
-        await restored.select(2)
+        assert first.state_dict()["masked_tokens"] == 0, "not trained yet"
+        first.trained(2)
+        again = MemoryExperience()
+        again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+        restored = trainer(again, endless(1), 0, over_age="mask")
+        restored.load_state_dict(first.state_dict())
+        finish(again, 1, 0, 0, 0, 2)
+        await restored.take(2)
         assert restored.stats()["rollout/num_masked_tokens"] == 5
 
     run_virtual(main())
 
 
-def test_ages_are_averaged_over_trajectories_whatever_their_groups() -> None:
-    groups = [group(0, 3) + group(0, 1) + group(0, 1), group(1, 3)]
-    assert age_metrics(groups, 3, 2) == {"staleness/mean": 1.0, "staleness/max": 2.0}
+def test_ages_are_averaged_over_trajectories_whatever_their_groups(stores: Stores) -> None:
+    async def main() -> None:
+        store = stores.new()
+        for number in range(2):
+            begin(store, number, 1)
+        three = [*episode(0, 3).trajectories, *episode(0, 1).trajectories, *episode(0, 1).trajectories]
+        store.put(Episode(tags=Tags(**(vars(tags(0)) | summary(three))), trajectories=three))
+        finish(store, 1, 3)
+        lessee = trainer(store, endless(2), 10**12)
+        await lessee.take(0)
+        stats = lessee.stats()
+        assert (stats["staleness/mean"], stats["staleness/max"]) == (-2.0, -1.0), "tokens newer than the step"
+
+    run_virtual(main())
 
 
-def test_a_bound_that_is_no_bound_costs_nothing() -> None:
-    assert age_metrics([group(0, 18), group(1, 15)], 18, 10**12) == {"staleness/mean": 1.5, "staleness/max": 3.0}
+NUM_KILLED, STEPS_KILLED = 4, 2
+
+
+def sample_and_train(path: Path, before_statement: Callable[[], None] = lambda: None) -> None:
+    """Sample four prompts and train on two a step, from wherever an earlier process was killed. The file beside the
+    store is the trainer's checkpoint: one line a step, written as a whole before the step is acknowledged."""
+
+    async def main() -> None:
+        store = SQLiteExperience(path)
+        store._db.set_trace_callback(lambda statement: before_statement())
+        rules = make_rules(num_prompts=NUM_KILLED, batch_size=2, max_staleness=0, num_epochs=1)
+        checkpoint = path.with_suffix(".trained")
+        steps = checkpoint.read_text().splitlines() if checkpoint.exists() else []
+        for step in range(len(steps), STEPS_KILLED):
+            while store.open(tags(store.status().num_opened, step), rules.admission):
+                pass
+            for open_tags in store.in_flight():
+                number = int(open_tags.row[1:])
+                store.journal(open_tags.id, Event(key="a", asked="", value=number))
+                assert [event.value for event in store.events(open_tags.id)] == [number]
+                finish(store, number, step)
+            lease = await store.lease(rules.selection, step, "trainer")
+            assert [len(e.trajectories[0].token_ids) for e in store.values(lease.ids)] == [3, 3]
+            steps.append(" ".join(lease.ids))
+            written = checkpoint.with_suffix(".new")
+            written.write_text("".join(f"{line}\n" for line in steps))
+            written.rename(checkpoint)
+            store.ack(lease)
+        store.close()
+
+    asyncio.run(main())
+
+
+def killed_before(statement: int, path: Path) -> bool:
+    """Whether the process was killed before its n-th statement; False: it had none of that number."""
+    child = os.fork()
+    if not child:
+        numbers = count()
+        try:
+            sample_and_train(path, lambda: os.kill(os.getpid(), signal.SIGKILL) if next(numbers) == statement else None)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - nothing of the parent may run here
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    for statement in count():
+        path = tmp_path / f"{statement}.db"
+        if not killed_before(statement, path):
+            break
+        killed_before(statement // 2, path)  # and the one after it, elsewhere
+        sample_and_train(path)
+        trained = path.with_suffix(".trained").read_text().split()
+        assert sorted(trained) == [f"q{i}" for i in range(NUM_KILLED)], statement
+        with sqlite3.connect(path) as db:
+            fates = db.execute("SELECT id, fate, value IS NULL FROM episodes ORDER BY number").fetchall()
+            assert fates[:2] == [(f"q{i}", "trained", 1) for i in range(2)], statement
+            assert db.execute("SELECT count(*) FROM journals").fetchone() == (0,)
+    assert statement > 100
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_episodes_pass_through_in_time_that_grows_no_faster_than_their_number(
+    stores: Stores,
+) -> None:
+    """What is kept of trained episodes makes no call slower."""
+    rules = make_rules(num_prompts=100_000, batch_size=1000, max_staleness=1, num_epochs=1)
+    value = episode(0, 0)
+
+    async def main() -> list[float]:
+        store, seconds, numbers = stores.new(), [], count()
+        for step in range(100):
+            began = time.process_time()
+            number = next(numbers)
+            while store.open(tags(number, step), rules.admission):
+                store.put(Episode(tags=replace(value.tags, id=f"q{number}"), trajectories=value.trajectories))
+                number = next(numbers)
+            numbers = count(number)
+            lease = await store.lease(rules.selection, step, "trainer")
+            store.ack(lease)
+            seconds.append(time.process_time() - began)
+        assert store.status().num_opened == 100_000 and not store.status().num_outstanding
+        return seconds
+
+    seconds = asyncio.run(main())
+    assert sum(seconds[-20:]) < 3 * sum(seconds[10:30])

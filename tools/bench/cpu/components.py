@@ -21,7 +21,7 @@ from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
-from rollout.experience import make_experience
+from rollout.experience import Lessee, MemoryExperience, make_rules
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.producer import RolloutProducer
@@ -265,14 +265,18 @@ def producer(scene: Scene) -> Iterator[Figure]:
                 "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
             )
             null = MockGenerator(str(path))
-            experience = make_experience(num_prompts=len(dataset), batch_size=128, max_staleness=2)
-            made = RolloutProducer(dataset, workflow, null, experience, max_in_flight=2048, group_size=8)
+            experience = MemoryExperience()
+            rules = make_rules(num_prompts=len(dataset), batch_size=128, max_staleness=2)
+            lessee = Lessee(experience, rules)
+            made = RolloutProducer(dataset, workflow, null, experience, rules, max_in_flight=2048, group_size=8)
             async with made:
                 for step in range(30):
                     if step == 5:
                         start = time.perf_counter()
-                    pack_trajectories(await made.take(step), made.taken)
+                    taken = await lessee.take(step)
+                    pack_trajectories([e.trajectories for e in taken], [e.tags.id for e in taken])
                     await null.resume(step + 1)
+                    lessee.trained(step + 1)
                     made.set_version(step + 1)
                 return 25 * 128 * 8 / (time.perf_counter() - start)
 

@@ -91,7 +91,7 @@ class MockService:
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         groups = [[self._trajectory(version) for _ in range(self._size.answers)] for _ in range(self._size.prompts)]
-        return pack_trajectories(groups, range(len(groups))), {}
+        return pack_trajectories(groups, [str(i) for i in range(len(groups))]), {}
 
     async def write_samples(self) -> None: ...
 

@@ -23,7 +23,7 @@ import orjson
 
 from core.data.rollout_batch import pack_trajectories
 from rollout.data.prompts import PromptDataset
-from rollout.experience import make_experience
+from rollout.experience import Lessee, MemoryExperience, make_rules
 from rollout.inference.backend import Interrupt
 from rollout.inference.gpus import query_gpus
 from rollout.inference.router import Router
@@ -247,16 +247,13 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
             seed=seed,
             sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),
         )
-        producer = RolloutProducer(
-            PromptDataset(given, seed=0),
-            workflow,
-            Router([served]),
-            max_in_flight=many.in_flight,
-            experience=make_experience(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1),
-        )
+        rules = make_rules(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1)
+        experience, dataset = MemoryExperience(), PromptDataset(given, seed=0)
+        producer = RolloutProducer(dataset, workflow, Router([served]), experience, rules, max_in_flight=many.in_flight)
         start = time.perf_counter()
         async with producer:
-            batch = pack_trajectories(await producer.take(0), producer.taken)
+            taken = await Lessee(experience, rules).take(0)
+            batch = pack_trajectories([e.trajectories for e in taken], [e.tags.id for e in taken])
         tokens = int((batch.versions >= 0).sum())
         assert tokens == len(given) * many.new_tokens, tokens
         return tokens / (time.perf_counter() - start)

@@ -24,10 +24,11 @@ if PYTHON is None:
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
+from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 from rollout.inference.sglang.server import SGLangServer  # noqa: E402
-from rollout.ledger import PromptLedger, from_plain, to_plain  # noqa: E402
+from rollout.journal import JournaledSampler  # noqa: E402
 from rollout.types import Completion, GenerateRequest  # noqa: E402
 
 __all__ = ["models", "server"]  # fixtures
@@ -104,24 +105,31 @@ def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(
 
     async def until_the_checkpoint(generator: SGLangGenerator) -> bytes:
         router = Router([generator])
-        ledger = PromptLedger(router)
+        experience = MemoryExperience()
+        tags = Tags(id="e", group_id="e", task="", row="e", epoch=0, version=0)
+        assert experience.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+        journal = JournaledSampler(router, experience, "e")
         await update(router, models, 1)
-        running = asyncio.create_task(ledger.generate(asked))
+        running = asyncio.create_task(journal.generate(asked))
         await told_when_all_have(router, 30, version=1, num=1)
         await update(router, models, 2)
         await told_when_all_have(router, 60, version=2, num=1)
-        entries = ledger.entries(await ledger.partial())
+        journal.record_partial(await router.partial())
         running.cancel()
-        return pickle.dumps([to_plain(entry) for entry in entries])
+        return pickle.dumps(experience.state_dict())
+
+    def restarted() -> MemoryExperience:
+        experience = MemoryExperience()
+        experience.load_state_dict(pickle.loads(saved))
+        return experience
 
     async def after_the_restart(generator: SGLangGenerator) -> Completion:
         router = Router([generator])
         await update(router, models, 3)
-        ledger = PromptLedger(router, [from_plain(plain) for plain in pickle.loads(saved)])
-        return await ledger.generate(replace(asked, request_id="second life"))
+        return await JournaledSampler(router, restarted(), "e").generate(replace(asked, request_id="second life"))
 
     saved = with_generator(server, interrupt, until_the_checkpoint)
-    ((_, part),) = [from_plain(plain) for plain in pickle.loads(saved)]
+    (part,) = [event.value for event in restarted().events("e")]
     whole = with_generator(server, interrupt, after_the_restart)
     assert len(part.token_ids) >= 60 and is_prefix(part, whole) and len(whole.token_ids) == LENGTH
     assert set(whole.versions[len(part.token_ids) :].tolist()) == {3}

@@ -1,29 +1,39 @@
-"""Admission, store and selection put together from the settings of a run."""
+"""The rules of an experience, put together from the settings of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rollout.experience.admission import StalenessAdmission
-from rollout.experience.base import Admission, OverAge, Store
+from rollout.experience.base import Admission, OverAge, Selection
 from rollout.experience.filters import SpreadFilter
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS
-from rollout.experience.store import MemoryStore
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience:
-    """The parts that a producer works with."""
+class Rules:
+    """Which episodes may begin, which a step leases, and how old they may be."""
 
     schedule: Schedule
     admission: Admission
-    store: Store
-    settings: dict[str, object]
-    """What a recover checkpoint must have been written with, by the names of the configuration."""
+    selection: Selection
+    spread: SpreadFilter | None
+    """Drops episodes. None: all are kept."""
+    max_staleness: int
+    over_age: OverAge
+    in_order: bool
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a recover checkpoint must have been written with, by the names of the configuration."""
+        return {
+            "batch_size": self.schedule.batch_size, "max_staleness": self.max_staleness, "over_age": self.over_age,
+            "in_order": self.in_order, "dynamic_sampling": self.spread is not None,
+        }  # fmt: skip
 
 
-def make_experience(
+def make_rules(
     *,
     num_prompts: int,
     batch_size: int,
@@ -33,8 +43,8 @@ def make_experience(
     dynamic_sampling_limit: int | None = None,
     num_epochs: int | None = None,
     num_steps: int | None = None,
-) -> Experience:
-    """Make the parts for a stream of `num_prompts` prompts an epoch, `batch_size` a step.
+) -> Rules:
+    """Make the rules for a stream of `num_prompts` prompts an epoch, `batch_size` a step.
 
     `over_age`: "wait" selects oldest first; "mask" selects what is finished and masks tokens above the bound.
     `in_order`: a step trains on the prompts of its place in the stream. `dynamic_sampling_limit`: drop groups without
@@ -42,26 +52,24 @@ def make_experience(
     the first of the two; None: no end. Raises ValueError for a value that makes no sense."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if over_age not in ("wait", "mask"):
+        raise ValueError(f"over_age={over_age!r} must be 'wait' or 'mask'")
     schedule = Schedule(
         num_prompts=num_prompts,
         batch_size=batch_size,
         total_epochs=ENDLESS if num_epochs is None else num_epochs,
         total_steps_limit=num_steps,
     )
-    admission = StalenessAdmission(schedule, max_staleness)
     spread = None
     if dynamic_sampling_limit is not None:
-        spread = SpreadFilter(schedule, max_staleness=max_staleness, limit=dynamic_sampling_limit)
+        spread = SpreadFilter(schedule, max_staleness, dynamic_sampling_limit)
     selection = "in_order" if in_order else "first_finished" if over_age == "mask" else "oldest_first"
-    return Experience(
+    return Rules(
         schedule=schedule,
-        admission=admission,
-        store=MemoryStore(
-            schedule, SELECTIONS[selection](schedule, max_staleness), max_staleness=max_staleness, over_age=over_age,
-            spread=spread,
-        ),
-        settings={
-            "batch_size": batch_size, "max_staleness": max_staleness, "over_age": over_age, "in_order": in_order,
-            "dynamic_sampling": spread is not None,
-        },
-    )  # fmt: skip
+        admission=StalenessAdmission(schedule, max_staleness),
+        selection=SELECTIONS[selection](schedule, max_staleness),
+        spread=spread,
+        max_staleness=max_staleness,
+        over_age=over_age,
+        in_order=in_order,
+    )

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.both_sides import BothSides, in_flight
 from helpers.simulated_sampling import make_dataset
 from helpers.virtual_clock import run_virtual, settle
-from rollout.experience import make_experience
+from rollout.experience import Event, MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import Router
-from rollout.ledger import PromptLedger, from_plain, to_plain
-from rollout.producer import RolloutProducer
-from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
+from rollout.journal import JournaledSampler, recorded
+from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows import build_trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=60)
@@ -29,6 +29,28 @@ GROUP_SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=20)
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
     return str(tmp_path)
+
+
+ID = "train/q0/0"
+
+
+def store() -> MemoryExperience:
+    """A store with one episode in flight."""
+    made = MemoryExperience()
+    tags = Tags(id=ID, group_id=ID, task="math", row="q0", epoch=0, version=0)
+    assert made.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+    return made
+
+
+def restarted(experience: MemoryExperience) -> MemoryExperience:
+    """A store that continues from a checkpoint of this one."""
+    made = MemoryExperience()
+    made.load_state_dict(pickle.loads(pickle.dumps(experience.state_dict())))
+    return made
+
+
+def lens(experience: MemoryExperience) -> list[int]:
+    return [len(event.value.token_ids) for event in experience.events(ID)]
 
 
 def request(
@@ -64,16 +86,15 @@ def same(one: Completion, other: Completion) -> bool:
 
 def test_what_was_known_takes_no_place_and_what_was_not_one_until_it_is_answered(model: str) -> None:
     async def main() -> None:
-        generator = MockGenerator(model, seconds_per_token=0.001)
-        before = PromptLedger(generator)
-        await before.generate(request("a"))
+        generator, experience = MockGenerator(model, seconds_per_token=0.001), store()
+        await JournaledSampler(generator, experience, ID).generate(request("a"))
         changes: list[int] = []
-        ledger = PromptLedger(generator, before.entries({}), num_expected=2, on_change=changes.append)
-        assert ledger.load == 2
-        await ledger.generate(request("a"))
+        journal = JournaledSampler(generator, restarted(experience), ID, num_expected=2, on_change=changes.append)
+        assert journal.load == 2
+        await journal.generate(request("a"))
         assert changes == [-1]
-        await asyncio.gather(*(ledger.generate(request(name, seed)) for seed, name in ((2, "b"), (3, "c"))))
-        assert changes == [-1, 1, -1, -1] and ledger.load == 0
+        await asyncio.gather(*(journal.generate(request(name, seed)) for seed, name in ((2, "b"), (3, "c"))))
+        assert changes == [-1, 1, -1, -1] and journal.load == 0
 
     asyncio.run(main())
 
@@ -101,25 +122,25 @@ def test_a_token_of_the_mock_generator_is_a_function_of_seed_and_place_however_o
 
 def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> None:
     async def main() -> None:
-        slow = MockGenerator(model, seconds_per_token=0.001)
-        ledger = PromptLedger(Router([slow]))
-        done = await ledger.generate(request("done", seed=1))
-        running = asyncio.create_task(ledger.generate(request("running", seed=2)))
+        router, experience = Router([MockGenerator(model, seconds_per_token=0.001)]), store()
+        journal = JournaledSampler(router, experience, ID)
+        done = await journal.generate(request("done", seed=1))
+        running = asyncio.create_task(journal.generate(request("running", seed=2)))
         await asyncio.sleep(0.03)
-        entries = ledger.entries(await ledger.partial())
+        journal.record_partial(await router.partial())
         running.cancel()
-        assert [len(part.token_ids) == 60 for _, part in entries] == [True, False]
-        entries = [from_plain(plain) for plain in pickle.loads(pickle.dumps([to_plain(e) for e in entries]))]
+        finished, some = lens(experience)
+        assert finished == 60 > some > 0
 
-        counting = Counting(MockGenerator(model))
-        again = PromptLedger(counting, entries)
+        counting, experience = Counting(MockGenerator(model)), restarted(experience)
+        again = JournaledSampler(counting, experience, ID)
         assert same(await again.generate(request("other name", seed=1)), done) and counting.given == []
-        assert len(again.entries({})) == 2, "a checkpoint right after the restart has everything that this one had"
+        assert lens(experience) == [finished, some], "a checkpoint right after the restart has what this one had"
         whole = await again.generate(request("running again", seed=2))
-        assert counting.given == [len(entries[1][1].token_ids)]
+        assert counting.given == [some]
         assert np.array_equal(whole.token_ids, (await MockGenerator(model).generate(request("x", seed=2))).token_ids)
         await again.generate(request("once more", seed=2))
-        assert counting.given[-1] == 0, "what one entry holds is used once"
+        assert counting.given[-1] == 0, "what one event holds is used once"
 
     asyncio.run(main())
 
@@ -133,13 +154,14 @@ def test_requests_of_a_group_that_are_sent_at_once_get_their_own_tokens_back(mod
         whole = [await MockGenerator(model).generate(r) for r in requests]
         lengths = [len(completion.token_ids) for completion in whole]
         assert lengths != sorted(lengths) and min(lengths) < 30 < max(lengths)
-        ledger = PromptLedger(MockGenerator(model, seconds_per_token=1.0))
-        sampled = asyncio.gather(*(ledger.generate(r) for r in requests))
+        slow, experience = MockGenerator(model, seconds_per_token=1.0), store()
+        journal = JournaledSampler(slow, experience, ID)
+        sampled = asyncio.gather(*(journal.generate(r) for r in requests))
         await asyncio.sleep(30.5)
-        entries = ledger.entries(await ledger.partial())
+        journal.record_partial(await slow.partial())
         sampled.cancel()
         counting = Counting(MockGenerator(model))
-        again = PromptLedger(counting, entries)
+        again = JournaledSampler(counting, restarted(experience), ID)
         found = await asyncio.gather(*(again.generate(r) for r in requests))
         assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in whole]
         assert counting.given_tokens == {
@@ -151,20 +173,87 @@ def test_requests_of_a_group_that_are_sent_at_once_get_their_own_tokens_back(mod
 
 def test_tokens_that_a_request_came_with_are_kept_while_its_generator_reports_none(model: str) -> None:
     async def main() -> None:
-        slow = MockGenerator(model, seconds_per_token=1.0)
-        before = PromptLedger(slow)
+        slow, experience = MockGenerator(model, seconds_per_token=1.0), store()
+        before = JournaledSampler(slow, experience, ID)
         running = asyncio.create_task(before.generate(request("a")))
         await asyncio.sleep(10.5)
-        entries = before.entries(await slow.partial())
+        before.record_partial(await slow.partial())
         running.cancel()
-        ledger = PromptLedger(slow, entries)
-        running = asyncio.create_task(ledger.generate(request("b")))
+        experience = restarted(experience)
+        journal = JournaledSampler(slow, experience, ID)
+        running = asyncio.create_task(journal.generate(request("b")))
         await asyncio.sleep(5.5)
-        ((_, kept),) = ledger.entries({})
-        assert len(kept.token_ids) == 10
-        ((_, more),) = ledger.entries(await slow.partial())
-        assert len(more.token_ids) == 15
+        journal.record_partial({})
+        assert lens(experience) == [10]
+        journal.record_partial(await slow.partial())
+        assert lens(experience) == [15]
         running.cancel()
+
+    run_virtual(main())
+
+
+def test_turns_of_one_seed_are_told_apart_by_their_order_although_they_ask_for_the_same(model: str) -> None:
+    async def main() -> None:
+        experience = store()
+        first = JournaledSampler(MockGenerator(model), experience, ID)
+        turns = [await first.generate(request("a", sampling=sampling)) for sampling in (GROUP_SAMPLING, SAMPLING)]
+        assert len(turns[0].token_ids) != len(turns[1].token_ids)
+        counting = Counting(MockGenerator(model))
+        again = JournaledSampler(counting, restarted(experience), ID)
+        assert all([same(await again.generate(request("b", sampling=s)), turn)
+                    for s, turn in zip((GROUP_SAMPLING, SAMPLING), turns, strict=True)])  # fmt: skip
+        assert not counting.given
+
+    asyncio.run(main())
+
+
+def test_another_question_at_the_place_of_a_recorded_one_is_answered_anew(model: str) -> None:
+    """As by a tool that gave another result this time: the tokens of before do not continue this prompt."""
+
+    async def main() -> None:
+        experience = store()
+        await JournaledSampler(MockGenerator(model), experience, ID).generate(request("a"))
+        counting = Counting(MockGenerator(model))
+        again = JournaledSampler(counting, restarted(experience), ID)
+        other = GenerateRequest(request_id="b", prompt_ids=[1, 3], sampling=SAMPLING, seed=1)
+        await again.generate(other)
+        assert counting.given == [0]
+
+    asyncio.run(main())
+
+
+def test_a_tool_is_called_once_in_an_episode_over_restarts_and_again_for_another_question(model: str) -> None:
+    calls: list[str] = []
+
+    async def search(word: str) -> dict[str, object]:
+        calls.append(word)
+        return {"found": word.upper(), "scores": np.arange(2.0), "number": len(calls)}
+
+    async def use(experience: MemoryExperience, *words: str) -> list[object]:
+        JournaledSampler(MockGenerator(model), experience, ID).enter()
+        return [(await recorded("search", lambda w=word: search(w), asked=word))["number"] for word in words]
+
+    async def main() -> None:
+        experience = store()
+        assert await use(experience, "a", "b") == [1, 2]
+        assert await use(restarted(experience), "a", "b", "c") == [1, 2, 3]
+        assert await use(restarted(experience), "a", "x") == [1, 4]
+        assert calls == ["a", "b", "c", "x"]
+
+    asyncio.run(main())
+
+
+def test_what_a_failed_attempt_leaves_behind_is_not_recorded_for_the_next_one(model: str) -> None:
+    async def main() -> None:
+        experience = store()
+        failed = JournaledSampler(MockGenerator(model, seconds_per_token=1.0), experience, ID)
+        left = asyncio.create_task(failed.generate(request("a")))
+        await settle()
+        failed.end()
+        experience.reopen(ID, 1)
+        await left
+        experience.journal("train/other/0", Event(key="k", asked="", value=1))
+        assert experience.events(ID) == []
 
     run_virtual(main())
 
@@ -175,7 +264,7 @@ class GroupOfThree:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
-    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         seeds = [100 * prompt.index + i for i in range(3)]
         requests = [request(f"{prompt.index}/{seed}", seed, sampling=GROUP_SAMPLING) for seed in seeds]
         if self._at_once:
@@ -185,7 +274,7 @@ class GroupOfThree:
         return [build_trajectory(prompt, part, 1.0) for part in parts]
 
 
-async def consumed(producer: RolloutProducer, generator: Counting, steps: Sequence[int]) -> list:
+async def consumed(producer: BothSides, generator: Counting, steps: Sequence[int]) -> list:
     rows = []
     for step in steps:
         for group in await producer.take(step):
@@ -195,15 +284,11 @@ async def consumed(producer: RolloutProducer, generator: Counting, steps: Sequen
     return rows
 
 
-def make_producer(
-    model: str, *, at_once: bool, num_generators: int = 1, **settings: int
-) -> tuple[RolloutProducer, Counting]:
+def make_producer(model: str, *, at_once: bool, num_generators: int = 1, **settings: int) -> tuple[BothSides, Counting]:
     mocks = [MockGenerator(model, seconds_per_token=1.0) for _ in range(num_generators)]
     counting = Counting(Router(mocks))
-    limits = {key: settings.pop(key) for key in ("max_in_flight", "group_size") if key in settings}
-    experience = make_experience(num_prompts=12, in_order=True, **{"batch_size": 2, "max_staleness": 2, **settings})
-    producer = RolloutProducer(make_dataset(12), GroupOfThree(at_once=at_once), counting, experience, **limits)
-    return producer, counting
+    settings = {"batch_size": 2, "max_staleness": 2, **settings}
+    return BothSides(make_dataset(12), GroupOfThree(at_once=at_once), counting, in_order=True, **settings), counting
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
@@ -219,10 +304,10 @@ def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
         async with producer:
             before = await consumed(producer, counting, range(2))
             await asyncio.sleep(40.5)
-            state = pickle.loads(pickle.dumps(await producer.state_dict()))
-        assert any(state["in_flight"].values()), "something had tokens"
+            state = pickle.loads(pickle.dumps(await producer.save()))
+        assert any(in_flight(state).values()), "something had tokens"
         producer, counting = make_producer(model, at_once=at_once, num_generators=generators)
-        producer.load_state_dict(state)
+        producer.restore(state)
         await counting.resume(2)
         async with producer:
             after = await consumed(producer, counting, range(2, 6))
@@ -234,20 +319,20 @@ def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
 
 
 def test_a_checkpoint_soon_after_a_restart_has_the_tokens_of_what_has_not_begun_again(model: str) -> None:
-    def tokens(state: dict) -> dict[int, dict[bytes, list[int]]]:
-        return {p: {e["key"]: e["token_ids"].tolist() for e in found} for p, found in state["in_flight"].items()}
+    def tokens(state: dict) -> dict[str, dict[str, list[int]]]:
+        return {p: {e["key"]: e["value"]["token_ids"].tolist() for e in found} for p, found in in_flight(state).items()}
 
     async def main() -> None:
         producer, _ = make_producer(model, at_once=True)
         async with producer:
             await asyncio.sleep(10.5)
-            state = await producer.state_dict()
-        assert len(state["in_flight"]) == 6 and all(len(found) == 3 for found in state["in_flight"].values())
+            state = await producer.save()
+        assert len(in_flight(state)) == 6 and all(len(found) == 3 for found in in_flight(state).values())
         producer, _ = make_producer(model, at_once=True, max_in_flight=1)
-        producer.load_state_dict(state)
+        producer.restore(state)
         async with producer:
             await settle()
             assert producer.stats()["rollout/num_in_flight"] == 1
-            assert tokens(await producer.state_dict()) == tokens(state)
+            assert tokens(await producer.save()) == tokens(state)
 
     run_virtual(main())

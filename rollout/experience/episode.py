@@ -1,0 +1,98 @@
+"""An episode: one run of a workflow on one prompt. Its tags are small, its value goes to the ranks that train on it.
+
+Invariant: an id names the same prompt, in the same epoch, in every attempt of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
+
+Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped"]
+"""open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
+trainer gets it, as all its rewards are equal. skipped: its workflow kept failing."""
+
+
+def episode_id(prompt: Prompt, *, task_set: str, run: str = "") -> str:
+    """Return the id of an episode: [run/]task set/row/epoch. `run` tells the runs apart that share a store."""
+    names = [name.replace("%", "%25").replace("/", "%2F") for name in (run, task_set) if name]
+    return "/".join([*names, prompt.query_id, str(prompt.epoch)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """What is known of an episode without its tokens. The sequences have one entry for each trajectory."""
+
+    id: str
+    group_id: str
+    """Episodes of one group are compared with each other: advantages are within it."""
+    task: str
+    row: str
+    """query_id of its prompt."""
+    epoch: int
+    version: int
+    """Of the weights at the start of its sampling: every token is sampled by them or by later ones."""
+    rewards: Sequence[float] = ()
+    lengths: Sequence[int] = ()
+    """Tokens that a policy sampled."""
+    trained: Sequence[int] = ()
+    """Those of them to train on."""
+    oldest: Sequence[int] = ()
+    """Version that sampled the oldest token to train on, PROMPT_VERSION where there is none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of what the workflow reports."""
+    priority: float = 0.0
+    """For selections that weigh episodes; those of rollout/experience/selection.py do not."""
+    uses: int = 0
+    """Leases that were acknowledged."""
+    fate: Fate = "open"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """A finished episode: tags, and as its value the trajectories of its group."""
+
+    tags: Tags
+    trajectories: Sequence[Trajectory]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What one call of a workflow has brought so far. An event replaces the one before of the same key."""
+
+    key: str
+    """The call within its episode, see rollout/journal.py."""
+    asked: str
+    """Checksum of what was asked for: what an earlier attempt got answers the same question only."""
+    value: Completion | Any
+    """A completion, with finish_reason "abort" while it is sampled, or the result of a tool as plain values."""
+
+
+def summary(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return the tags of finished trajectories: rewards, lengths, trained, oldest, metrics."""
+    starts = np.cumsum([0, *(len(t.token_ids) for t in trajectories[:-1])])
+    versions = np.concatenate([t.versions for t in trajectories])
+    trained = np.concatenate([t.loss_mask for t in trajectories])
+    newest = int(versions.max()) + 1
+    oldest = np.minimum.reduceat(np.where(trained, versions, newest), starts)
+    return {
+        "rewards": [float(t.reward) for t in trajectories],
+        "lengths": np.add.reduceat(versions != PROMPT_VERSION, starts, dtype=np.int64).tolist(),
+        "trained": np.add.reduceat(trained, starts, dtype=np.int64).tolist(),
+        "oldest": np.where(oldest == newest, PROMPT_VERSION, oldest).tolist(),
+        "metrics": _means([t.metrics for t in trajectories if t.metrics]),
+    }
+
+
+def _means(reported: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: _mean(m[name] for m in reported if name in m) for name in {n: None for m in reported for n in m}}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = [float(value) for value in values]
+    return sum(found) / len(found)

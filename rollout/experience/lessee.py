@@ -1,0 +1,122 @@
+"""The trainer's side of an experience store: it leases the episodes of each step and acknowledges those it has trained.
+
+Invariant: no token that a step trains on is older than max_staleness steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
+from rollout.experience.episode import Episode
+from rollout.experience.rules import Rules
+from rollout.types import PROMPT_VERSION, Trajectory
+
+
+class Lessee:
+    """The one trainer of a store. For step i = 0, 1, ...: await take(i), train, trained(i + 1)."""
+
+    def __init__(self, experience: Experience, rules: Rules, *, name: str = "trainer") -> None:
+        """`name`: tells this trainer from others that would lease."""
+        self._experience, self._rules, self._name = experience, rules, name
+        self._leases: list[Lease] = []
+        self._masked: dict[int, int] = {}  # tokens by step, of leases that are not acknowledged
+        self._num_masked = 0  # of acknowledged ones
+        self._figures: dict[str, float] = {}
+
+    async def take(self, step: int) -> list[Episode]:
+        """Return the episodes that `step` trains on; wait for them. Counts the steps before as trained.
+
+        Raises ValueError on another step than the next, StalenessError, and the error of Experience.fail()."""
+        if not self._rules.schedule.batch_of(step):
+            raise ValueError(f"take({step}): the run has {self._rules.schedule.total_steps} steps")
+        self.trained(step)
+        clock = _Clock(self._rules.selection)
+        lease = await self._experience.lease(clock, step, self._name)
+        waits = clock.seconds()
+        self._leases.append(lease)
+        episodes = self._experience.values(lease.ids)
+        if self._rules.over_age == "mask":
+            episodes = [self._masked_episode(episode, step) for episode in episodes]
+        self._figures = waits | self._ages(episodes, step)
+        if self._rules.spread is not None:
+            self._figures |= self._rules.spread.metrics(lease)
+        return episodes
+
+    def trained(self, step: int) -> None:
+        """Acknowledge the leases of all steps before `step`."""
+        for lease in [lease for lease in self._leases if lease.step < step]:
+            self._experience.ack(lease)
+            self._num_masked += self._masked.pop(lease.step, 0)
+            self._leases.remove(lease)
+
+    def _masked_episode(self, episode: Episode, step: int) -> Episode:
+        oldest_allowed = step - self._rules.max_staleness
+        if min(episode.tags.oldest) >= oldest_allowed:
+            return episode
+        parts = [mask_over_age(trajectory, oldest_allowed) for trajectory in episode.trajectories]
+        self._masked[step] = self._masked.get(step, 0) + sum(number for _, number in parts)
+        masked = [trajectory for trajectory, _ in parts]
+        tags = replace(episode.tags, oldest=[t.oldest_version for t in masked])
+        return Episode(tags=tags, trajectories=masked)
+
+    def _ages(self, episodes: list[Episode], step: int) -> dict[str, float]:
+        """Return the mean and the largest age of the trajectories that are trained."""
+        oldest = [(v, e.tags.id) for e in episodes for v in e.tags.oldest if v != PROMPT_VERSION]
+        version, id = min(oldest, default=(step, ""))
+        if step - version > self._rules.max_staleness:
+            raise StalenessError(
+                f"step {step} got a trajectory of {id} sampled from version {version}: "
+                f"its age is {step - version}, max_staleness is {self._rules.max_staleness}"
+            )
+        ages = [step - v for v, _ in oldest]
+        return {"staleness/mean": sum(ages) / max(len(ages), 1), "staleness/max": float(max(ages, default=0))}
+
+    def stats(self) -> dict[str, float]:
+        """Return waits and ages of the last batch, and the tokens masked since the start."""
+        return {"rollout/num_masked_tokens": float(self._num_masked + sum(self._masked.values()))} | self._figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the store does not hold, of acknowledged leases."""
+        return {"masked_tokens": self._num_masked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._num_masked = state["masked_tokens"]
+
+
+class _Clock:
+    """The selection of a run, and how long a step has waited: for as many episodes as it needs, and then for old
+    ones."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._began = self._enough = time.perf_counter()
+        self._is_enough = False
+
+    def batch_of(self, step: int) -> int:
+        return self._selection.batch_of(step)
+
+    def is_ready(self, outstanding: Outstanding, step: int) -> bool:
+        if not self._is_enough:
+            self._is_enough, self._enough = True, time.perf_counter()
+        return self._selection.is_ready(outstanding, step)
+
+    def choose(self, outstanding: Outstanding, step: int) -> list[str]:
+        return self._selection.choose(outstanding, step)
+
+    def seconds(self) -> dict[str, float]:
+        now = time.perf_counter()
+        return {"rollout/wait_seconds": now - self._began, "rollout/wait_for_oldest_seconds": now - self._enough}
+
+
+def mask_over_age(trajectory: Trajectory, oldest_allowed: int) -> tuple[Trajectory, int]:
+    """Mask the tokens that versions before `oldest_allowed` sampled; return the result and their number."""
+    too_old = trajectory.loss_mask & (trajectory.versions < oldest_allowed)
+    num_masked = int(too_old.sum())
+    if not num_masked:
+        return trajectory, 0
+    return replace(trajectory, loss_mask=trajectory.loss_mask & ~too_old), num_masked

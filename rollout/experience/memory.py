@@ -1,0 +1,214 @@
+"""Episodes in the memory of one process, from their start until their lease is acknowledged.
+
+Invariant: an episode is outstanding, leased, or gone; `_by_version` and `_ready_by_version` count the outstanding ones.
+A state holds everything that is not acknowledged, so a run that continues from it trains each episode once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rollout.experience.base import Admission, Lease, LesseeError, Selection, Status
+from rollout.experience.episode import Episode, Event, Tags
+from rollout.experience.serial import (
+    SCHEMA,
+    check_schema,
+    episode_from_plain,
+    episode_to_plain,
+    event_from_plain,
+    event_to_plain,
+)
+
+
+class MemoryExperience:
+    """The store of a run that samples and trains under one driver. Its state is part of recover checkpoints."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._lessee = ""
+        self._clear(0, 0)
+
+    def _clear(self, next_step: int, num_opened: int) -> None:
+        self._next_step, self._num_opened = next_step, num_opened
+        self._behind_leased = num_opened  # number of the episode after the last one that was leased
+        self._numbers: dict[str, int] = {}  # id -> how many were opened before it; of outstanding and leased episodes
+        self._in_flight: dict[str, Tags] = {}
+        self._ready: dict[str, Episode] = {}
+        self._leased: dict[str, Episode] = {}
+        self._leases: dict[int, Lease] = {}  # by step, not acknowledged
+        self._dropped: list[Tags] = []  # since the last lease
+        self._journals: dict[str, dict[str, Event]] = {}
+        self._by_version: Counter[int] = Counter()
+        self._ready_by_version: Counter[int] = Counter()
+
+    def open(self, tags: Tags, admission: Admission) -> bool:
+        if tags.id in self._numbers:
+            return True
+        if not admission.admits(self._num_outstanding, next_step=self._next_step, version=tags.version):
+            return False
+        self._add(tags, self._num_opened)
+        self._num_opened += 1
+        return True
+
+    def _add(self, tags: Tags, number: int) -> None:
+        self._numbers[tags.id] = number
+        self._in_flight[tags.id] = tags
+        self._journals[tags.id] = {}
+        self._by_version[tags.version] += 1
+
+    @property
+    def _num_outstanding(self) -> int:
+        return len(self._in_flight) + len(self._ready)
+
+    def reopen(self, id: str, version: int) -> None:
+        tags = self._in_flight[id]
+        _decrease(self._by_version, tags.version)
+        self._by_version[version] += 1
+        self._in_flight[id] = replace(tags, version=version)
+        self._journals[id] = {}
+        self._changed.set()
+
+    def journal(self, id: str, event: Event) -> None:
+        if id in self._journals:
+            self._journals[id][event.key] = event
+
+    def events(self, id: str) -> list[Event]:
+        return list(self._journals[id].values())
+
+    def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
+        tags = episode.tags
+        if tags.id not in self._in_flight:
+            return
+        if drops is not None and drops(tags, self._numbers[tags.id] - self._behind_leased):
+            self._end(tags.id, replace(tags, fate="dropped"))
+            return
+        version = self._in_flight.pop(tags.id).version
+        del self._journals[tags.id]
+        self._ready[tags.id] = replace(episode, tags=replace(tags, version=version, fate="ready"))
+        self._ready_by_version[version] += 1
+        self._changed.set()
+
+    def drop(self, id: str) -> None:
+        if id in self._in_flight:
+            self._end(id, replace(self._in_flight[id], fate="skipped"))
+
+    def _end(self, id: str, tags: Tags) -> None:
+        _decrease(self._by_version, self._in_flight.pop(id).version)
+        del self._numbers[id], self._journals[id]
+        self._dropped.append(tags)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    def in_flight(self) -> list[Tags]:
+        return sorted(self._in_flight.values(), key=lambda tags: self._numbers[tags.id])
+
+    @property
+    def by_version(self) -> Mapping[int, int]:
+        return self._by_version
+
+    @property
+    def ready_by_version(self) -> Mapping[int, int]:
+        return self._ready_by_version
+
+    def oldest_ready(self, count: int) -> list[str]:
+        return sorted(self._ready, key=lambda id: (self._ready[id].tags.version, self._numbers[id]))[:count]
+
+    def first_opened(self, count: int) -> list[tuple[str, bool]]:
+        first = sorted([*self._in_flight, *self._ready], key=self._numbers.__getitem__)[:count]
+        return [(id, id in self._ready) for id in first]
+
+    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+        if self._lessee and lessee != self._lessee:
+            raise LesseeError(f"{lessee!r} cannot lease: {self._lessee!r} trains on the episodes of this store")
+        if step in self._leases:
+            return self._leases[step]
+        if step != self._next_step:
+            raise ValueError(f"lease({step}): the next step is {self._next_step}")
+        self._lessee = lessee
+        while self._error is None:
+            if len(self._ready) >= selection.batch_of(step) and selection.is_ready(self, step):
+                return self._lease(selection.choose(self, step), step)
+            self._changed.clear()
+            await self._changed.wait()
+        raise self._error
+
+    def _lease(self, ids: Sequence[str], step: int) -> Lease:
+        for id in ids:
+            episode = self._ready.pop(id)
+            self._leased[id] = replace(episode, tags=replace(episode.tags, fate="leased"))
+            _decrease(self._by_version, episode.tags.version)
+            _decrease(self._ready_by_version, episode.tags.version)
+            self._behind_leased = max(self._behind_leased, self._numbers[id] + 1)
+        self._next_step = step + 1
+        dropped, self._dropped = self._dropped, []
+        self._leases[step] = Lease(step=step, tags=[self._leased[id].tags for id in ids], dropped=dropped)
+        return self._leases[step]
+
+    def values(self, ids: Sequence[str]) -> list[Episode]:
+        return [self._leased.get(id) or self._ready[id] for id in ids]
+
+    def ack(self, lease: Lease) -> None:
+        if self._leases.pop(lease.step, None) is not None:
+            for id in lease.ids:
+                del self._leased[id], self._numbers[id]
+
+    def status(self) -> Status:
+        return Status(
+            num_opened=self._num_opened, next_step=self._next_step, num_outstanding=self._num_outstanding,
+            num_ready=len(self._ready), lessee=self._lessee,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        leases = list(self._leases.values())
+        ready = [*self._leased.values(), *self._ready.values()]
+        return {
+            "schema": SCHEMA,
+            "next_step": leases[0].step if leases else self._next_step,
+            "num_opened": self._num_opened,
+            "behind_leased": min([self._behind_leased, *(self._numbers[id] for id in self._leased)]),
+            "ready": [(self._numbers[e.tags.id], episode_to_plain(e)) for e in ready],
+            "in_flight": [
+                (self._numbers[tags.id], asdict(tags), [event_to_plain(e) for e in self.events(tags.id)])
+                for tags in self.in_flight()
+            ],
+            "dropped": [asdict(tags) for tags in [*(t for lease in leases for t in lease.dropped), *self._dropped]],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_schema(state.get("schema"))
+        self._clear(state["next_step"], state["num_opened"])
+        self._behind_leased = state["behind_leased"]
+        for number, tags, events in state["in_flight"]:
+            self._add(Tags(**tags), number)
+            for event in map(event_from_plain, events):
+                self.journal(tags["id"], event)
+        for number, plain in state["ready"]:
+            episode = episode_from_plain(plain)
+            self._add(episode.tags, number)
+            self.put(episode)
+        self._dropped = [Tags(**tags) for tags in state["dropped"]]
+
+    def resample(self) -> None:
+        for id, episode in self._ready.items():
+            self._in_flight[id] = replace(episode.tags, fate="open")
+        self._ready, self._ready_by_version = {}, Counter()
+        self._journals = {id: {} for id in self._in_flight}
+
+    def begin_at(self, step: int, *, num_opened: int) -> None:
+        self._clear(step, num_opened)
+
+    def close(self) -> None: ...
+
+
+def _decrease(counter: Counter[int], key: int) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -1,0 +1,336 @@
+"""Episodes in a SQLite file, for processes of one host that share nothing else.
+
+Every call is one transaction, so a process that is killed between any two statements leaves the store as before or as
+after the call. WAL lets readers and the one writer work at the same time. A lease belongs to a process: a lock of the
+file system ends with it, whatever ends it, and leases that were not acknowledged are ready again for the next trainer.
+
+    meta       next_step, num_opened, lessee, error
+    episodes   the tags of every episode, the value of those that are ready or leased
+    journals   the events of episodes in flight
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from rollout.experience.base import Admission, ExploreError, Lease, LesseeError, Selection, Status
+from rollout.experience.episode import Episode, Event, Tags
+from rollout.experience.serial import (
+    SCHEMA,
+    check_schema,
+    dumps,
+    event_from_plain,
+    event_to_plain,
+    loads,
+    records_from_plain,
+    records_to_plain,
+)
+from rollout.types import Trajectory
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS episodes (
+    number INTEGER PRIMARY KEY,  -- how many were opened before it
+    id TEXT NOT NULL UNIQUE,
+    fate TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    step INTEGER,                -- of its lease, or of the first lease after it was dropped
+    place INTEGER,               -- in the batch of its lease
+    tags TEXT NOT NULL,
+    value BLOB
+);
+CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE fate IN ('open', 'ready');
+CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
+CREATE INDEX IF NOT EXISTS unleased ON episodes (number) WHERE fate IN ('dropped', 'skipped') AND step IS NULL;
+CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
+CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
+"""
+_OUTSTANDING = "fate IN ('open', 'ready')"
+_BUSY_SECONDS = 60.0
+"""For another process to finish its transaction."""
+_LOOK_EVERY_SECONDS = 0.02
+"""For what another process has put, while a lease waits."""
+
+
+class SQLiteExperience:
+    """A store in the file `path`, which the first process makes. Each process opens it for itself.
+
+    `lease` polls the file while it waits. Raises SchemaError for the file of another release."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._lock: IO[str] | None = None
+        with self._transaction():
+            for statement in _TABLES.split(";"):
+                self._db.execute(statement)
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA,))
+            for key in ("next_step", "num_opened"):
+                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, 0)", (key,))
+        check_schema(self._meta("schema"))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _meta(self, key: str) -> Any:
+        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if found is None else found[0]
+
+    def _set_meta(self, key: str, value: object) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _count(self, where: str) -> int:
+        (count,) = self._db.execute(f"SELECT count(*) FROM episodes WHERE {where}").fetchone()
+        return int(count)
+
+    def open(self, tags: Tags, admission: Admission) -> bool:
+        with self._transaction():
+            if self._db.execute("SELECT 1 FROM episodes WHERE id = ?", (tags.id,)).fetchone():
+                return True
+            next_step, num_opened = self._meta("next_step"), self._meta("num_opened")
+            if not admission.admits(self._count(_OUTSTANDING), next_step=next_step, version=tags.version):
+                return False
+            self._db.execute(
+                "INSERT INTO episodes (number, id, fate, version, tags) VALUES (?, ?, 'open', ?, ?)",
+                (num_opened, tags.id, tags.version, _tags_to_text(tags)),
+            )
+            self._set_meta("num_opened", num_opened + 1)
+        return True
+
+    def reopen(self, id: str, version: int) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE episodes SET version = ? WHERE id = ? AND fate = 'open'", (version, id))
+            self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
+
+    def journal(self, id: str, event: Event) -> None:
+        data = dumps(event_to_plain(event))
+        with self._transaction():
+            if self._is_in_flight(id):
+                self._db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (id, event.key, data))
+
+    def _is_in_flight(self, id: str) -> bool:
+        return self._db.execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
+
+    def events(self, id: str) -> list[Event]:
+        rows = self._db.execute("SELECT event FROM journals WHERE id = ? ORDER BY key", (id,))
+        return [event_from_plain(loads(data)) for (data,) in rows]
+
+    def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
+        tags = episode.tags
+        value = dumps(records_to_plain(episode.trajectories))
+        with self._transaction():
+            if not self._is_in_flight(tags.id):
+                return
+            dropped = drops is not None and drops(tags, self._ahead(tags.id))
+            self._db.execute(
+                "UPDATE episodes SET fate = ?, tags = ?, value = ? WHERE id = ?",
+                ("dropped" if dropped else "ready", _tags_to_text(tags), None if dropped else value, tags.id),
+            )
+            self._db.execute("DELETE FROM journals WHERE id = ?", (tags.id,))
+
+    def _ahead(self, id: str) -> int:
+        """Return the number of episodes between the last one that was leased and this one."""
+        (number,) = self._db.execute("SELECT number FROM episodes WHERE id = ?", (id,)).fetchone()
+        return int(number - (self._meta("behind_leased") or 0))
+
+    def drop(self, id: str) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE episodes SET fate = 'skipped' WHERE id = ? AND fate = 'open'", (id,))
+            self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
+
+    def fail(self, error: Exception) -> None:
+        with self._transaction():
+            if self._meta("error") is None:
+                self._set_meta("error", f"{type(error).__name__}: {error}")
+
+    def in_flight(self) -> list[Tags]:
+        return self._tags("fate = 'open' ORDER BY number")
+
+    def _tags(self, where: str) -> list[Tags]:
+        rows = self._db.execute(f"SELECT tags, fate, version FROM episodes WHERE {where}").fetchall()
+        return [replace(Tags(**json.loads(text)), fate=fate, version=version) for text, fate, version in rows]
+
+    @property
+    def by_version(self) -> Mapping[int, int]:
+        return self._by_version(_OUTSTANDING)
+
+    @property
+    def ready_by_version(self) -> Mapping[int, int]:
+        return self._by_version(f"{_OUTSTANDING} AND fate = 'ready'")
+
+    def _by_version(self, where: str) -> Mapping[int, int]:
+        return dict(self._db.execute(f"SELECT version, count(*) FROM episodes WHERE {where} GROUP BY version"))
+
+    def oldest_ready(self, count: int) -> list[str]:
+        where = f"{_OUTSTANDING} AND fate = 'ready' ORDER BY version, number LIMIT ?"
+        return [id for (id,) in self._db.execute(f"SELECT id FROM episodes WHERE {where}", (count,))]
+
+    def first_opened(self, count: int) -> list[tuple[str, bool]]:
+        rows = self._db.execute(f"SELECT id, fate FROM episodes WHERE {_OUTSTANDING} ORDER BY number LIMIT ?", (count,))
+        return [(id, fate == "ready") for id, fate in rows]
+
+    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+        self._become_lessee(lessee, step)
+        seen = None
+        while True:
+            changes = self._changes()
+            if changes != seen:
+                seen = changes
+                with self._transaction():
+                    lease = self._try_lease(selection, step)
+                if lease is not None:
+                    return lease
+            await asyncio.sleep(_LOOK_EVERY_SECONDS)
+
+    def _changes(self) -> tuple[int, int]:
+        """Return numbers that differ after any change of the file, by another connection or this one."""
+        (by_others,) = self._db.execute("PRAGMA data_version").fetchone()
+        return by_others, self._db.total_changes
+
+    def _become_lessee(self, lessee: str, step: int) -> None:
+        """Take the lock of the file, with what a trainer that is gone has leased: the steps before `step`, which are
+        trained, are acknowledged, the others are returned."""
+        if self._lock is not None:
+            if lessee != self._meta("lessee"):
+                raise LesseeError(self._refusal(lessee))
+            return
+        lock = open(f"{self._path}.lessee", "a")  # noqa: SIM115 (held until close())
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise LesseeError(self._refusal(lessee)) from None
+        self._lock = lock
+        with self._transaction():
+            self._db.execute(
+                "UPDATE episodes SET fate = 'trained', value = NULL WHERE fate = 'leased' AND step < ?", (step,)
+            )
+            self._return_leases()
+            self._set_meta("lessee", lessee)
+            self._set_meta("lessee_process", os.getpid())
+
+    def _refusal(self, lessee: str) -> str:
+        return (
+            f"{lessee!r} cannot lease: {self._meta('lessee')!r} (process {self._meta('lessee_process')}) trains on the "
+            f"episodes of {self._path}"
+        )
+
+    def _return_leases(self) -> None:
+        first, number = self._db.execute("SELECT min(step), min(number) FROM episodes WHERE fate = 'leased'").fetchone()
+        if first is not None:
+            self._set_meta("next_step", first)
+            self._set_meta("behind_leased", min(number, self._meta("behind_leased")))
+            self._db.execute("UPDATE episodes SET fate = 'ready', step = NULL WHERE fate = 'leased'")
+            self._db.execute(
+                "UPDATE episodes SET step = NULL WHERE fate IN ('dropped', 'skipped') AND step >= ?", (first,)
+            )
+
+    def _try_lease(self, selection: Selection, step: int) -> Lease | None:
+        next_step, error = self._meta("next_step"), self._meta("error")
+        if self._db.execute("SELECT 1 FROM episodes WHERE fate = 'leased' AND step = ?", (step,)).fetchone():
+            return self._leased(step)
+        if step != next_step:
+            raise ValueError(f"lease({step}): the next step is {next_step}")
+        if error is not None:
+            raise ExploreError(error)
+        if self._count(f"{_OUTSTANDING} AND fate = 'ready'") < selection.batch_of(step):
+            return None
+        if not selection.is_ready(self, step):
+            return None
+        ids = selection.choose(self, step)
+        self._db.executemany(
+            "UPDATE episodes SET fate = 'leased', step = ?, place = ? WHERE id = ?",
+            [(step, place, id) for place, id in enumerate(ids)],
+        )
+        self._db.execute("UPDATE episodes SET step = ? WHERE fate IN ('dropped', 'skipped') AND step IS NULL", (step,))
+        (last,) = self._db.execute("SELECT max(number) FROM episodes WHERE fate = 'leased'").fetchone()
+        self._set_meta("behind_leased", max(last + 1, self._meta("behind_leased") or 0))
+        self._set_meta("next_step", step + 1)
+        return self._leased(step)
+
+    def _leased(self, step: int) -> Lease:
+        return Lease(
+            step=step,
+            tags=self._tags(f"fate = 'leased' AND step = {step} ORDER BY place"),
+            dropped=self._tags(f"fate IN ('dropped', 'skipped') AND step = {step} ORDER BY number"),
+        )
+
+    def values(self, ids: Sequence[str]) -> list[Episode]:
+        episodes = []
+        for id in ids:
+            row = self._db.execute("SELECT tags, fate, version, value FROM episodes WHERE id = ?", (id,)).fetchone()
+            if row is None or row[3] is None:
+                raise KeyError(f"{self._path} has no value of episode {id}")
+            text, fate, version, value = row
+            tags = replace(Tags(**json.loads(text)), fate=fate, version=version)
+            episodes.append(Episode(tags=tags, trajectories=records_from_plain(Trajectory, loads(value))))
+        return episodes
+
+    def ack(self, lease: Lease) -> None:
+        with self._transaction():
+            for tags in lease.tags:
+                trained = _tags_to_text(replace(tags, uses=tags.uses + 1))
+                self._db.execute(
+                    "UPDATE episodes SET fate = 'trained', value = NULL, tags = ? WHERE id = ? AND fate = 'leased'",
+                    (trained, tags.id),
+                )
+
+    def status(self) -> Status:
+        return Status(
+            num_opened=self._meta("num_opened"), next_step=self._meta("next_step"),
+            num_outstanding=self._count(_OUTSTANDING), num_ready=self._count(f"{_OUTSTANDING} AND fate = 'ready'"),
+            lessee=self._meta("lessee") or "",
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing but the version of the form: the file survives. Acknowledge leases after their checkpoint."""
+        return {"schema": SCHEMA}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_schema(state.get("schema"))
+
+    def forget_error(self) -> None:
+        """Let leases wait again: the process that samples has been started anew."""
+        with self._transaction():
+            self._db.execute("DELETE FROM meta WHERE key = 'error'")
+
+    def resample(self) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE episodes SET fate = 'open', value = NULL WHERE fate = 'ready'")
+            self._db.execute("DELETE FROM journals")
+
+    def begin_at(self, step: int, *, num_opened: int) -> None:
+        with self._transaction():
+            self._db.execute("DELETE FROM episodes")
+            self._db.execute("DELETE FROM journals")
+            for key, value in (("next_step", step), ("num_opened", num_opened), ("behind_leased", num_opened)):
+                self._set_meta(key, value)
+
+    def close(self) -> None:
+        """Leave the file, and if this process is the lessee, to another trainer."""
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _tags_to_text(tags: Tags) -> str:
+    return json.dumps(asdict(tags))
