@@ -26,7 +26,6 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import ErrorPolicy, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
 from rollout.experience import Experience, Lessee, MemoryExperience, Rules, make_rules
-from rollout.experience.serial import SchemaError
 from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.producer import RolloutProducer
@@ -155,20 +154,19 @@ class RolloutService:
         await self._producer.__aenter__()
 
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
-        producer = state["producer"]
-        if producer["version"] != version:
-            self._producer.begin_at(version, reason="Batches are cut in another way")
-            return
         try:
-            self._batches.load_state_dict(state["batches"])
+            self._batches.load_state_dict(state.get("batches", {}))
         except DatasetError as change:
             if not ignore_changes:
                 raise
             logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
+        if state["producer"]["version"] != version:
+            self._producer.begin_at(version, reason="Batches are cut in another way")
+            return
         try:
-            self._producer.load_state_dict(producer)
-            self._experience.load_state_dict(state["experience"])
-        except (ValueError, DatasetError, SchemaError) as change:
+            self._producer.load_state_dict(state["producer"])
+            self._experience.load_state_dict(state.get("experience", {}))  # an earlier release has none
+        except (ValueError, DatasetError) as change:
             if not ignore_changes:
                 raise
             self._producer.begin_at(version, reason=str(change))

@@ -172,11 +172,14 @@ class PPOTrainer:
             self._algorithm.load_state_dict(start.extra["algorithm"])  # type: ignore[arg-type]
         self._take(start.step)
         for step in range(start.step, self._schedule.total_steps):
+            # Rollout process: leases the step's episodes and cuts them, while generators sample others.
             with self._timer("wait for rollout"):
                 taken = self._rollout.wait_taken(meanwhile=self._weights.sync_rejoined)
             with periodic.whole_step():
+                # Generators, where they share the GPUs of the trainer ranks.
                 with self._timer("offload generators"):
                     self._weights.offload_generators()
+                # Trainer ranks: passes without gradients; rollout process: advantages; trainer ranks: updates.
                 for group in self._groups:
                     group.open_batch(taken.batch)
                 facts, figures = taken.facts, taken.figures
@@ -187,10 +190,12 @@ class PPOTrainer:
                 for group in self._groups:
                     group.close_batch()
                 del taken  # frees its memory: the next batch is made during the push
+                # Trainer ranks send, generators receive; meanwhile the rollout process leases the next batch.
                 with self._timer("push"):
                     self._take(step + 1)
                     pushed = self._weights.push(step + 1)
                     self._rollout.set_version(step + 1)
+                # Generators evaluate, trainer ranks save.
                 periodic.after_step(step + 1, self._timer)
                 figures |= pushed.metrics()
                 self._report(step, facts, metrics, figures)

@@ -66,5 +66,6 @@ class LeasedBatches:
     def load_state_dict(self, state: Any) -> None:
         """Continue where `state` was taken. Raises DatasetError where the demonstrations are others."""
         self._lessee.load_state_dict(state)
-        if self._demonstrations is not None and state["demonstrations"] is not None:
-            self._demonstrations.check_continues(state["demonstrations"])
+        before = state.get("demonstrations")
+        if self._demonstrations is not None and before is not None:
+            self._demonstrations.check_continues(before)

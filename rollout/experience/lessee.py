@@ -85,7 +85,7 @@ class Lessee:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self._num_masked = state["masked_tokens"]
+        self._num_masked = state.get("masked_tokens", 0)
 
 
 class _Clock:
