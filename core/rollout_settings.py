@@ -20,7 +20,7 @@ class RolloutSettings:
     """Data, sampling, experience, rewards and supervision of the generators."""
 
     run: str = ""
-    """Tells the episodes of runs apart that share a store; empty: the store has one run."""
+    """Part of the ids of episodes, for runs that share a store; empty: the store has one run."""
     tokenizer_path: str
     """Folder of the model that is trained."""
     dataset: DataSource

@@ -127,7 +127,7 @@ class JournaledSampler:
 
 async def recorded(name: str, call: Callable[[], Awaitable[T]], *, asked: object = None) -> T:
     """Await `call()` in a workflow, once in its episode: after a restart, return the result of before, as for a tool
-    that has effects or is slow. `name`: of the tool and the sample; calls of one name are told apart by their order.
+    that has effects or is slow. `name`: of the tool and the sample; calls of one name are counted.
     `asked`: what the call depends on; where its repr() is another one, the call is made again. The result consists of
     plain values (numbers, text, lists, dicts, numpy arrays)."""
     journal = _current.get()

@@ -3,7 +3,7 @@
     explore:  open -> journal ... -> put, or reopen, or drop          train:  lease -> values -> ack
 
 An episode is *outstanding* from open() until it is leased, *in flight* while it is sampled, and *ready* when its value
-is there. The rules of admission and selection are arguments: a store applies them atomically and knows none of them.
+is there. The rules of admission and selection are arguments, which a store applies atomically.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ trainer gets it, as all its rewards are equal. skipped: its workflow kept failin
 
 
 def episode_id(prompt: Prompt, *, task_set: str, run: str = "") -> str:
-    """Return the id of an episode: [run/]task set/row/epoch. `run` tells the runs apart that share a store."""
+    """Return the id of an episode: [run/]task set/row/epoch. `run`: for runs that share a store."""
     names = [name.replace("%", "%25").replace("/", "%2F") for name in (run, task_set) if name]
     return "/".join([*names, prompt.query_id, str(prompt.epoch)])
 

@@ -20,7 +20,7 @@ class Lessee:
     """The one trainer of a store. For step i = 0, 1, ...: await take(i), train, trained(i + 1)."""
 
     def __init__(self, experience: Experience, rules: Rules, *, name: str = "trainer") -> None:
-        """`name`: tells this trainer from others that would lease."""
+        """`name`: of this trainer, for the error of another one."""
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
         self._masked: dict[int, int] = {}  # tokens by step, of leases that are not acknowledged
