@@ -137,13 +137,3 @@ def _check_proximal(config: PPOMATHConfig, settings: AlgorithmSettings) -> Itera
     elif proximal == "loglinear" and config.staleness.max_staleness == 0:
         message = "loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"
         yield Problem(key=key, message=message)
-
-
-def algorithm_warnings(config: PPOMATHConfig) -> Iterator[str]:
-    """Report settings that compute something other than their name suggests."""
-    settings = algorithm_settings(config)
-    if settings.kl_coeff and settings.loss_kl_estimator == "k1" and settings.kl_gradient == "own":
-        yield (
-            "algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; write "
-            "algorithm.kl_gradient=k2 for the gradient of the KL divergence"
-        )

@@ -205,16 +205,12 @@ def _connection(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="launch.ray_address", message=message)
 
 
-_CHECKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {"ppo-math": (_running,)}
-_LOOKS: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {"ppo-math": (_software,)}
-"""The checks that only one experiment has, by its name: of every start, and of --dry-run and --preflight."""
-
-
 def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
     """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway."""
-    own = _CHECKS.get(config.NAME, ())
-    looks = (_connection, *_LOOKS.get(config.NAME, ())) if connections else ()
+    generators = not config.TRAINER_ONLY
+    own = (_running,) if generators else ()
+    looks = (_connection, *((_software,) if generators else ())) if connections else ()
     return (*own, _monitors, _fileroot, _temporary, _ray, _tracing, _limits, _port, _gpus, *looks)
 
 

@@ -57,12 +57,9 @@ def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
     read = cache(read_stream)  # it may be large, and two checks need it
-    of_experiment: Mapping[str, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-        "ppo-math": (partial(_prompts, lengths=lengths, read=read), _reward, _workflow, _quantization, check_algorithm),
-        "sft": (partial(_rows, lengths=lengths, read=read),),
-        "dpo": (partial(_rows, lengths=lengths, read=read),),
-    }
-    return (_models, *of_experiment[config.NAME], _environment, _home, _checkpoint, partial(_recover, read=read))
+    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths, read=read)
+    of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _quantization, check_algorithm)
+    return (_models, measured, *of_generators, _environment, _home, _checkpoint, partial(_recover, read=read))
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:

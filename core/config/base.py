@@ -22,6 +22,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    def rules(self, at: str) -> Iterator[Violation]:
+        """Yield what several keys of this section are together that they must not be. `at`: the prefix of its keys,
+        "ppo.gen." for instance."""
+        return iter(())
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is valid and probably not intended."""
+        return iter(())
+
 
 def key(default: Any = ..., description: str = "", *, needs: Needs | None = None, **constraints: Any) -> Any:
     """Define a field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, alias, ...).
@@ -55,6 +64,14 @@ def sub_section(info: FieldInfo) -> type[Section] | None:
     """Return the section class of a field, None for a plain value."""
     annotation = info.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def broken_rules(section: Section, at: str = "") -> Iterator[Violation]:
+    """Yield every rule that a section and those below it break."""
+    yield from section.rules(at)
+    for name, (attribute, info) in fields_by_key(type(section)).items():
+        if sub_section(info) is not None:
+            yield from broken_rules(getattr(section, attribute), f"{at}{name}.")
 
 
 def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any:

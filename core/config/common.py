@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Self
 
-from core.config.base import Section, key, section
+from core.config.base import Section, Violation, key, section
+from core.config.models import MFCConfig, ModelTrainEvalConfig
 from core.config.needs import equals
 from core.config.parsing.masking import masked_urls
 from core.config.ppo import PromptConfig
@@ -85,6 +87,13 @@ class CommonExperimentConfig(Section):
     deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
+    def rules(self, at: str) -> Iterator[Violation]:
+        if self.mode == "local" and self.n_nodes > 1:
+            yield Violation(("mode", "n_nodes"), f"mode=local is for one node, n_nodes={self.n_nodes}; write mode=ray")
+        if self.mode == "local" and self.launch.ray_address:
+            message = f"mode=local is for this machine, launch.ray_address={self.launch.ray_address}; write mode=ray"
+            yield Violation(("mode", "launch.ray_address"), message)
+
     @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
@@ -95,3 +104,37 @@ class CommonExperimentConfig(Section):
         uri = self.monitor.mlflow_uri
         monitor = self.monitor.model_copy(update={"mlflow_uri": uri and masked_urls(uri)})
         return self.model_copy(update={"external_configs": self.external_configs.masked(), "monitor": monitor})
+
+
+def too_small_microbatches(roles: Mapping[str, MFCConfig], longest: int, parts: Sequence[str]) -> Iterator[Violation]:
+    """Yield limits of microbatches that cannot hold the `longest` sequence, whose length `parts` are the keys of."""
+    for role, placed in roles.items():
+        limit = placed.mb_spec.max_tokens_per_mb
+        if limit is not None and limit < longest:
+            yield Violation(
+                (f"{role}.mb_spec.max_tokens_per_mb", *parts),
+                f"max_tokens_per_mb={limit} cannot hold the longest sequence, {' + '.join(parts)} = {longest}; "
+                f"raise it to at least {longest}",
+            )
+
+
+def no_evaluation_data(control: ExperimentSaveEvalControl, key: str) -> Iterator[Violation]:
+    """Yield that evaluations are due, of a run without data for them, which `key` would name."""
+    if control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs:
+        yield Violation((key, "exp_ctrl"), "exp_ctrl.eval_freq_* enables evaluation; set this to a jsonl file")
+
+
+def untrained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violation]:
+    """Yield what keeps the language model of section `name` from being trained."""
+    if not model.path:
+        yield Violation((f"{name}.path",), "required: the Hugging Face folder of the model to train")
+    if model.type.is_critic:
+        yield Violation((f"{name}.type.is_critic",), f"{name} is a language model; only the critic has a value head")
+    if model.optimizer.type == "empty":
+        yield Violation((f"{name}.optimizer.type",), f"{name} is trained; write adam")
+
+
+def reference_with_values(reference: ModelTrainEvalConfig) -> Iterator[Violation]:
+    """Yield that the reference model cannot have a value head."""
+    if reference.type.is_critic:
+        yield Violation(("ref.type.is_critic",), "ref is a language model; only the critic has a value head")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from allocation import TRAINER_ROLE
-from core.config.base import Section, key, section
-from core.config.common import DEFAULT_TOKENS_PER_MB, N_GPUS, CommonExperimentConfig
+from core.config.base import Section, Violation, key, section
+from core.config.common import (
+    DEFAULT_TOKENS_PER_MB,
+    N_GPUS,
+    CommonExperimentConfig,
+    no_evaluation_data,
+    reference_with_values,
+    too_small_microbatches,
+    untrained_model,
+)
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.needs import Value
 from core.config.ppo import (
@@ -42,6 +50,12 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     n_gpus_per_node: int = key(1, N_GPUS, ge=1)
     allocation_mode: str = key("d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        yield from super().rules(at)
+        yield from too_small_microbatches(self.roles, self.max_seqlen, self.LENGTH_KEYS)
+        yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
+        yield from untrained_model("model", self.model)
 
     @property
     def roles(self) -> dict[str, MFCConfig]:
@@ -171,6 +185,10 @@ class DPOConfig(SFTConfig):
     dataset: PreferenceDatasetConfig = key(description="Preference pairs")  # type: ignore[assignment]
     ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy; without a path, model.path")
     dpo: DPOHyperparameters = section(DPOHyperparameters, "Direct preference optimization")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        yield from super().rules(at)
+        yield from reference_with_values(self.ref)
 
     @property
     def ref_path(self) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from core.config.base import Section, key, section
+from core.config.base import Section, Violation, key, section
 from core.config.needs import above, equals, fact, given, refused_without
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.preferences import PreferenceFields
@@ -90,6 +91,11 @@ class PromptConfig(Section):
     chat_options: dict[str, FlagValue] = key(
         {}, "Variables of the chat template, such as enable_thinking: false", needs=_CHAT_TEMPLATE
     )
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        if self.template is not None and "{prompt}" not in self.template:
+            message = f"template={self.template!r} has no {{prompt}}; write it where the prompt belongs"
+            yield Violation((f"{at}template",), message)
 
     def prompt_format(self, *, boxed: bool) -> PromptFormat:
         """Return the format; boxed: answers are judged by their box."""
@@ -186,6 +192,10 @@ class DemonstrationConfig(Section):
     )
 
 
+_MORE_THAN_ALL_TOKENS = 1_000_000
+"""No vocabulary is so large: as a top_k it cuts nothing off."""
+
+
 class GenerationHyperparameters(Section):
     """How answers are sampled during training."""
 
@@ -194,6 +204,28 @@ class GenerationHyperparameters(Section):
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this total probability", gt=0, le=1)
     top_k: int = key(-1, "Sample from the k most probable tokens; -1: all", ge=-1)
     temperature: float = key(1.0, "Sampling temperature", gt=0)
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        if self.min_new_tokens > self.max_new_tokens:
+            yield Violation(
+                (f"{at}min_new_tokens", f"{at}max_new_tokens"),
+                f"min_new_tokens={self.min_new_tokens} must be at most max_new_tokens={self.max_new_tokens}",
+            )
+        if self.top_k == 0:
+            yield Violation((f"{at}top_k",), "top_k=0 leaves no token to sample; write -1 for all")
+
+    def warnings(self) -> Iterator[str]:
+        if self.top_p < 1.0 or 0 < self.top_k < _MORE_THAN_ALL_TOKENS:
+            yield (
+                f"ppo.gen.top_p={self.top_p}, top_k={self.top_k}: completions come from a truncated distribution; the "
+                "trainer's log-probabilities refer to the full one, which biases importance weights; "
+                "top_p=1, top_k=-1 are exact"
+            )
+        if self.min_new_tokens:
+            yield (
+                f"ppo.gen.min_new_tokens={self.min_new_tokens}: until then stop tokens are excluded from sampling, "
+                "but included in the trainer's log-probabilities; min_new_tokens=0 is exact"
+            )
 
 
 class PPOKeys(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,8 +10,15 @@ from pydantic import model_validator
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
 from core.config.algorithm import AlgorithmConfig, Correction
-from core.config.base import Section, key, section
-from core.config.common import DEFAULT_TOKENS_PER_MB, CommonExperimentConfig
+from core.config.base import Section, Violation, key, section
+from core.config.common import (
+    DEFAULT_TOKENS_PER_MB,
+    CommonExperimentConfig,
+    no_evaluation_data,
+    reference_with_values,
+    too_small_microbatches,
+    untrained_model,
+)
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.needs import Value, above, equals, fact, given, refused_without
 from core.config.ppo import (
@@ -89,6 +96,50 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def _fill_preset(cls, tree: Any) -> Any:
         """Fill in what algorithm.name stands for; keys that are given win."""
         return with_preset(tree) if isinstance(tree, Mapping) else tree
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        yield from super().rules(at)
+        yield from too_small_microbatches(self.roles, self.max_seqlen, self.LENGTH_KEYS)
+        yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
+        if self.group_adv_norm and self.group_size == 1:
+            yield Violation(
+                ("group_adv_norm", "group_size"),
+                "group_adv_norm=true normalizes within a group and requires group_size of at least 2, got 1",
+            )
+        yield from untrained_model("actor", self.actor)
+        yield from reference_with_values(self.ref)
+        yield from self._critic_rules() if self.uses_critic else ()
+
+    def _critic_rules(self) -> Iterator[Violation]:
+        if not self.critic.path and not self.critic.init_critic_from_actor:
+            yield Violation(
+                ("critic.path", "critic.init_critic_from_actor", "ppo.disable_value"),
+                "required with a critic: the folder of a value model; or initialize it from the actor with "
+                "critic.init_critic_from_actor=true; or train without one with ppo.disable_value=true",
+            )
+        if self.critic.optimizer.type == "empty":
+            yield Violation(("critic.optimizer.type",), "the critic is trained; write adam, or ppo.disable_value=true")
+
+    def warnings(self) -> Iterator[str]:
+        yield from self.ppo.gen.warnings()
+        wanted, algorithm = self.generator.weight_format, self.algorithm
+        if wanted != "auto" and self.correction in ("none", "bypass"):
+            yield (
+                f"generator.weight_format={wanted}: completions come from weights that are rounded to FP8, and "
+                f"algorithm.correction={self.correction} has no importance weight between them and the trainer's; "
+                "write algorithm.correction=tis"
+            )
+        if wanted != "auto" and self.push.verify == "never":
+            yield (
+                f"push.verify=never: with generator.weight_format={wanted}, the formats of the servers' weights are "
+                "not checked; write push.verify=first"
+            )
+        in_loss = self.uses_reference and algorithm.kl_in != "reward"
+        if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_gradient == "own":
+            yield (
+                "algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; write "
+                "algorithm.kl_gradient=k2 for the gradient of the KL divergence"
+            )
 
     @property
     def algorithm_name(self) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from allocation import DeviceChoice
-from core.config.base import Section, key, section
+from core.config.base import Section, Violation, key, section
 from core.config.needs import above, equals, fact, given, refused_without, unlike
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
@@ -295,6 +296,11 @@ class ExternalConfigs(Section):
 
     cluster_config: ClusterConfig = section(ClusterConfig, "Output folder")
     envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        for name, why in NOT_IN_A_RUN.items():
+            if name in self.envs:
+                yield Violation((f"{at}envs",), f"{name} cannot be set: {why}; leave it out")
 
     def masked(self) -> ExternalConfigs:
         """Return the same, to be shown: *** for secrets."""

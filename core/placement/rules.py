@@ -48,7 +48,7 @@ def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:
 
 def _allocation_rules(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
     yield from _numerics(config, allocation)
-    for rule in (*_BACKEND_RULES[config.NAME], *_LAYOUT_RULES[config.NAME]):
+    for rule in () if config.TRAINER_ONLY else (*_OF_BACKENDS, *_OF_LAYOUTS):
         yield from rule(config, allocation)
 
 
@@ -78,12 +78,14 @@ def layout_checks(config: ExperimentConfig) -> Checks:
             return False
         return not (shape and role in config.batch_roles and batch_errors(layout, role, **shape, beside=None))
 
+    of_layouts = () if config.TRAINER_ONLY else _OF_LAYOUTS
+
     def accepts(allocation: Allocation) -> bool:
         if config.mode == "local" and allocation.n_nodes > 1:
             return False
         if any(not suits(role, placed.layout) for role, placed in allocation.roles.items()):
             return False
-        return not any(violation for rule in _LAYOUT_RULES[config.NAME] for violation in rule(config, allocation))
+        return not any(violation for rule in of_layouts for violation in rule(config, allocation))
 
     return Checks(suits=suits, accepts=accepts)
 
@@ -260,14 +262,7 @@ _BATCH_KEYS = {
 
 
 _Rule = Callable[[Any, Allocation], Iterator[Violation]]
-_LAYOUT_RULES: Mapping[str, tuple[_Rule, ...]] = {
-    "ppo-math": (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay),
-    "sft": (),
-    "dpo": (),
-}
-_BACKEND_RULES: Mapping[str, tuple[_Rule, ...]] = {
-    "ppo-math": (_server_arguments, _weight_format, _quantization),
-    "sft": (),
-    "dpo": (),
-}
-"""Rules that only one experiment has, by its name: those that depend on layouts, and the others."""
+_OF_LAYOUTS: tuple[_Rule, ...] = (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay)
+"""Rules of generators that depend on layouts."""
+_OF_BACKENDS: tuple[_Rule, ...] = (_server_arguments, _weight_format, _quantization)
+"""Rules of generators that do not."""
