@@ -156,7 +156,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "pyarrow and datasets load for seconds: only for their formats": {
         "rollout.data.files": "pyarrow",
-        "rollout.data.hub": "datasets",
         "rollout.data.readers": "datasets",
     },
     "triton and TransformerEngine: only where there is a GPU": {

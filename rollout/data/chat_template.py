@@ -25,11 +25,14 @@ from rollout.data.source import DatasetError
 logger = logging.getLogger(__name__)
 
 Tools = tuple[Any, ...] | None
+Message = dict[str, Any]
 
 _SECONDS = 10
 """To render one conversation, which takes milliseconds."""
 _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
 """Contents that are looked for in rendered text."""
+_MISWRITTEN = re.compile(rf"['\\\\]\"?{_ARGUMENT}")
+"""An argument in Python's notation, or in JSON in a JSON text."""
 _PLACE = "prompt.chat_template"
 _WAY_OUT = f"set {_PLACE} to a jinja file"
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
@@ -57,8 +60,8 @@ class ChatTemplate:
         self._ends = [text for token in end_token_ids if (text := str(tokenizer.decode([token])))]
         self._now = datetime.now()
         self._options = {"strftime_now": self._now.strftime, **options}  # one date for all rows
-        self._calls: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
-        self._warned: set[str] = set()
+        self._calls: Callable[[Message], Message] | None = None
+        self._warned: set[tuple[str, str]] = set()
 
     def prepare(self, messages: Messages, tools: Tools = None, *, place: str) -> Messages:
         """Return messages in the form that the template reads: contents as texts or lists of parts, arguments of tool
@@ -70,7 +73,7 @@ class ChatTemplate:
         if calling is None:
             return messages
         convert = self._calls or self._find_calls(messages[: calling + 1], tools, place)
-        return tuple(convert(message, place) for message in messages)
+        return tuple(map(convert, messages))
 
     def render(self, messages: Messages, tools: Tools = None, *, place: str) -> str:
         """Return a prepared conversation up to where the assistant's next turn begins. Raises DatasetError where the
@@ -156,10 +159,9 @@ class ChatTemplate:
             return after[: min(ends)], after[min(ends) :].rstrip()
         marks = [after.index(token) + len(token) for token in self._added_tokens if token in after]
         if marks:
-            self._warn(
-                "the chat template ends a turn with %r, which is no end token (%s): answers run on after it. Add its "
-                "id to eos_token_id in generation_config.json", after[: min(marks)].strip(), ", ".join(self._ends),
-            )  # fmt: skip
+            message = "the chat template ends a turn with %r, which is no end token (%s): answers run on after it. Add "
+            message += "its id to eos_token_id in generation_config.json"
+            self._warn(message, after[: min(marks)].strip(), ", ".join(self._ends))
         if text.strip() != opened.strip() or next_turn.strip().startswith(after.strip()):
             return after.rstrip(), ""
         if not marks:
@@ -192,29 +194,30 @@ class ChatTemplate:
         thoughts = _with_thoughts(messages[-1]["content"], opening, written)
         if thoughts is not None:
             return Turn(before, thoughts)
-        self._warn(
-            "the chat template ends the prompts of generators in %r and writes turns without it; they are trained as "
-            "it writes them (first: %s)", opening, place,
-        )  # fmt: skip
+        message = (
+            "the chat template ends the prompts of generators in %r and writes turns without it; they are trained "
+        )
+        self._warn(message + "as it writes them (first: %s)", opening, place)
         return Turn(before[:start], written)
 
-    def _find_calls(
-        self, messages: Messages, tools: Tools, place: str
-    ) -> Callable[[dict[str, Any], str], dict[str, Any]]:
-        """Return what brings messages with tool calls into the form that the template writes, tried on the first one:
+    def _find_calls(self, messages: Messages, tools: Tools, place: str) -> Callable[[Message], Message]:
+        """Return what brings a message with tool calls into the form that the template writes, tried on the first one:
         arguments as dictionary or as JSON text, and beside them an empty content as "" or as None."""
-        probe = {**messages[-1], "tool_calls": _with_arguments(messages[-1], lambda _: {_ARGUMENT: "x"})}
-        forms = [partial(_calling, as_text=as_text, empty=empty) for as_text in (False, True) for empty in ("", None)]
+        *before, calling = messages
+        calling = _calling(calling, convert=lambda _: {_ARGUMENT: "x"})
+        forms = [
+            partial(_calling, convert=form, empty=empty)
+            for form in (dict, partial(json.dumps, ensure_ascii=False))
+            for empty in ("", None)
+        ]
         errors = []
         for form in forms:
             try:
-                text = self._render((*messages[:-1], form(probe, place)), tools, place=place, opens=False)
+                text = self._render((*before, form(calling)), tools, place=place, opens=False)
             except DatasetError as error:
                 errors.append(error)
                 continue
-            if _ARGUMENT in text and not re.search(
-                rf"['\\\\]\"?{_ARGUMENT}", text
-            ):  # Python's notation or escaped JSON
+            if _ARGUMENT in text and not _MISWRITTEN.search(text):
                 self._calls = form
                 return form
         if len(errors) == len(forms):
@@ -234,18 +237,18 @@ class ChatTemplate:
                         tokenize=False,
                         add_generation_prompt=opens,
                         **self._options,
-                    )  # fmt: skip
+                    )
                 )
         except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
             roles = ", ".join(message["role"] for message in messages)
             reason = str(error) or type(error).__name__
             raise DatasetError(f"{place}: the chat template does not take it (roles {roles}): {reason}") from error
 
-    def _warn(self, text: str, *values: str) -> None:
-        """Log a warning, once for each text."""
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning(text, *values)
+    def _warn(self, text: str, what: str, *others: str) -> None:
+        """Log a warning, once for each `what`."""
+        if (text, what) not in self._warned:
+            self._warned.add((text, what))
+            logger.warning(text, what, *others)
 
 
 def _with_thoughts(content: Any, opening: str, written: str) -> str | None:
@@ -289,34 +292,19 @@ def _is_written(value: Any, text: str) -> bool:
     return all("".join(piece.split()) in packed for piece in _MARK.split(value))
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _calling(message: dict[str, Any], place: str, *, as_text: bool, empty: str | None) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as dictionaries, or as JSON text."""
+def _calling(message: Message, *, convert: Callable[[Any], Any], empty: str | None = "") -> Message:
+    """Return a message with the arguments of its tool calls converted, and `empty` for an empty content beside them."""
     if not message.get("tool_calls"):
         return message
-
-    def convert(given: Any) -> Any:
-        found = parsed(given.strip() or "{}") if isinstance(given, str) else given
-        if found is not None and not isinstance(found, Mapping):
-            raise DatasetError(f"{place}: arguments of a tool call must be a JSON object, found {str(given)[:60]!r}")
-        if not as_text:
-            return found
-        return given if isinstance(given, str) else json.dumps(found, ensure_ascii=False)
-
-    return {**message, "content": message["content"] or empty, "tool_calls": _with_arguments(message, convert)}
-
-
-def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return the tool calls of a message with their arguments converted."""
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function", call)
-        function = {**function, "arguments": convert(function.get("arguments"))}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return calls
+        function = call["function"]
+        calls.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
+    return {**message, "content": message["content"] or empty, "tool_calls": calls}
 
 
 @contextmanager

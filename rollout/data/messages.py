@@ -69,11 +69,21 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and not refused
 
 
-def _tool_calls(value: Any, place: str) -> list[Any]:
+def _tool_calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return tool calls as {type, function: {name, arguments}} with arguments as dictionaries."""
     value = parsed(value) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(call, Mapping) for call in value):
         raise ValueError(f"{place}: tool_calls must be a list of calls, found {str(value)[:60]!r}")
-    return list(value)
+    calls = []
+    for call in value:
+        function = call.get("function", call)
+        given = function.get("arguments")
+        arguments = parsed(given.strip() or "{}") if isinstance(given, str) else given or {}
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"{place}: arguments of a tool call must be a JSON object, found {str(given)[:60]!r}")
+        named = call if "function" in call else {"type": "function"}
+        calls.append({**named, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def _text(content: Any, place: str) -> str:

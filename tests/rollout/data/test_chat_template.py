@@ -82,9 +82,16 @@ def test_arguments_of_a_tool_call_are_written_once_however_a_row_has_them(
     )
 
 
-def test_arguments_that_are_no_object_are_refused() -> None:
-    with pytest.raises(DatasetError, match="d:1: arguments of a tool call must be a JSON object, found '\\[1'"):
-        trained(TOOLS, ASK, said("assistant", None, tool_calls=[called("[1")]))
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([called("[1")], "arguments of a tool call must be a JSON object, found '\\[1'"),
+        ("w(1)", "must be a list of calls"),
+    ],
+)
+def test_calls_that_are_none_are_refused(calls: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f'"messages", message 2: .*{said}'):
+        trained(TOOLS, ASK, {"role": "assistant", "tool_calls": calls})
 
 
 @pytest.mark.parametrize(
@@ -123,8 +130,11 @@ def test_what_a_template_leaves_out_of_the_assistants_turn_is_refused(key: str) 
 
 
 def test_other_keys_that_a_template_leaves_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert trained(CHATML, ASK, said("assistant", "done", mood="glad")) == ["|user\\nhi|\\n|assistant\\n[[done|]]"]
-    assert "the chat template leaves out 'mood' of the assistant's turns (first: d:1)" in caplog.text
+    assert trained(CHATML, ASK, said("assistant", "done", mood="glad", tone="low")) == [
+        "|user\\nhi|\\n|assistant\\n[[done|]]"
+    ]
+    for key in ("mood", "tone"):
+        assert f"the chat template leaves out '{key}' of the assistant's turns (first: d:1)" in caplog.text
 
 
 @pytest.mark.parametrize("refusal", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
