@@ -131,7 +131,7 @@ def test_temporary_files_of_an_attempt_are_private_and_removed_with_it_however_i
         "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
     }
     try:
-        command = run_command("sft", config)
+        command = run_command("sft", config, fresh=True)  # a fork would remember the folder of its server
         command.wait_for("global step 1)")
         (folder,) = temporary.iterdir()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and list(folder.glob("r/session_2*"))
