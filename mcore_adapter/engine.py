@@ -188,7 +188,7 @@ class MegatronEngine:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
         shard = weighed(batch, token_weights)
         limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
-        plan, divisors = self.planner.plan(shard.shape, limit), shard.divisors
+        plan, divisors = shard.plan(self.planner, limit), shard.divisors
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
         def postprocess(microbatch: PackedMicrobatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -424,7 +424,7 @@ class MegatronEngine:
     ) -> Shard | None:
         self._finish_param_gather()
         limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
-        whole_plan = self.planner.plan(shard.shape, limit, shard.owners)
+        whole_plan = shard.plan(self.planner, limit)
         plan = whole_plan[self._parallel.dp_rank]
 
         def run() -> tuple[list[PackedMicrobatch], list[Any]]:

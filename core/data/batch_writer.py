@@ -39,10 +39,13 @@ class BatchWriter:
         arrays = {"token_ids": token_ids.astype(np.int32, copy=False), "loss_mask": loss_mask}
         if routed_experts is not None:
             arrays[ROUTED_EXPERTS] = routed_experts
-        pieces = cut(shape, minibatches, uses)
-        self._runs = [_runs(piece.sequences, cu_seqlens) for piece in pieces]
+        planned = cut(shape, minibatches, uses)
+        self._runs = [_runs(piece.sequences, cu_seqlens) for piece in planned.pieces]
         tokens = [put(_end_to_end(runs, arrays)) for runs in self._runs]
-        self.stored = StoredBatch(shape=shape, minibatches=minibatches, pieces=pieces, tokens=tokens)
+        self.stored = StoredBatch(
+            shape=shape, minibatches=minibatches, pieces=planned.pieces, tokens=tokens,
+            pass_plans=planned.pass_plans, update_plans=planned.update_plans,
+        )  # fmt: skip
 
     def put_fields(self, fields: Arrays, weights: Mapping[str, TokenWeights | None]) -> StoredFields:
         """Place per-token fields [T, ...]. `weights`: the token weights of each engine that trains; None: token_mean.

@@ -47,6 +47,7 @@ class RankBatch:
             shape=self._stored.shape,
             select=lambda chosen: self._select(chosen, replay_routing),
             owners=self._stored.owners(self._reader[0]),
+            plans=self._stored.pass_plans.get(self._reader[0], {}),
         )
 
     def minibatch(self, index: int, engine: str, *, replay_routing: bool) -> BatchShard:
@@ -62,8 +63,12 @@ class RankBatch:
             fields = {name: value for name, value in found.items() if not name.startswith(weights_field(""))}
             return batch.with_fields(**fields, **{TOKEN_WEIGHTS: own.float()})
 
+        plans = self._stored.update_plans.get(self._reader[0])
         return BatchShard(
-            shape=self._stored.shape.select(members), select=select, divisors=self._divisors[engine][index]
+            shape=self._stored.shape.select(members),
+            select=select,
+            divisors=self._divisors[engine][index],
+            plans={} if plans is None else plans[index],
         )
 
     def _select(self, sequences: Sequence[int] | np.ndarray, replay_routing: bool) -> PackedBatch:

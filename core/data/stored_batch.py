@@ -7,14 +7,15 @@ holds no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape
+from mcore_adapter.data.shard import Plans
 from mcore_adapter.data.weights import Divisors
 
 Ref = Any
@@ -35,17 +36,11 @@ class Use:
     max_tokens_per_mb: int
     max_sequence_tokens: int
 
-    def sequences(
-        self, shape: BatchShape, minibatches: Sequence[Sequence[int]], owners: np.ndarray | None = None
-    ) -> Iterator[tuple[Reader, list[int]]]:
-        """Yield the readers of this pass with sequences that they run, as the engine will cut them. `owners`: who
-        trains on each sequence, for a pass over the whole batch."""
-        for part in minibatches if self.trains else [range(shape.num_sequences)]:
-            own = shape.select(part)
-            limit = self.planner.limit(own, self.max_tokens_per_mb, self.max_sequence_tokens)
-            plan = self.planner.plan(own, limit, None if self.trains else owners)
-            for dp_rank, microbatches in enumerate(plan):
-                yield (self.group, dp_rank), [part[i] for microbatch in microbatches for i in microbatch]
+    def plan(self, shape: BatchShape, owners: np.ndarray | None = None) -> Plans:
+        """Return the plan of this pass over the sequences of `shape`. `owners`: who trains on each of them, for a pass
+        over the whole batch."""
+        limit = self.planner.limit(shape, self.max_tokens_per_mb, self.max_sequence_tokens)
+        return {(self.planner, limit): self.planner.plan(shape, limit, None if self.trains else owners)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +63,10 @@ class StoredBatch:
     pieces: Sequence[Piece]
     tokens: Sequence[Ref]
     """Arrays of each piece: token_ids int32, loss_mask bool, routed_experts where generators report them."""
+    pass_plans: Mapping[str, Plans] = field(default_factory=dict)
+    """Of passes over the whole batch, by group."""
+    update_plans: Mapping[str, Sequence[Plans]] = field(default_factory=dict)
+    """Of each minibatch, by group."""
 
     def owners(self, group: str) -> np.ndarray | None:
         """Return [N] int64, the data-parallel rank of `group` that trains on each sequence: passes before the update
@@ -85,24 +84,51 @@ class StoredFields:
     """Of each minibatch, by engine."""
 
 
-def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[Use]) -> list[Piece]:
-    """Return the pieces of a batch that is used in this way. Sequences without any use form a piece as well."""
-    readers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
-    trainers: list[set[Reader]] = [set() for _ in range(shape.num_sequences)]
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The pieces of a batch, and the plans of microbatches that it was cut for (see StoredBatch)."""
+
+    pieces: Sequence[Piece]
+    pass_plans: Mapping[str, Plans]
+    update_plans: Mapping[str, Sequence[Plans]]
+
+
+def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[Use]) -> Cut:
+    """Plan the passes of a batch, and cut it so that each rank fetches what it runs. Sequences without any use form a
+    piece as well."""
+    count = shape.num_sequences
+    readers: list[set[Reader]] = [set() for _ in range(count)]
+    trainers: list[set[Reader]] = [set() for _ in range(count)]
+    pass_plans: dict[str, dict[Any, Any]] = {}
+    update_plans: dict[str, list[dict[Any, Any]]] = {}
     for use in sorted(uses, key=lambda use: not use.trains):
-        owners = None if use.trains else _owners(shape.num_sequences, enumerate(trainers), use.group)
-        for reader, sequences in use.sequences(shape, minibatches, owners):
-            for i in sequences:
-                readers[i].add(reader)
-                if use.trains:
-                    trainers[i].add(reader)
+        if use.trains:
+            plans = [use.plan(shape.select(part)) for part in minibatches]
+            for known, new in zip(update_plans.setdefault(use.group, [{} for _ in plans]), plans, strict=True):
+                known.update(new)
+            _note(readers, use.group, minibatches, plans)
+            _note(trainers, use.group, minibatches, plans)
+        else:
+            plan = use.plan(shape, _owners(count, enumerate(trainers), use.group))
+            pass_plans.setdefault(use.group, {}).update(plan)
+            _note(readers, use.group, [range(count)], [plan])
     members: dict[tuple[frozenset[Reader], frozenset[Reader]], list[int]] = {}
-    for i in range(shape.num_sequences):
+    for i in range(count):
         members.setdefault((frozenset(readers[i]), frozenset(trainers[i])), []).append(i)
-    return [
+    pieces = [
         Piece(sequences=np.array(sequences, np.int64), readers=read_by, trainers=trained_by)
         for (read_by, trained_by), sequences in members.items()
     ]
+    return Cut(pieces=pieces, pass_plans=pass_plans, update_plans=update_plans)
+
+
+def _note(ranks: list[set[Reader]], group: str, parts: Sequence[Sequence[int]], plans: Sequence[Plans]) -> None:
+    """Add to each sequence the ranks of `group` that run it; `plans` are of the `parts` of the batch."""
+    for part, made in zip(parts, plans, strict=True):
+        for plan in made.values():
+            for dp_rank, microbatches in enumerate(plan):
+                for i in (i for microbatch in microbatches for i in microbatch):
+                    ranks[part[i]].add((group, dp_rank))
 
 
 def _owners(

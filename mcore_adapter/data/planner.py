@@ -1,7 +1,7 @@
 """How a model's ranks cut a batch: which sequences each data-parallel rank runs, and in which microbatches.
 
-A plan follows from the shape of the batch and plain settings alone. Every rank, and the process that places the batch
-in the object store, computes the same one without communication.
+A plan follows from the shape of the batch and plain settings alone. The process that cuts a batch makes it once, and it
+travels with the batch; ranks make another one, all the same, where a limit of memory was lowered since.
 """
 
 from __future__ import annotations

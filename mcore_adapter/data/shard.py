@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.microbatch import Microbatch
+from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
 from mcore_adapter.data.weights import Divisors, TokenWeights, weigh_tokens
+
+Plans = Mapping[tuple[Planner, int], Sequence[Sequence[Microbatch]]]
+"""Planner and tokens of a microbatch -> its plan, [dp][num_microbatches]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,12 @@ class BatchShard:
     """Sums of the token weights of the whole batch."""
     owners: np.ndarray | None = None  # [N] int64
     """The data-parallel rank that has the tokens of each sequence; None: any may run it."""
+    plans: Plans = field(default_factory=dict)
+    """Those that were made with the batch."""
+
+    def plan(self, planner: Planner, limit: int) -> Sequence[Sequence[Microbatch]]:
+        """Return the plan that came with the batch, or make one. Raises as Planner.plan()."""
+        return self.plans.get((planner, limit)) or planner.plan(self.shape, limit, self.owners)
 
 
 def whole(batch: PackedBatch | BatchShard) -> BatchShard:

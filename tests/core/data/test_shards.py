@@ -227,7 +227,7 @@ def test_readers_are_those_who_run_the_microbatches_of_this_limit() -> None:
     shape = BatchShape(seq_lens=lens, prompt_lens=np.ones_like(lens), prompt_ids=np.arange(6))
     use = partial(Use, group="actor", planner=Planner(dp=2), trains=True, max_sequence_tokens=500)
     found = {
-        limit: [sorted(sequences) for _, sequences in use(max_tokens_per_mb=limit).sequences(shape, [range(6)])]
+        limit: [sorted(sum(rank, [])) for plan in use(max_tokens_per_mb=limit).plan(shape).values() for rank in plan]
         for limit in (20, 56)
     }
     cuts = {at: [sorted(sum(rank, [])) for rank in Planner(dp=2).plan(shape, at)] for at in (35, 56, 500)}
@@ -240,7 +240,7 @@ def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> Non
     assert stored.writer.stored.owners("ref") is None
     whole_plan = planner.plan(stored.writer.stored.shape, 30)
     use = Use(group="ref", planner=planner, trains=False, max_tokens_per_mb=30, max_sequence_tokens=30)
-    pieces = cut(stored.writer.stored.shape, stored.minibatches, [use, *stored.uses])
+    pieces = cut(stored.writer.stored.shape, stored.minibatches, [use, *stored.uses]).pieces
     for dp_rank in range(2):
         run = {i for piece in pieces if ("ref", dp_rank) in piece.readers for i in piece.sequences.tolist()}
         assert run == {i for microbatch in whole_plan[dp_rank] for i in microbatch}
@@ -251,7 +251,7 @@ def test_sequences_that_two_engines_train_on_different_ranks_have_no_owner() -> 
     uses = [Use(group="trainer", planner=Planner(dp=2, attention_cost=cost), **trains) for cost in (0.0, 10.0)]
     stored = store_batch(Planner(dp=2), 30)
     shape = stored.writer.stored.shape
-    pieces = cut(shape, stored.minibatches, uses)
+    pieces = cut(shape, stored.minibatches, uses).pieces
     assert any(len(piece.trainers) == 2 for piece in pieces)
     both = StoredBatch(shape=shape, minibatches=stored.minibatches, pieces=pieces, tokens=[])
     assert both.owners("trainer") is None
@@ -273,6 +273,16 @@ def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatche
     for rank, microbatches in enumerate(plan):
         run = sorted(i for part in microbatches for i in part)
         assert run == (sorted(range(len(lens))) if dp == 1 else np.flatnonzero(owners == rank).tolist())
+
+
+def test_ranks_run_the_plan_that_travels_with_the_batch_until_a_limit_is_lowered() -> None:
+    planner = Planner(dp=2)
+    stored = store_batch(planner, 60)
+    planned = stored.rank(0).minibatch(0, "actor", replay_routing=False)
+    (limit,) = [at for _, at in planned.plans]
+    assert limit == 60 and planned.plan(planner, limit) is planned.plans[planner, limit]
+    assert planned.plan(planner, 45) == planner.plan(planned.shape, 45)
+    assert stored.rank(0).whole(replay_routing=False).plans.keys() == {(planner, 60)}
 
 
 def test_a_limit_that_was_lowered_since_runs_on_the_right_tokens() -> None:
