@@ -13,7 +13,7 @@ from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
 from mcore_adapter.data.weights import Divisors, TokenWeights, weigh_tokens
 
-Plans = Mapping[tuple[Planner, int], Sequence[Sequence[Microbatch]]]
+Plans = Mapping[tuple[Planner, int], list[list[Microbatch]]]
 """Planner and tokens of a microbatch -> its plan, [dp][num_microbatches]."""
 
 
@@ -31,7 +31,7 @@ class BatchShard:
     plans: Plans = field(default_factory=dict)
     """Those that were made with the batch."""
 
-    def plan(self, planner: Planner, limit: int) -> Sequence[Sequence[Microbatch]]:
+    def plan(self, planner: Planner, limit: int) -> list[list[Microbatch]]:
         """Return the plan that came with the batch, or make one. Raises as Planner.plan()."""
         return self.plans.get((planner, limit)) or planner.plan(self.shape, limit, self.owners)
 
