@@ -18,8 +18,7 @@ import numpy as np
 
 from rollout.answer_file import Answer, Mode, Name
 from rollout.data.encoder import Tokenizer
-from rollout.rewards.math import WRONG
-from rollout.rewards.math_answers import extracted_answer
+from rollout.rewards.math import WRONG, extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import (

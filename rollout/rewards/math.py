@@ -1,15 +1,15 @@
-"""The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
+r"""The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
 
-math_answers.py finds the answer in the text, math_reading.py reads it into a structure, math_equality.py compares two
-structures. Invariant: what is not understood as a whole is not right; the short cut for integers gives the verdict of
-the whole way, and a test compares them.
+This module finds the answer in the text, with strings only and in linear time, so that it is safe in any process.
+math_spelling.py gives the answer one spelling, math_reading.py reads it into a structure, and math_equality.py compares
+two structures. What stands inside a thought is no answer, and what is not understood as a whole is not right. Integers
+take a short cut that gives the verdict of the whole way.
 """
 
 from __future__ import annotations
 
 import re
 
-from rollout.rewards.math_answers import extracted_answer, marked_answer, unmarked_answer
 from rollout.rewards.math_reading import read
 from rollout.types import Prompt
 
@@ -20,6 +20,33 @@ WRONG = -1.0
 """Also the score of whatever could not be scored. Right and wrong are +1 and -1, as in the tutorial's task_reward."""
 
 _INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
+_THOUGHT = "think|thinking|thought|reasoning"
+_THOUGHT_BEGIN = re.compile(rf"(?i)<(?:{_THOUGHT})>|<\|begin_of_thought\|>|◁think▷|\[think\]")
+_THOUGHT_END = re.compile(rf"(?i)</(?:{_THOUGHT})>|<\|end_of_thought\|>|◁/think▷|\[/think\]")
+_TAG = re.compile(r"(?is).*<answer>(.*?)(?:</answer>|$)")
+_QUOTED = re.compile(r"```\w*\n(?P<block>[^`]*)```|`(?P<line>[^`\n]*)`\.?")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace
+_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MAX_JOINED_BOXES = 6
+_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\text\{\s*)?(?:and|or)?\s*\}?[\s$]*(?:[a-z](?:_\{?\d\}?)?\s*=\s*)?")
+_MAX_CHARS_BETWEEN_BOXES = 40
+_ANSWER_IS = re.compile(r"(?i)(?:\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])|答案?\s*(?:是|为|[:：]))[\s*:：}]*")
+_AFTER_ANSWER = "I hope it is correct"
+_TAIL_CHARS = 1_000
+"""Without a mark only this much of the end of a text is searched: regular expressions over a whole chain of thought
+find numbers that are no answer, and take their time."""
+_PROSE_WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
+_MAX_PROSE_WORDS = 3
+"""More words than this after "the answer is" are a sentence, to be searched and not to be read as one answer."""
+_FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
+_NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])-?\.?\d[\d.,]*(?<![.,])"
+_TERM = rf"(?:{_NUMBER}|√\(?\d+\)?|π)"
+_PLAIN = rf"-?\(?{_TERM}(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*"
+_CANDIDATE = re.compile(rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*|{_PLAIN}(?:\s*\\?%)?")
+_NOT_SO = re.compile(r"(?i)(?:\b(?:not|least|most|than|above|below|over|under|except|isn't)|[<>≠≤≥])\s*[\s*$]*$")
+_NEGATION = re.compile(r"(?i)\b(?:not|cannot|never)\b|n't\b")
+_LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
+_SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n")
 
 
 class UnparsableAnswerError(ValueError):
@@ -40,7 +67,7 @@ def math_reward(prompt: Prompt, text: str) -> float:
     solutions = [read(_marked_solution(solution)) for solution in prompt.solutions]
     if marked is None:
         is_choice = any(solution.kind == "choice" for solution in solutions)
-        marked = unmarked_answer(text, prompt=prompt.text, is_choice=is_choice)
+        marked = _unmarked_answer(outside_thoughts(text, prompt=prompt.text), is_choice=is_choice)
     if not marked:
         raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
     answer = read(marked)
@@ -63,11 +90,119 @@ def quick_math_reward(prompt: Prompt, text: str) -> float | None:
     return None if None in solutions else WRONG
 
 
+def marked_answer(text: str, *, prompt: str = "") -> str | None:
+    """Return the answer that `text` marks, None without any. `prompt` may end in the beginning of a thought.
+
+    It is what <answer> encloses, the last box (or the last boxes, joined by "and", "or" or a comma), a last line
+    "#### answer", or what follows "the answer is" at the end. "" for a box that never closes and for "the answer is
+    not 3".
+    """
+    text = outside_thoughts(text, prompt=prompt)
+    if tag := _TAG.match(text):
+        inner = _marked(tag[1])
+        return tag[1].strip() if inner is None else inner
+    return _marked(text)
+
+
+def outside_thoughts(text: str, *, prompt: str = "") -> str:
+    """Return the part of `text` after its last closed thought and before one that stays open."""
+    _, *thoughts = _THOUGHT_BEGIN.split(prompt[-50:].rstrip())
+    if thoughts and not thoughts[-1]:
+        text = "<think>" + text
+    return _THOUGHT_BEGIN.split(_THOUGHT_END.split(text)[-1], maxsplit=1)[0]
+
+
+def extracted_answer(text: str) -> str:
+    """Return the text that is judged in a completion, for people to read; "" when nothing is.
+
+    The content of the box or of the "#### " line, or what "the answer is"; without such a mark the last line, up to
+    200 characters of it: there a formula or a number is searched.
+    """
+    marked = marked_answer(text)
+    return " ".join((_last_line(outside_thoughts(text))[-200:] if marked is None else marked).split())
+
+
 def _integer(content: str | None) -> int | None:
     match = _INTEGER.fullmatch(content or "")
     return int(match[1]) if match else None
 
 
 def _marked_solution(solution: str) -> str:
-    """Return the answer of a solution: its last box, or all of it."""
-    return (marked_answer(solution) or solution) if "\\boxed" in solution else solution
+    """Return the answer of a solution: what it marks in a box or in several lines, or all of it."""
+    return (marked_answer(solution) or solution) if "\\boxed" in solution or "\n" in solution else solution
+
+
+def _marked(text: str) -> str | None:
+    boxed = _last_boxes(text)
+    if boxed is not None:
+        return boxed
+    text = text.strip()
+    _, marker, last_line = text.rpartition("####")
+    if marker and "\n" not in last_line:  # else it is a heading
+        return last_line.strip()
+    if quoted := _QUOTED.fullmatch(text):
+        return (quoted["block"] or quoted["line"] or "").strip()
+    return text if _INTEGER.fullmatch(text) else _said_answer(_last_line(text))
+
+
+def _said_answer(line: str) -> str | None:
+    """Return the text after the last "the answer is" in `line`, unless that is a sentence. "" if it is no answer."""
+    _, *said = _ANSWER_IS.split(line)
+    if not said:
+        return None
+    answer = said[-1].strip(" .*。").removesuffix(_AFTER_ANSWER).strip(" .*。").strip("$`")
+    if answer.startswith("not "):
+        return ""
+    num_words = len(_PROSE_WORD.findall(answer))
+    is_sentence = num_words > (0 if re.search(r"\d", answer) else _MAX_PROSE_WORDS)  # a number among words is searched
+    has_several = "$" in answer or answer.count("\\(") > 1 or ", not " in answer
+    return None if not answer or is_sentence or has_several else answer
+
+
+def _last_line(text: str) -> str:
+    """Return the last line with a letter or a digit."""
+    return next((line for line in reversed(text.strip()[-_TAIL_CHARS:].splitlines()) if re.search(r"\w", line)), "")
+
+
+def _last_boxes(text: str) -> str | None:
+    """Return the content of the last box; several contents joined by commas where only "and", "or" or a comma is
+    between them."""
+    contents: list[str] = []
+    before = len(text)
+    for opening in reversed(list(_OPENING.finditer(text))):
+        end = _closing_brace(text[:before], opening.end())
+        if end == before:  # never closed, or around the boxes after it
+            return ", ".join(contents)
+        between = text[end + 1 : before]
+        if contents and (len(between) > _MAX_CHARS_BETWEEN_BOXES or not _BETWEEN_BOXES.fullmatch(between)):
+            break
+        contents.insert(0, text[opening.end() : end].strip())
+        before = opening.start()
+        if len(contents) == _MAX_JOINED_BOXES:
+            break
+    return ", ".join(dict.fromkeys(contents)) if contents else None
+
+
+def _closing_brace(text: str, start: int) -> int:
+    """Return the index of the brace that closes the group opened just before `start`; the end of the text if none
+    does."""
+    depth = 1
+    for match in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return len(text)
+
+
+def _unmarked_answer(text: str, *, is_choice: bool) -> str:
+    """Return the last formula or number in a text without a mark, or the only letter in its last sentence; "" without
+    any."""
+    text = text.strip()[-_TAIL_CHARS:]
+    if is_choice:
+        sentence = _SENTENCE_END.split(text.rstrip(" .*"))[-1]
+        letters = set(_LETTER.findall(sentence))
+        return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
+    found = list(_CANDIDATE.finditer(text))
+    if not found or _NOT_SO.search(text[: found[-1].start()]):
+        return ""
+    return found[-1].group().strip()

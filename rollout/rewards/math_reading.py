@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rollout.rewards.math_spelling import spelled
-from rollout.rewards.math_units import FILLING, unit_of
+from rollout.rewards.math_spelling import FILLING, spelled, unit_of
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
     kinds = {item.kind for item in items}
     if "unread" in kinds:
         return Answer("unread", (brackets, *texts))
-    if len(items) == 1 and brackets in {"", "()", "[]"}:
+    if len(items) == 1 and brackets in {"", "()", "[]", "{}"}:
         return items[0]
     if kinds == {"choice"} and not any(item.parts[1] for item in items):
         return Answer("choice", ("".join(sorted(item.parts[0] for item in items)), None))

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from rollout.data.rows import scan_rows
-from rollout.rewards.math import RIGHT, UnparsableAnswerError, extracted_answer, math_reward, quick_math_reward
-from rollout.rewards.math_answers import marked_answer
+from rollout.rewards.math import (
+    RIGHT,
+    UnparsableAnswerError,
+    extracted_answer,
+    marked_answer,
+    math_reward,
+    quick_math_reward,
+)
 from rollout.types import Prompt
 
 DATA = Path(os.environ.get("SLIPSTREAM_DATA", Path(__file__).parents[3].parent / "shared" / "data"))
