@@ -1,7 +1,8 @@
 r"""Reads an answer into a structure: a quantity with its unit, a relation, a tuple, a choice, a ratio and so on.
 
-Invariant: an answer is read as a whole or is "unread", and then equals nothing but the same text. What a formula means
-is left to math_formulas.py; here its commands must be known ones, so that none is passed over.
+An answer is read as a whole or is "unread", and then equals nothing but the same text. Each reader takes the whole text
+or declines, the special ones first, and reads the parts of it in the same way. Commands in a formula must be known
+ones, so that none is passed over. What a formula means is left to math_equality.py.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ K kelvin; C celsius; F fahrenheit; mol mole; ohm Ω; % percent percentage pct
 """
 UNITS = {name: names.split()[0] for names in _TABLE.split(";") for name in names.split()}
 """What a unit may be called: what it is called here."""
-_POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3, "squared": 2, "cubed": 3}
 _TURNING = re.compile(
     r"(?i)\b(?:not?|never|none|neither|nor|isn't|cannot|false|wrong|incorrect|impossible|excluded|except|but|is|are|was|be|or"
     r"|and|if|unless|without|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above|below|over|under|minimum"
-    r"|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million|billion|dozen|factorial"
+    r"|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million|billion|dozen|factorial|squared|cubed"
     r"|mod|modulo|base|to|from|between|through|until|before|after)\b"
 )
 FILLING = r"\b(?:an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
@@ -39,48 +38,50 @@ _UNIT_SPELLINGS = (
     (r"\\Omega(?![a-z])", "Ω"),
     (r"\\([%$])", r"\1"),
     (r"\bmph\b", "mi/h"),
-    (r"\bkm?ph\b|\bkmh\b", "km/h"),
     (rf"{FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
     (r"\bper\b", "/"),
+    (r"(?:\b(?:square|sq)\s|平方)\s*(\S+)|(\S+)\s+squared\b", r"\1\2^2"),
+    (r"(?:\b(?:cubic|cu)\s|立方)\s*(\S+)|(\S+)\s+cubed\b", r"\1\2^3"),
 )
-_TOKEN = re.compile(r"\s*(?:(平方|立方|[A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)|\^\s*\{?\s*(-?\d+)\s*\}?|/)\s*")
+_FACTOR = r"\s*(?:(/)|([A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?)\s*"
 _DEGREE = ("degree", 1)
 _HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-n" + "0123456789")
 _CHARACTERS = r"""
 − - – - — - π \pi ∞ \infty ° ^\circ × \times · \cdot ⋅ \cdot ∙ \cdot ÷ \div ≤ \le ≥ \ge ≦ \le ≧ \ge ⩽ \le ⩾ \ge ≠ \ne
 ≈ \approx ≡ \equiv ± \pm ∪ \cup ∩ \cap ∖ \setminus ∈ \in ∅ \emptyset ∣ | ∶ : ⁄ / ∕ / ⟨ \langle ⟩ \rangle 〈 \langle
-〉 \rangle ∑ \sum ∏ \prod ∫ \int 、 , 。 . θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda φ \phi σ \sigma
-ω \omega μ \mu Ω \Omega Σ \sum Π \prod → \to ∨ \lor ∧ \land ’ ' ′ ' √ \sqrt ∛ \sqrt[3] 〜 ~ ˚ ^\circ º ^\circ
+〉 \rangle 或 \text{or} 和 \text{and} 且 \text{and} ∑ \sum ∏ \prod ∫ \int 、 , 。 . θ \theta α \alpha β \beta γ \gamma
+δ \delta λ \lambda φ \phi σ \sigma ω \omega μ \mu Ω \Omega Σ \sum Π \prod → \to ∨ \lor ∧ \land ’ ' ′ ' √ \sqrt 〜 ~
+∛ \sqrt[3] ˚ ^\circ º ^\circ
 """
 _Rewriting = tuple[str, str | Callable[[re.Match[str]], str]]
-_CHARACTER_TABLE = str.maketrans(
-    {
-        character: plain + " " * ("\\" in plain)
-        for character, plain in zip(_CHARACTERS.split()[::2], _CHARACTERS.split()[1::2], strict=True)
-    }
-)
 _ALIASES = r"""
 \varnothing \emptyset \lbrace \{ \rbrace \} \leqslant \le \geqslant \ge \leq \le \geq \ge \leqq \le \geqq \ge \neq \ne
 \lt < \gt > \dfrac \frac \tfrac \frac \cfrac \frac \dbinom \binom \tbinom \binom \colon : \dots \ldots \cdots \ldots
 \dotsc \ldots \dotsb \ldots \vert | \lvert | \rvert | \mid | \land \text{and} \wedge \text{and} \lor \text{or}
-\vee \text{or} \R \mathbb{R} \backslash \setminus \bmod \mod \degree ^\circ \percent \% \ast \cdot \simeq \approx
-\euro € \pounds £ \textdegree ^\circ \approxeq \approx \rightarrow \to \ohm \Omega
+\vee \text{or} \R \mathbb{R} \backslash \setminus \bmod \mod \degree ^\circ \ast \cdot \rightarrow \to
 """
-_ALIAS = dict(zip(_ALIASES.split()[::2], _ALIASES.split()[1::2], strict=True))
+
+
+def _pairs(table: str) -> dict[str, str]:
+    names = table.split()
+    return {name: plain + " " * ("\\" in plain) for name, plain in zip(names[::2], names[1::2], strict=True)}
+
+
+_CHARACTER = str.maketrans(_pairs(_CHARACTERS))
+_ALIAS = _pairs(_ALIASES)
 _FUNCTIONS = """
 arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc ln log lg exp sqrt gcd lcm max min lim
 pi theta alpha beta lambda infty sum prod int
 """
-_NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | dict.fromkeys(("infinity", "inf", "oo"), r"\infty ")
+_NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | {"i": "i", "e": "e", "d": "d", "inf": r"\infty "}
+_NAMED["infinity"] = _NAMED["inf"]
 _GLUED = re.compile(r"(sin|cos|tan|ln|log|sqrt)([a-z])")
 _SHORT_WORDS = re.compile(
     r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny"
 )
-_FONTS = (
-    "text mbox hbox mathrm textrm textbf textit textnormal textup textsf mathsf operatorname emph unit si underline"
-)
-_BOLD = "mathbf mathit bm boldsymbol pmb mathnormal"
+_FONTS = "text mbox hbox mathrm textrm textbf textit textnormal operatorname emph underline"
+_BOLD = "mathbf mathit bm boldsymbol"
 _FONT = re.compile(rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _RUN = re.compile(
     r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
@@ -91,21 +92,15 @@ _INNER = r"((?:[^(){}]|\([^()]*\))*)"
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 _MARKUP: list[_Rewriting] = [
-    (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*", ""),
-    (r"\\(?:displaystyle|textstyle|limits|nolimits|strut)(?![a-zA-Z])", ""),
+    (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*|\\(?:text)?color\{\w+\}", ""),
+    (r"\\(?:displaystyle|textstyle|limits|therefore)(?![a-zA-Z])", ""),
     (r"(?:US|U\.S\.|NT|HK|[ACS])\s*\\?\$", r"\\$"),
-    (r"\\therefore(?![a-zA-Z])|\\(?:text)?color\{\w+\}", ""),
     (r"(\d)(?:\\[,; ]|~)\s*([mgLshNJWV])(?![a-zA-Z])", r"\1\\text{\2}"),
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
-    (r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", lambda m: rf"{m[1]} \unit{{{m[2].replace(chr(92), ' ')}}}"),
-    (r"\\num\s*\{([^{}]*)\}", r"\1"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
-    ("或", r"\\text{or}"),
-    ("[和且与]", r"\\text{and}"),
-    (r"\\not\s*=", r"\\ne "),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
 ]
 _NUMBERS: list[_Rewriting] = [
@@ -113,9 +108,6 @@ _NUMBERS: list[_Rewriting] = [
     (r"(\d)\{,\}(?=\d)", r"\1."),
     (r"(\d)\s*[xX]\s*(?=10\s*\^)", r"\1 \\times "),
     (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
-    (rf"\^\s*\({_INNER}\)", r"^{\1}"),
-    (r"(?:\d\u0305)+", lambda m: rf"\overline{{{m[0].replace(chr(0x305), '')}}}"),
-    (r"(\d)\u0307", r"\\dot{\1}"),
     (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
     (r"\\(?:dot|bar)\s*\{?(\d+)\}?", r"\\overline{\1}"),
     (r"(\.\d*)\((\d+)\)", r"\1\\overline{\2}"),
@@ -133,14 +125,14 @@ _FORMULAS: list[_Rewriting] = [
     ),
     (r"\\text\{\s*\}", ""),
     (r"\\lg(?![a-z])", r"\\log_{10}"),
-    (r"\\mathbb\{R\}\s*[-/]\s*(?=\\\{)", r"\\mathbb{R} \\setminus "),
+    (r"\\mathbb\{R\}\s*-\s*(?=\\\{)", r"\\mathbb{R} \\setminus "),
     (r"^\s*<([^<>=]*,[^<>=]*)>\s*$", r"\\langle \1\\rangle "),
     (r"^\s*[(\[]([^()\[\]]*,[^()\[\]]*)[)\]]\s*\^\{?(?:T|\\top)\}?\s*$", r"\\langle \1\\rangle "),
     (r"_\s*([a-zA-Z0-9])", r"_{\1}"),
-    (
-        r"\(\s*\\text\{mod\}\s*([^()]*)\)|\\p?mod\s*(\d+|\{[^{}]*\})",
-        lambda m: rf"\pmod{{{(m[1] or m[2]).strip(' {}')}}}",
-    ),
+    (r"\(\s*\\text\{mod\}\s*([^()]*?)\s*\)", r"\\pmod{\1}"),
+    (r"\\p?mod\s*\{?\s*(\d+|[a-z])\s*\}?", r"\\pmod{\1}"),
+    (r"(?i)^\\text\{(?:(?:all|any|the) )?real(?:s| numbers?)\}\s*$", r"\\mathbb{R}"),
+    (r"(?i)^\\text\{(?:no (?:real )?solutions?|(?:the )?empty set|无解|空集)\}\s*$", r"\\emptyset"),
 ]
 _PHRASES = {
     "at least|no less than|no fewer than|not less than": r"\ge ",
@@ -154,14 +146,6 @@ _PHRASES = {
 _FORMULAS += [
     (rf"(?<!\()\\text\{{\s*(?:(?:is|are|be)\b\s*)?(?:{words})\s*\}}", sign.replace("\\", r"\\"))
     for words, sign in _PHRASES.items()
-]
-_WHOLE: list[_Rewriting] = [
-    (r"(?i)^\\text\{(?:all|any|the)? ?real(?:s| numbers?)\}$|^\\text\{全体实数\}$", r"\\mathbb{R}"),
-    (
-        r"(?i)^\\text\{no (?:real )?solutions?\}$|^\\text\{(?:the )?empty set\}$|^\\text\{(?:无解|空集)\}$",
-        r"\\emptyset",
-    ),
-    (r"(?i)^\\text\{infinity\}$", r"\\infty"),
 ]
 
 
@@ -186,13 +170,13 @@ def spelled(content: str) -> str:
     content = re.sub(f"[{_LOW}]+", lambda match: f"_{{{match[0].translate(_SCRIPTS)}}}", content)
     content = re.sub("[¼-¾⅐-⅞]", _latex_fraction, content)
     content = re.sub("[ℝℤℕℚℂ]", lambda match: rf"\mathbb{{{unicodedata.normalize('NFKC', match[0])}}}", content)
-    content = unicodedata.normalize("NFKC", content).translate(_CHARACTER_TABLE)
+    content = unicodedata.normalize("NFKC", content).translate(_CHARACTER)
     content = _rewritten(content, _MARKUP)
     for _ in range(2):  # one inside another
         content = _FONT.sub(_as_text, content)
     content = _RUN.sub(_as_word, _rewritten(content, _NUMBERS))
     content = _rewritten(_TEXTS.sub(_joined, content), _FORMULAS)
-    return _rewritten(" ".join(content.split()).rstrip(". "), _WHOLE)
+    return " ".join(content.split()).rstrip(". ")
 
 
 def _rewritten(content: str, rewritings: list[_Rewriting]) -> str:
@@ -205,8 +189,6 @@ def _as_text(match: re.Match[str]) -> str:
     """Return the content of a font command: as it is without words, else as text, of which numbers are no part."""
     font, content = match.groups()
     if not re.search("[A-Za-z\u4e00-\u9fff]", content) or (font in _BOLD and len(content.strip()) == 1):
-        return content
-    if content in {"i", "e", "d"}:
         return content
     if content in _NAMED:
         return _NAMED[content]
@@ -229,9 +211,8 @@ def _as_word(match: re.Match[str]) -> str:
     if glued := _GLUED.fullmatch(run):
         return rf"\{glued[1]} {glued[2]}"
     before = match.string[max(0, match.start() - 20) : match.start()]
-    is_unit = (
-        len(run) > 1 and (run in UNITS or run.lower() in UNITS) and re.search(r"(?:[\d}).]|\\[a-z]+)\s*\(?$", before)
-    )
+    is_behind_number = re.search(r"(?:[\d}).]|\\[a-z]+)\s*\(?$", before)
+    is_unit = is_behind_number and len(run) > 1 and (run in UNITS or run.lower() in UNITS)
     is_word = len(run) > 3 or not run.isascii() or _SHORT_WORDS.fullmatch(run)
     return rf"\text{{{run}}}" if is_unit or is_word else run
 
@@ -262,30 +243,16 @@ def unit_of(text: str) -> Unit | None:
     r"""Return the unit in a spelled text such as "\text{m/s}^{2}", None where it is none."""
     for pattern, plain in _UNIT_SPELLINGS:
         text = re.sub(pattern, plain, text)
-    if _TURNING.search(text):
+    if _TURNING.search(text) or not re.fullmatch(f"(?:{_FACTOR})*", text.strip()):
         return None
     exponents: dict[str, int] = {}
-    last, pending, sign, at = "", 1, 1, 0
-    text = text.strip()
-    while at < len(text):
-        token = _TOKEN.match(text, at)
-        if token is None:
-            return None
-        at = token.end()
-        word, exponent = token.groups()
-        power = int(exponent) if exponent else _POWERS.get((word or "").lower())
-        if word is None and exponent is None:
+    sign = 1
+    for slash, word, power in re.findall(_FACTOR, text):
+        if slash:
             sign = -1
-        elif power and (exponent or word.endswith("ed")):
-            if not last:
-                return None
-            exponents[last] *= power
-        elif power:
-            pending = power
         else:
-            last = _name_of(word)
-            exponents[last] = exponents.get(last, 0) + sign * pending
-            pending = 1
+            name = _name_of(word)
+            exponents[name] = exponents.get(name, 0) + sign * int(power or 1)
     names = set(UNITS.values())
     known = frozenset((name, power) for name, power in exponents.items() if name in names)
     return Unit(known, frozenset(name for name in exponents if name not in names))

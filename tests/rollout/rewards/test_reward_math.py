@@ -134,7 +134,7 @@ def test_a_completion_goes_on_with_the_thought_that_its_prompt_has_opened() -> N
 
 def is_right(gold: str, text: str) -> bool:
     try:
-        return math_reward(prompt(gold), text.replace("⏎", "\n")) == RIGHT
+        return math_reward(prompt(gold.replace("⏎", "\n")), text.replace("⏎", "\n")) == RIGHT
     except UnparsableAnswerError:
         return False
 
