@@ -128,8 +128,8 @@ def _integer(content: str | None) -> int | None:
 
 
 def _marked_solution(solution: str) -> str:
-    """Return the answer of a solution: what it marks in a box or in several lines, or all of it."""
-    return (marked_answer(solution) or solution) if "\\boxed" in solution or "\n" in solution else solution
+    """Return the answer of a solution: what it marks, or all of it."""
+    return marked_answer(solution) or solution
 
 
 def _marked(text: str) -> str | None:

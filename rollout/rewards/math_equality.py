@@ -34,14 +34,8 @@ _POINTS = (("7/19", "11/13", "29/17"), ("-13/23", "5/7", "-3/11"), ("31/11", "-1
 _PERCENT = ("%", 1)
 _LETTERS = re.compile(r"(.*?[\d})])\s*((?:[b-zA-Z](?:\^\{?-?\d\}?)?\s*)+)")
 _ORDERED = ({"()"}, {"<>"}, {"[]"}, {"[)"}, {"(]"}, {"()", "<>"}, {"()", ""}, {"<>", ""})
-_CONDITIONS = {
-    "<": "StrictLessThan",
-    ">": "StrictGreaterThan",
-    r"\le": "LessThan",
-    r"\ge": "GreaterThan",
-    "=": "Eq",
-    r"\ne": "Ne",
-}
+_SYMPY_SIGNS = {r"\le": "<=", r"\ge": ">=", "=": "==", r"\ne": "!="}
+_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
 def is_same(gold: Answer, answer: Answer) -> bool:
@@ -105,16 +99,14 @@ def _are_same_in_any_order(gold: Sequence[Answer], answer: Sequence[Answer]) -> 
 def _is_same_quantity(gold: Answer, answer: Answer) -> bool:
     formula, unit, beside = _measured(gold, answer)
     other, other_unit, other_beside = _measured(answer, gold)
-    if beside != other_beside:
+    if beside != other_beside or not unit.agrees(other_unit):
         return False
-    if (_PERCENT in unit.known) == (_PERCENT in other_unit.known):
-        return unit.agrees(other_unit) and is_same_formula(formula, other)
-    if _PERCENT in other_unit.known:
-        formula, other, other_unit = other, formula, unit
     # 50 % answers "what percent" as 50 does and "what part" as 1/2 does
-    return other_unit == Unit() and any(
-        is_same_formula(text, other) for text in (formula, rf"\frac{{{formula}}}{{100}}")
+    parts = (
+        rf"\frac{{{text}}}{{100}}" if is_part else text
+        for text, is_part in ((formula, _PERCENT in unit.known), (other, _PERCENT in other_unit.known))
     )
+    return is_same_formula(formula, other) or is_same_formula(*parts)
 
 
 def _measured(quantity: Answer, other: Answer) -> tuple[str, Unit, str]:
@@ -128,8 +120,8 @@ def _measured(quantity: Answer, other: Answer) -> tuple[str, Unit, str]:
 def _is_option(choice: Answer, other: Answer) -> bool:
     letters, value = choice.parts
     if other.kind == "choice":
-        both = value is not None and other.parts[1] is not None
-        return bool(letters == other.parts[0]) and (not both or is_same(value, other.parts[1]))
+        is_bare = None in (value, other.parts[1])
+        return bool(letters == other.parts[0]) and (is_bare or is_same(value, other.parts[1]))
     if value is not None and is_same(value, other):
         return True
     return other.kind == "quantity" and "".join(sorted(other.parts[0].upper())) == letters and other.parts[1] == Unit()
@@ -175,7 +167,7 @@ def _vector(answer: Answer) -> Sequence[Answer]:
     if brackets != "M":
         return tuple(items)
     rows = [row.parts[1] for row in items]
-    return rows[0] if len(rows) == 1 else [cell for row in rows for cell in row] if {*map(len, rows)} == {1} else []
+    return [cell for row in rows for cell in row] if 1 in {len(rows), *map(len, rows)} else []
 
 
 def _is_same_ratio(gold: Answer, answer: Answer) -> bool:
@@ -233,10 +225,9 @@ def _is_curve(equation: Answer) -> bool:
     x + y = 5 and x^2 + 1/x^2 = 7 are: they name the value that was asked for.
     """
     sides = [value for value in map(value_of, equation.parts[0]) if value is not None]
-    names = {str(name) for side in sides for name in side.free_symbols}
-    terms = [term for side in sides if side.is_Add for term in side.args]
-    factors = [factor for term in terms for factor in (term.args if term.is_Mul else (term,)) if factor.is_Pow]
-    return {"x", "y"} <= names and any(factor.exp.is_Integer and factor.exp > 1 for factor in factors)
+    powers = {power for side in sides for power in side.atoms(sympy.Pow)}
+    is_curved = any(power.exp.is_Integer and power.exp > 1 for power in powers)
+    return {"x", "y"} <= _names(equation.parts[0]) and is_curved
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:
@@ -257,8 +248,7 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
     ratios = [left / right for left, right in rows if right != 0]
     if not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios) or ratios[0] == 0:
         return False
-    flipped = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-    expected = signs[0] if ratios[0].is_positive else flipped.get(signs[0], signs[0])
+    expected = signs[0] if ratios[0].is_positive else _FLIPPED.get(signs[0], signs[0])
     return bool(other_signs[0] == expected)
 
 
@@ -304,14 +294,12 @@ def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
 
 def _as_conditions(sides: Sequence[str], signs: Sequence[str]) -> Any:
     values = [value_of(side) if side else sympy.Symbol("x", real=True) for side in sides]
-    relations = [getattr(sympy, _CONDITIONS[sign]) for sign in signs]
-    return sympy.And(*(relation(*pair) for relation, *pair in zip(relations, values, values[1:], strict=False)))
+    pairs = zip(values, values[1:], signs, strict=False)
+    return sympy.And(*(sympy.Rel(left, right, _SYMPY_SIGNS.get(sign, sign)) for left, right, sign in pairs))
 
 
 def _is_same_set(gold: Any | None, answer: Any | None) -> bool:
-    if gold is None or answer is None or gold == answer:
-        return gold is not None and gold == answer
-    return bool((gold ^ answer).is_empty)
+    return None not in (gold, answer) and (gold == answer or bool((gold ^ answer).is_empty))
 
 
 def is_same_formula(gold: str, answer: str) -> bool:
@@ -368,10 +356,8 @@ def values_at_points(*expressions: Any) -> list[tuple[Any, ...]]:
     """Return the values of the expressions at every point at which all are defined."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     points = [{name: Rational(point[i % 3]) + i // 3 for i, name in enumerate(names)} for point in _POINTS]
-    rows = [
-        tuple(_number(expression, point) for expression in expressions)
-        for point in points[: len(points) if names else 1]
-    ]
+    points = points if names else points[:1]
+    rows = [tuple(_number(expression, point) for expression in expressions) for point in points]
     return [row for row in rows if None not in row]
 
 
