@@ -36,7 +36,7 @@ class Answer:
 _MAX_CHARS = 2_000
 _OPENING = r"\\\{|\\langle(?![a-z])|\\begin(?![a-z])|[(\[{]"
 _CLOSING = r"\\\}|\\rangle(?![a-z])|\\end(?![a-z])|[)\]}]"
-_LIST_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;](?!\d{3}(?!\d))|[,;](?=\s)"
+_LIST_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;](?!\d{3}(?!\d))"
 _ITEM_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;]"
 _SET_SIGN = r"\\(?:cup|cap|setminus)(?![a-z])"
 _RELATION_SIGN = r"[=<>]|\\(?:le|ge|ne|approx|in)(?![a-z])"
@@ -47,7 +47,6 @@ _NAME = re.compile(
     r"|(?:\\text\{[^{}]*\}\s*)+|[A-Z]{2,3}|\|[a-zA-Z]+\|"
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_REVERSED = re.compile(r"([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])")
 _POINT = re.compile(r"[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _BUILDER = re.compile(r"\\?\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.+?)\\?\}")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
@@ -62,7 +61,7 @@ _DATES = (
     (re.compile(r"(\d\d?)/(\d\d?)/(\d{4})|([A-Z][a-z]{2,8})\.? (\d\d?) ?(?:st|nd|rd|th)?(?:,? (\d{4}))?"), "mdy"),
     (re.compile(r"(\d\d?) ?(?:st|nd|rd|th)?(?: of)? ([A-Z][a-z]{2,8})\.?(?:,? (\d{4}))?"), "dmy"),
 )
-_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?|([Nn]oon|[Mm]idnight)")
+_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
     r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹₩]"
@@ -94,7 +93,7 @@ def read(content: str) -> Answer:
 
 
 def _read(text: str) -> Answer:
-    text = _POINT.sub("", _REVERSED.sub(_turned, text.strip()))
+    text = _POINT.sub("", text.strip())
     for reader in _READERS:
         answer = reader(text)
         if answer is not None:
@@ -119,21 +118,6 @@ def split(text: str, sign: str) -> tuple[list[str], list[str]]:
     return [*parts, text[start:].strip()], signs
 
 
-def _turned(match: re.Match[str]) -> str:
-    """Return ]0, 1[ as (0, 1)."""
-    opening, content, closing = match.groups()
-    return f"{'(' if opening == ']' else '['}{content}{')' if closing == '[' else ']'}"
-
-
-def _after_lead(text: str) -> Answer | None:
-    """Read what follows "the answer is" or "Answer:"."""
-    lead = re.match(r"((?:\\text\{[^{}]*\}\s*)+)[:=]?\s*(?=\S)", text)
-    if lead is None:
-        return None
-    said = _flat(lead[1])
-    return None if said == "A" or _NEUTRAL.sub("", said) else _read(text[lead.end() :])
-
-
 def _choice(text: str) -> Answer | None:
     match = _CHOICE.fullmatch(_flat(text))
     if match is None:
@@ -145,9 +129,7 @@ def _clock(text: str) -> Answer | None:
     match = _CLOCK.fullmatch(_flat(text))
     if match is None or not any(match.groups()[1:]):
         return None
-    hour, minute, half, word = match.groups()
-    if word:
-        return Answer("clock", (12, 0, "p" if word.lower() == "noon" else "a"))
+    hour, minute, half = match.groups()
     half = "p" if int(hour) > 12 else half and half.lower()
     return Answer("clock", (int(hour) % 12 or 12 if half else int(hour), int(minute or 0), half))
 
@@ -164,10 +146,10 @@ def _date(text: str) -> Answer | None:
 
 
 def _congruence(text: str) -> Answer | None:
-    match = re.fullmatch(r"(?:([^=<>]*?)\s*(?:\\equiv|=))?(.*?),?\s*\\pmod\{([^{}]+)\}", text)
+    match = re.fullmatch(r"(?:([^=<>]*?)\s*(?:\\equiv|=))?\s*(.*?),?\s*\\pmod\{([^{}]+)\}", text)
     if match is None:
         return None
-    name, residue, modulus = match[1], match[2].strip(), match[3].strip()
+    name, residue, modulus = match[1], match[2], match[3]
     if re.fullmatch(r"-?\d{1,15}", residue) and re.fullmatch(r"[1-9]\d{0,14}", modulus):
         residue = str(int(residue) % int(modulus))
     return Answer("congruence", (residue, modulus, name or None))
@@ -203,8 +185,6 @@ def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
         return Answer("series", tuple(tuple(map(_read, some)) for some in (texts[:dots], texts[dots + 1 :])))
     items = [_read(part) for part in texts]
     kinds = {item.kind for item in items}
-    if "unread" in kinds:
-        return Answer("unread", (brackets, *texts))
     if len(items) == 1 and brackets in {"", "()", "[]", "{}"}:
         return items[0]
     if kinds == {"choice"} and not any(item.parts[1] for item in items):
@@ -238,9 +218,8 @@ def _relation(text: str) -> Answer | None:
     if signs == [r"\in"]:
         return _read(sides[1])
     if {*signs} != {"="}:
-        known = [_as_formula(side) for side in sides if side]
-        first = ("",) if not sides[0] else ()
-        return None if None in known else Answer("relation", ((*first, *known), tuple(signs), None))
+        formulas = tuple(_as_formula(side) if side else "" for side in sides)
+        return None if None in formulas or "" in formulas[1:] else Answer("relation", (formulas, tuple(signs), None))
     if re.fullmatch(r"[a-zA-Z\d\\ ]+(?::[a-zA-Z\d\\ ]+)+", sides[0]):  # of a ratio
         return _read(sides[-1]) if len(sides) == 2 else None
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
@@ -268,7 +247,7 @@ def _equation(sides: list[str], signs: list[str], value: Answer) -> Answer:
 
 def _bracketed(text: str) -> Answer | None:
     opening, closing = re.match(_OPENING, text), re.search(rf"(?:{_CLOSING})$", text)
-    if not opening or not closing or opening[0].startswith(r"\begin") or closing.start() < opening.end():
+    if not opening or not closing:
         return None
     content = text[opening.end() : closing.start()]
     brackets = (opening[0] + closing[0]).replace(r"\langle", "<").replace(r"\rangle", ">").replace("\\", "")
@@ -356,6 +335,6 @@ def _flat(text: str) -> str:
     return re.sub(r"(?<=\() | (?=[):.])", "", " ".join(_TEXT.sub(r" \1 ", text).split()))
 
 
-_SPECIAL = (_after_lead, _choice, _clock, _date, _congruence, _matrix, _builder, _based)
+_SPECIAL = (_choice, _clock, _date, _congruence, _matrix, _builder, _based)
 _GENERAL = (_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity)
 _READERS: tuple[Callable[[str], Answer | None], ...] = (*_SPECIAL, *_GENERAL)
