@@ -180,11 +180,11 @@ def _is_same_ratio(gold: Answer, answer: Answer) -> bool:
 
 def _formulas_of_ratio(answer: Answer) -> list[str]:
     """Return the terms of a ratio; of 3:30 too, and of a number that is one."""
-    if answer.kind == "clock":
-        return [] if answer.parts[2] else [str(term) for term in answer.parts[:2]]
+    if answer.kind == "ratio":
+        return [term.parts[0] for term in answer.parts]
     if answer.kind == "quantity":
         return [answer.parts[0], "1"]
-    return [term.parts[0] for term in answer.parts]
+    return [] if answer.parts[2] else [str(term) for term in answer.parts[:2]]
 
 
 def _simplified(series: Answer) -> tuple[Sequence[Answer], Sequence[Answer]]:
@@ -298,7 +298,7 @@ def _as_conditions(sides: Sequence[str], signs: Sequence[str]) -> Any:
     return sympy.And(*(sympy.Rel(left, right, _SYMPY_SIGNS.get(sign, sign)) for left, right, sign in pairs))
 
 
-def _is_same_set(gold: Any | None, answer: Any | None) -> bool:
+def _is_same_set(gold: Any, answer: Any) -> bool:
     return None not in (gold, answer) and (gold == answer or bool((gold ^ answer).is_empty))
 
 

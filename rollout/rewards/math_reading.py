@@ -56,12 +56,14 @@ _MATRIX = re.compile(
 )
 _CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J])(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))")
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH = rf"((?i:{'|'.join(_MONTHS)})[a-z]*)\.?"
+_DAY = r"(\d\d?) ?(?:st|nd|rd|th)?"
 _DATES = (
     (re.compile(r"(\d{4})-(\d\d)-(\d\d)|(\d{4})/(\d\d?)/(\d\d?)|(\d{4}) ?年 ?(\d\d?) ?月 ?(\d\d?) ?日"), "ymd"),
-    (re.compile(r"(\d\d?)/(\d\d?)/(\d{4})|([A-Z][a-z]{2,8})\.? (\d\d?) ?(?:st|nd|rd|th)?(?:,? (\d{4}))?"), "mdy"),
-    (re.compile(r"(\d\d?) ?(?:st|nd|rd|th)?(?: of)? ([A-Z][a-z]{2,8})\.?(?:,? (\d{4}))?"), "dmy"),
+    (re.compile(rf"(\d\d?)/(\d\d?)/(\d{{4}})|{_MONTH} {_DAY}(?:,? (\d{{4}}))?"), "mdy"),
+    (re.compile(rf"{_DAY}(?: of)? {_MONTH}(?:,? (\d{{4}}))?"), "dmy"),
 )
-_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
+_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d)|(?=\s*[AaPp]))\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
     r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹₩]"
@@ -120,28 +122,25 @@ def split(text: str, sign: str) -> tuple[list[str], list[str]]:
 
 def _choice(text: str) -> Answer | None:
     match = _CHOICE.fullmatch(_flat(text))
-    if match is None:
-        return None
-    return Answer("choice", (match[1], read(match[2]) if match[2] else None))
+    return match and Answer("choice", (match[1], read(match[2]) if match[2] else None))
 
 
 def _clock(text: str) -> Answer | None:
     match = _CLOCK.fullmatch(_flat(text))
-    if match is None or not any(match.groups()[1:]):
+    if match is None:
         return None
-    hour, minute, half = match.groups()
-    half = "p" if int(hour) > 12 else half and half.lower()
-    return Answer("clock", (int(hour) % 12 or 12 if half else int(hour), int(minute or 0), half))
+    hour, half = int(match[1]), (match[3] or "").lower()
+    half = "p" if hour > 12 else half or None
+    return Answer("clock", (hour % 12 or 12 if half else hour, int(match[2] or 0), half))
 
 
 def _date(text: str) -> Answer | None:
     for pattern, order in _DATES:
         if match := pattern.fullmatch(_flat(text)):
             found = dict(zip(order, (group for group in match.groups() if group), strict=False))
-            name = found["m"].lower()[:3]
-            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(name) if name.isdigit() else 0
-            month, day = (int(found["d"]), month) if month > 12 else (month, int(found["d"]))
-            return Answer("date", (found.get("y"), month, day)) if 1 <= month <= 12 and 1 <= day <= 31 else None
+            name, day = found["m"].lower(), int(found["d"])
+            month = int(name) if name.isdigit() else _MONTHS.index(name[:3]) + 1
+            return Answer("date", (found.get("y"), *((day, month) if month > 12 else (month, day))))
     return None
 
 
@@ -200,12 +199,12 @@ def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
     elif "relation" in kinds and not brackets:
         return Answer("sets", (tuple(items), (sign,) * (len(items) - 1)))
     if brackets in {"", "{}"}:  # of 2 \pm 1, both
-        items = [part for item in items for part in (item.parts[1] if _is_list(item) else (item,))]
+        items = [part for item in items for part in _items(item)]
     return Answer("group", (brackets, tuple(items)))
 
 
-def _is_list(answer: Answer) -> bool:
-    return answer.kind == "group" and answer.parts[0] == ""
+def _items(answer: Answer) -> tuple[Answer, ...]:
+    return answer.parts[1] if answer.kind == "group" and answer.parts[0] == "" else (answer,)
 
 
 def _relation(text: str) -> Answer | None:
@@ -230,8 +229,7 @@ def _relation(text: str) -> Answer | None:
         if len(sides) > 2:
             value = _equation(sides[1:], signs[1:], value)
         if len(names) == 1:
-            name = re.sub(r"^[a-z]\s*\(x\)$", "y", names[0])
-            return Answer("named", ((name,), (value,)))
+            return Answer("named", ((re.sub(r"^[a-z]\s*\(x\)$", "y", names[0]),), (value,)))
         if value.kind == "group" and value.parts[0] == "()" and len(value.parts[1]) == len(names):
             return Answer("named", (tuple(names), value.parts[1]))
         return value
@@ -335,6 +333,7 @@ def _flat(text: str) -> str:
     return re.sub(r"(?<=\() | (?=[):.])", "", " ".join(_TEXT.sub(r" \1 ", text).split()))
 
 
-_SPECIAL = (_choice, _clock, _date, _congruence, _matrix, _builder, _based)
-_GENERAL = (_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity)
-_READERS: tuple[Callable[[str], Answer | None], ...] = (*_SPECIAL, *_GENERAL)
+_READERS: tuple[Callable[[str], Answer | None], ...] = (
+    *(_choice, _clock, _date, _congruence, _matrix, _builder, _based),
+    *(_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity),
+)
