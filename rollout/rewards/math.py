@@ -24,7 +24,6 @@ _THOUGHT = "think|thinking|thought|reasoning"
 _THOUGHT_BEGIN = re.compile(rf"(?i)<(?:{_THOUGHT})>|<\|begin_of_thought\|>|◁think▷|\[think\]")
 _THOUGHT_END = re.compile(rf"(?i)</(?:{_THOUGHT})>|<\|end_of_thought\|>|◁/think▷|\[/think\]")
 _TAG = re.compile(r"(?is).*<answer>(.*?)(?:</answer>|$)")
-_QUOTED = re.compile(r"```\w*\n(?P<block>[^`]*)```|`(?P<line>[^`\n]*)`\.?")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MAX_JOINED_BOXES = 6
@@ -38,7 +37,7 @@ find numbers that are no answer, and take their time."""
 _PROSE_WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
 _MAX_PROSE_WORDS = 3
 """More words than this after "the answer is" are a sentence, to be searched and not to be read as one answer."""
-_FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
+_FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|`+[^`]+`+"
 _NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])-?\.?\d[\d.,]*(?<![.,])"
 _TERM = rf"(?:{_NUMBER}|√\(?\d+\)?|π)"
 _PLAIN = rf"-?\(?{_TERM}(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*"
@@ -140,8 +139,6 @@ def _marked(text: str) -> str | None:
     _, marker, last_line = text.rpartition("####")
     if marker and "\n" not in last_line:  # else it is a heading
         return last_line.strip()
-    if quoted := _QUOTED.fullmatch(text):
-        return (quoted["block"] or quoted["line"] or "").strip()
     return text if _INTEGER.fullmatch(text) else _said_answer(_last_line(text))
 
 

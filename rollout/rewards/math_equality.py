@@ -47,8 +47,8 @@ def is_same(gold: Answer, answer: Answer) -> bool:
             return gold.kind == answer.kind and "".join(gold.parts).split() == "".join(answer.parts).split()
         case ("choice", _):
             return _is_option(gold, answer)
-        case (_, "choice"):
-            return _is_option(answer, gold)
+        case (_, "choice") | ("quantity", "words"):
+            return is_same(answer, gold)
         case ("named", "named"):
             return _is_same_named(gold, answer)
         case ("named", "relation") | ("relation", "named") | ("relation", "relation"):
@@ -77,8 +77,6 @@ def is_same(gold: Answer, answer: Answer) -> bool:
             return bool(gold.parts[0] == answer.parts[0])
         case ("words", "quantity"):
             return bool(gold.parts[0] == answer.parts[0].lower())
-        case ("quantity", "words"):
-            return is_same(answer, gold)
     return False
 
 
@@ -237,16 +235,13 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
     names, other_names = (_names(each.parts[0]) for each in (gold, answer))
     if not _is_equation(gold) and len(names) < 2 and len(other_names) < 2:
         return (names == other_names or not names or not other_names) and _is_same_set(_as_set(gold), _as_set(answer))
-    if not len(sides) == len(other_sides) == 2:
-        return False
-    differences: list[Any] = [value_of(f"({left})-({right})") for left, right in (sides, other_sides)]
-    if None in differences:
+    differences: list[Any] = [value_of("-".join(f"({side})" for side in each)) for each in (sides, other_sides)]
+    if None in differences or not len(sides) == len(other_sides) == 2:
         return False
     if _is_equation(gold):  # x y = 2 is y = 2/x
         differences = [sympy.together(difference).as_numer_denom()[0] for difference in differences]
-    rows = values_at_points(*differences)
-    ratios = [left / right for left, right in rows if right != 0]
-    if not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios) or ratios[0] == 0:
+    ratios = [left / right for left, right in values_at_points(*differences) if right != 0]
+    if 0 in ratios or not ratios or any(abs(ratio - ratios[0]) > abs(ratios[0]) / 10**9 for ratio in ratios):
         return False
     expected = signs[0] if ratios[0].is_positive else _FLIPPED.get(signs[0], signs[0])
     return bool(other_signs[0] == expected)
@@ -267,7 +262,10 @@ def _as_set(answer: Answer) -> Any | None:
                 sets = [_as_set(part) for part in parts]
                 return None if None in sets else _joined(sets, signs)
             case "relation", (sides, signs, _):
-                return _as_conditions(sides, signs).as_set() if len(_names(sides)) < 2 else None
+                values = [value_of(side) if side else sympy.Symbol("x", real=True) for side in sides]
+                pairs = zip(values, [_SYMPY_SIGNS.get(sign, sign) for sign in signs], values[1:], strict=False)
+                conditions = sympy.And(*(sympy.Rel(left, right, sign) for left, sign, right in pairs))
+                return conditions.as_set() if len(_names(sides)) < 2 else None
             case "named", (_, (value,)):
                 return sympy.FiniteSet(value_of(value.parts[0]))
             case "quantity", (formula, _, _):
@@ -292,12 +290,6 @@ def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
     return joined
 
 
-def _as_conditions(sides: Sequence[str], signs: Sequence[str]) -> Any:
-    values = [value_of(side) if side else sympy.Symbol("x", real=True) for side in sides]
-    pairs = zip(values, values[1:], signs, strict=False)
-    return sympy.And(*(sympy.Rel(left, right, _SYMPY_SIGNS.get(sign, sign)) for left, right, sign in pairs))
-
-
 def _is_same_set(gold: Any, answer: Any) -> bool:
     return None not in (gold, answer) and (gold == answer or bool((gold ^ answer).is_empty))
 
@@ -307,9 +299,13 @@ def is_same_formula(gold: str, answer: str) -> bool:
     if gold == answer:
         return True
     left, right = value_of(gold), value_of(answer)
-    if left is None or right is None:
-        return False
-    return is_same_value(left, right, has_decimals="." in gold + answer)
+    if left is None or right is None or left == right:
+        return left is not None and bool(left == right)
+    pairs = values_at_points(left, right)
+    if any(0 in pair and max(map(abs, pair)) < 10**-_TOLERANCE_DIGITS for pair in pairs):  # rounding, or a tiny number
+        return bool((left - right).equals(0))
+    has_decimals = "." in gold + answer
+    return bool(pairs) and all(_is_close(*pair, has_decimals=has_decimals) for pair in pairs)
 
 
 @lru_cache(maxsize=1024)
@@ -340,16 +336,6 @@ def _with_imaginary_unit(formula: str) -> str:
     is_index = re.search(r"_\s*\{?\s*i(?![a-zA-Z])", formula)
     name = next(letter for letter in "kjmnpqrstuvw" if letter not in formula) if is_index else "{I}"
     return re.sub(r"\\[a-zA-Z]+|[a-zA-Z]+", lambda m: m[0] if m[0][0] == "\\" else m[0].replace("i", name), formula)
-
-
-def is_same_value(gold: Any, answer: Any, *, has_decimals: bool) -> bool:
-    """Return whether two sympy expressions are equal wherever both are defined."""
-    if gold == answer:
-        return True
-    pairs = values_at_points(gold, answer)
-    if any(0 in pair and max(map(abs, pair)) < 10**-_TOLERANCE_DIGITS for pair in pairs):  # rounding, or a tiny number
-        return bool((gold - answer).equals(0))
-    return bool(pairs) and all(_is_close(*pair, has_decimals=has_decimals) for pair in pairs)
 
 
 def values_at_points(*expressions: Any) -> list[tuple[Any, ...]]:

@@ -38,13 +38,13 @@ _UNIT_SPELLINGS = (
     (r"\\Omega(?![a-z])", "Ω"),
     (r"\\([%$])", r"\1"),
     (r"\bmph\b", "mi/h"),
+    (r"\bkm?ph\b", "km/h"),
     (rf"{FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
     (r"\bper\b", "/"),
     (r"(?:\b(?:square|sq)\s|平方)\s*(\S+)|(\S+)\s+squared\b", r"\1\2^2"),
     (r"(?:\b(?:cubic|cu)\s|立方)\s*(\S+)|(\S+)\s+cubed\b", r"\1\2^3"),
 )
 _FACTOR = r"\s*(?:(/)|([A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?)\s*"
-_DEGREE = ("degree", 1)
 _HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
 _SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-n" + "0123456789")
 _CHARACTERS = r"""
@@ -160,9 +160,10 @@ class Unit:
 
     def agrees(self, other: Unit) -> bool:
         """Return whether both name the same, as far as both name anything."""
-        mine, theirs = self.known - {_DEGREE}, other.known - {_DEGREE}  # of an angle, of latitude, or Celsius
+        degree = ("degree", 1)  # of an angle, of latitude, or Celsius
+        mine, theirs = self.known - {degree}, other.known - {degree}
         if not mine | self.others or not theirs | other.others:
-            return Unit() in (self, other) or _DEGREE in self.known & other.known
+            return Unit() in (self, other) or degree in self.known & other.known
         return mine == theirs and (self.others <= other.others or other.others <= self.others)
 
 
