@@ -82,16 +82,22 @@ _SHORT_WORDS = re.compile(
 )
 _FONTS = "text mbox hbox mathrm textrm textbf textit textnormal operatorname emph underline"
 _BOLD = "mathbf mathit bm boldsymbol"
-_FONT = re.compile(rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
-_RUN = re.compile(
-    r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
-)
-_TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\.?\s*)+")
+_FONT = rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}"
+_RUN = r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
 _CONJUNCTION = re.compile(r"(\b(?:and|or|to)\b|,)(?! more| less| fewer| greater| higher| above| below)")
 _INNER = r"((?:[^(){}]|\([^()]*\))*)"
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-_MARKUP: list[_Rewriting] = [
+_PHRASES = {
+    "at least|no less than|no fewer than|not less than": r"\ge ",
+    "at most|no more than|not more than": r"\le ",
+    "more than|greater than|larger than|over|above": "> ",
+    "less than|fewer than|smaller than|under|below": "< ",
+    "not|not equal to|anything but|does not equal": r"\ne ",
+    r"about|approximately|approx\.?|around|roughly|nearly": r"\approx ",
+    "|equal to|equals": "=",
+}
+_REWRITINGS: list[_Rewriting] = [
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*|\\(?:text)?color\{\w+\}", ""),
     (r"\\(?:displaystyle|textstyle|limits|therefore)(?![a-zA-Z])", ""),
     (r"(?:US|U\.S\.|NT|HK|[ACS])\s*\\?\$", r"\\$"),
@@ -102,8 +108,7 @@ _MARKUP: list[_Rewriting] = [
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
-]
-_NUMBERS: list[_Rewriting] = [
+    *[(_FONT, lambda m: _as_text(m))] * 2,  # one inside another
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"),
     (r"(\d)\{,\}(?=\d)", r"\1."),
     (r"(\d)\s*[xX]\s*(?=10\s*\^)", r"\1 \\times "),
@@ -115,8 +120,8 @@ _NUMBERS: list[_Rewriting] = [
     (r"(\.\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*\\ldots", lambda m: rf"{m[1]}\overline{{{m[2] or m[3]}}}"),
     (r"(\.\d+)\s*\\ldots", r"\1"),
     (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating_fraction(*m.groups())),
-]
-_FORMULAS: list[_Rewriting] = [
+    (_RUN, lambda m: _as_word(m)),
+    (r"(?:\\text\s*\{[^{}]*\}\.?\s*)+", lambda m: _joined(m)),
     (r"(?<=[\d} ])((?:\\text\{\w+\}|[a-zA-Z]{1,3})\s*/\s*[a-zA-Z]{1,3})(?=\^\{?\d\}?$|$)", lambda m: _as_rate(m[1])),
     (rf"\\sqrt\s*(\[[^\]]*\])?\s*(?:\({_INNER}\)|(\d+(?:\.\d+)?))", lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}"),
     (
@@ -135,19 +140,10 @@ _FORMULAS: list[_Rewriting] = [
     (r"\\p?mod\s*\{?\s*(\d+|[a-z])\s*\}?", r"\\pmod{\1}"),
     (r"(?i)^\\text\{(?:(?:all|any|the) )?real(?:s| numbers?)\}\s*$", r"\\mathbb{R}"),
     (r"(?i)^\\text\{(?:no (?:real )?solutions?|(?:the )?empty set|无解|空集)\}\s*$", r"\\emptyset"),
-]
-_PHRASES = {
-    "at least|no less than|no fewer than|not less than": r"\ge ",
-    "at most|no more than|not more than": r"\le ",
-    "more than|greater than|larger than|over|above": "> ",
-    "less than|fewer than|smaller than|under|below": "< ",
-    "not|not equal to|anything but|does not equal": r"\ne ",
-    r"about|approximately|approx\.?|around|roughly|nearly": r"\approx ",
-    "|equal to|equals": "=",
-}
-_FORMULAS += [
-    (rf"(?<!\()\\text\{{\s*(?:(?:is|are|be)\b\s*)?(?:{words})\s*\}}", sign.replace("\\", r"\\"))
-    for words, sign in _PHRASES.items()
+    *(
+        (rf"(?<!\()\\text\{{\s*(?:(?:is|are|be)\b\s*)?(?:{words})\s*\}}", sign.replace("\\", r"\\"))
+        for words, sign in _PHRASES.items()
+    ),
 ]
 
 
@@ -174,18 +170,9 @@ def spelled(content: str) -> str:
     content = re.sub("[¼-¾⅐-⅞]", _latex_fraction, content)
     content = re.sub("[ℝℤℕℚℂ]", lambda match: rf"\mathbb{{{unicodedata.normalize('NFKC', match[0])}}}", content)
     content = unicodedata.normalize("NFKC", content).translate(_CHARACTER)
-    content = _rewritten(content, _MARKUP)
-    for _ in range(2):  # one inside another
-        content = _FONT.sub(_as_text, content)
-    content = _RUN.sub(_as_word, _rewritten(content, _NUMBERS))
-    content = _rewritten(_TEXTS.sub(_joined, content), _FORMULAS)
-    return " ".join(content.split()).rstrip(". ")
-
-
-def _rewritten(content: str, rewritings: list[_Rewriting]) -> str:
-    for pattern, replacement in rewritings:
+    for pattern, replacement in _REWRITINGS:
         content = re.sub(pattern, replacement, content)
-    return content
+    return " ".join(content.split()).rstrip(". ")
 
 
 def _as_text(match: re.Match[str]) -> str:
