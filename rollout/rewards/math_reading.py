@@ -148,7 +148,7 @@ def _congruence(text: str) -> Answer | None:
     match = re.fullmatch(r"(?:([^=<>]*?)\s*(?:\\equiv|=))?\s*(.*?),?\s*\\pmod\{([^{}]+)\}", text)
     if match is None:
         return None
-    name, residue, modulus = match[1], match[2], match[3]
+    name, residue, modulus = match.groups()
     if re.fullmatch(r"-?\d{1,15}", residue) and re.fullmatch(r"[1-9]\d{0,14}", modulus):
         residue = str(int(residue) % int(modulus))
     return Answer("congruence", (residue, modulus, name or None))
@@ -312,10 +312,6 @@ def _formula(text: str) -> str | None:
     """Return a formula in which a number has one spelling; None where not all of it is known."""
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
-    elif mixed := re.fullmatch(r"(-?\d+) (\d+)/(\d+)", text):
-        text = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
-    elif power := re.fullmatch(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)", text):
-        text = rf"{power[1]} \times 10^{{{power[2]}}}"
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"([\d)])\s*\((?=\s*-?\d+\s*\))", r"\1\\cdot (", text)
     return text if _KNOWN.fullmatch(text) and not _ADJACENT.search(text) else None

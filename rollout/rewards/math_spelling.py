@@ -112,6 +112,8 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"),
     (r"(\d)\{,\}(?=\d)", r"\1."),
     (r"(\d)\s*[xX]\s*(?=10\s*\^)", r"\1 \\times "),
+    (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
+    (r"(?<![\d.,])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),
     (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
     (r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
     (r"\\(?:dot|bar)\s*\{?(\d+)\}?", r"\\overline{\1}"),
@@ -233,7 +235,7 @@ def unit_of(text: str) -> Unit | None:
     r"""Return the unit in a spelled text such as "\text{m/s}^{2}", None where it is none."""
     for pattern, plain in _UNIT_SPELLINGS:
         text = re.sub(pattern, plain, text)
-    if _TURNING.search(text) or not re.fullmatch(f"(?:{_FACTOR})*", text.strip()):
+    if _TURNING.search(text) or re.sub(_FACTOR, "", text).strip():
         return None
     exponents: dict[str, int] = {}
     sign = 1

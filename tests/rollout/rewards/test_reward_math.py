@@ -164,6 +164,21 @@ def test_a_text_without_an_answer_is_unparsable(text: str) -> None:
         math_reward(prompt("\\boxed{42}"), text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{5\\text{" + "a" * 1_500 + ";}}",
+        "\\boxed{5\\text{" + "a b  " * 300 + ";}}",
+        "\\boxed{5" + "b " * 500 + "!}",
+        "\\boxed{" + "]a,b[" * 300 + "}",
+        "`" * 5_000,
+        "<answer>" * 5_000,
+    ],
+)
+def test_a_text_on_which_a_pattern_could_try_every_split_is_judged(text: str) -> None:
+    assert not is_right("5\\text{ m}", text)
+
+
 def test_any_of_several_solutions_will_do() -> None:
     assert math_reward(prompt("\\boxed{1}", "\\boxed{2}"), "\\boxed{2}") == 1.0
     assert math_reward(prompt("\\boxed{1}", "\\boxed{\\frac{1}{2}}"), "\\boxed{0.5}") == 1.0
