@@ -1,4 +1,4 @@
-r"""The shipped reward: is the final answer of a completion equal to one of the prompt's solutions? Runs in a worker.
+r"""The shipped reward: is the final answer of a completion equal to one of the prompt's solutions?
 
 This module finds the answer in the text, with strings only and in linear time, so that it is safe in any process.
 math_spelling.py gives the answer one spelling, math_reading.py reads it into a structure, and math_equality.py compares
@@ -30,7 +30,6 @@ _MAX_JOINED_BOXES = 6
 _BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\text\{\s*)?(?:and|or)?\s*\}?[\s$]*(?:[a-z](?:_\{?\d\}?)?\s*=\s*)?")
 _MAX_CHARS_BETWEEN_BOXES = 40
 _ANSWER_IS = re.compile(r"(?i)(?:\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])|答案?\s*(?:是|为|[:：]))[\s*:：}]*")
-_AFTER_ANSWER = "I hope it is correct"
 _TAIL_CHARS = 1_000
 """Without a mark only this much of the end of a text is searched: regular expressions over a whole chain of thought
 find numbers that are no answer, and take their time."""
@@ -45,7 +44,6 @@ _CANDIDATE = re.compile(rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FOR
 _NOT_SO = re.compile(r"(?i)(?:\b(?:not|least|most|than|above|below|over|under|except|isn't)|[<>≠≤≥])\s*[\s*$]*$")
 _NEGATION = re.compile(r"(?i)\b(?:not|cannot|never)\b|n't\b")
 _LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
-_SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n")
 
 
 class UnparsableAnswerError(ValueError):
@@ -147,7 +145,7 @@ def _said_answer(line: str) -> str | None:
     _, *said = _ANSWER_IS.split(line)
     if not said:
         return None
-    answer = said[-1].strip(" .*。").removesuffix(_AFTER_ANSWER).strip(" .*。").strip("$`")
+    answer = said[-1].strip(" .*。").removesuffix("I hope it is correct").strip(" .*。").strip("$`")
     if answer.startswith("not "):
         return ""
     num_words = len(_PROSE_WORD.findall(answer))
@@ -196,10 +194,8 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
     any."""
     text = text.strip()[-_TAIL_CHARS:]
     if is_choice:
-        sentence = _SENTENCE_END.split(text.rstrip(" .*"))[-1]
+        sentence = re.split(r"(?<=[.!?:])\s+|\n", text.rstrip(" .*"))[-1]
         letters = set(_LETTER.findall(sentence))
         return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
     found = list(_CANDIDATE.finditer(text))
-    if not found or _NOT_SO.search(text[: found[-1].start()]):
-        return ""
-    return found[-1].group().strip()
+    return found[-1].group().strip() if found and not _NOT_SO.search(text[: found[-1].start()]) else ""

@@ -1,9 +1,8 @@
 r"""Whether two answers that were read are the same answer. The parser of formulas is math-verify's.
 
 Structures of different kinds are equal only by a rule written here. An answer may leave out what the question settles:
-a unit, a base, the half of the day, the name of a value. Formulas are compared by numbers, relative to their size:
-constants by their value, formulas with variables at a few points. A decimal is equal to what rounds to it at 6 places,
-as in math-verify.
+a unit, a base, the half of the day, the name of a value. Formulas are compared by numbers: constants by their value,
+formulas with variables at a few points, and a decimal is equal to what rounds to it at 6 places.
 """
 
 from __future__ import annotations
@@ -73,10 +72,8 @@ def is_same(gold: Answer, answer: Answer) -> bool:
             return _is_same_ratio(gold, answer)
         case ("series", "series"):
             return all(map(_are_same, _simplified(gold), _simplified(answer)))
-        case ("based" | "congruence", "quantity") | ("quantity", "congruence"):
-            return bool(gold.parts[0] == answer.parts[0])
-        case ("words", "quantity"):
-            return bool(gold.parts[0] == answer.parts[0].lower())
+        case ("based" | "congruence" | "words", "quantity") | ("quantity", "congruence"):
+            return bool(gold.parts[0].lower() == answer.parts[0].lower())
     return False
 
 

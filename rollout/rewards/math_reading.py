@@ -252,7 +252,7 @@ def _bracketed(text: str) -> Answer | None:
     parts, _ = split(content, _ITEM_SIGN)
     if not parts:  # (1, 2) \\cup (3, 4) begins and ends with brackets that are no pair
         return None
-    if brackets == "{}" and (len(parts) == 1 and "\\" not in opening[0]):
+    if brackets == "{}" and len(parts) == 1 and "\\" not in opening[0]:
         return _read(content)
     return _combined(brackets, parts, "and") if content.strip() else Answer("sets", ((r"\emptyset",), ()))
 
