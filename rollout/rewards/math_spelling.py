@@ -107,6 +107,7 @@ _REWRITINGS: list[_Rewriting] = [
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
+    (r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}]*)\}", r"\1\\text{\2}"),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
     *[(_FONT, lambda m: _as_text(m))] * 2,  # one inside another
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"),
