@@ -116,7 +116,7 @@ class MLflowSink:
         try:
             self._client = mlflow.MlflowClient(uri)
             self._run_id = self._open(runs.get("mlflow"), uri, experiment, name)
-        except mlflow.MlflowException as error:
+        except (mlflow.MlflowException, ImportError) as error:  # a database needs more packages than a server
             why = without_password(first_line(error))
             raise TrackerError(
                 f"monitor.mlflow_uri={without_password(uri)}: {why}; start the server, or correct the "

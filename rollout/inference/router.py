@@ -348,7 +348,7 @@ class Router:
                 await member.generator.health()
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
             late = f"{NO_ANSWER} within generator.health_timeout_seconds={self._timeout:g}"
-            self._lose(member, late if limit.expired() else repr(e))
+            self._lose(member, late if limit.expired() else str(e) or repr(e))
 
     def _lose(self, member: _Member, why: str) -> None:
         """Mark a generator as lost; its requests continue elsewhere."""
@@ -380,7 +380,7 @@ class Router:
             except ValueError:
                 raise
             except Exception as e:  # noqa: BLE001 (a generator that missed an update must not sample on)
-                self._lose(member, repr(e))
+                self._lose(member, str(e) or repr(e))
                 return None
 
         members = self._alive()

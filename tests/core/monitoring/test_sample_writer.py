@@ -37,7 +37,7 @@ def test_everyone_who_waits_for_samples_waits_until_they_are_written(tmp_path: P
     async def run() -> list[int]:
         writer = SampleWriter(settings(tmp_path), decode)
         writer.begin(0)
-        await writer.write([[trajectory()]], np.array([0]), step=1)
+        await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
         cancelled, *waiting = [asyncio.create_task(writer.written()) for _ in range(3)]
         notable = asyncio.create_task(writer.notable())
         await asyncio.sleep(0.05)
@@ -61,7 +61,7 @@ def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tm
     async def run() -> None:
         writer = SampleWriter(settings(tmp_path), decode)
         writer.begin(0)
-        await writer.write([[trajectory()]], np.array([0]), step=1)
+        await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
         found = await asyncio.gather(writer.written(), writer.written(), return_exceptions=True)
         assert [str(error) for error in found] == ["no space left"] * 2
         await writer.close()

@@ -72,7 +72,7 @@ def make_prompt(epoch: int = 0, index: int = 3) -> Prompt:
 
 
 def test_a_group_is_sampled_decoded_scored_and_kept_in_sample_order(tokenizer: PreTrainedTokenizerFast) -> None:
-    generator = ScriptedGenerator([42, 0], [41, 0], [1, 42])
+    generator = ScriptedGenerator([42, 0], [41, 0], [42])
 
     async def main() -> None:
         async with RewardPool("math", num_workers=1) as pool:
