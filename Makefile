@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test quick mutants nightly lint setup clean
+.PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint setup clean
 
 help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 9 minutes)"
@@ -42,8 +42,23 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 	$(BIN)/python -m tools.mutants --changed main
 
-nightly: $(STAMP)
-	$(BIN)/python -m tools.nightly
+# All parts run with `make -k nightly`, also after one has failed. A layout has up to eight ranks.
+nightly: nightly-layouts nightly-fresh nightly-sglang nightly-chaos mutants
+
+nightly-layouts: $(STAMP)
+	$(BIN)/python -m pytest -m nightly -n 1 --dist loadfile
+
+nightly-fresh: $(STAMP)
+	SLIPSTREAM_TEST_FRESH=1 $(BIN)/python -m pytest -n 0 tests/core/experiments tests/core/processes/test_attempts.py \
+		tests/core/recovery
+
+nightly-sglang: $(STAMP)
+	@test -n "$$SLIPSTREAM_SGLANG_ENV" || { echo "left out: SLIPSTREAM_SGLANG_ENV is not set"; exit 0; }; \
+	$(BIN)/python -m pytest -n 0 tests/rollout/inference/sglang tests/core/experiments/test_ppo_sglang.py \
+		tests/tools/test_eval_sglang.py
+
+nightly-chaos: $(STAMP)
+	$(BIN)/python -m tools.chaos --kills 50 --seed 7
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -106,7 +106,7 @@ ORDER = {
         "scratch_model setup_cluster loss demo",
         "curves eval samples timeline",
         "convert mutants conformance",
-        "chaos bench nightly",
+        "chaos bench",
     ),
     "tools.bench": ("figure reward workflow trl", "cpu", "data", "gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers widths", "experts long models push trl"),

@@ -10,10 +10,21 @@ from typing import Any
 import psutil
 import pytest
 
-from tools.mutants import __main__ as command
-from tools.mutants.catalogue import CatalogueError, Mutant, load, select
-from tools.mutants.changed import changed_files, mirror_of, mutate
-from tools.mutants.trial import TestRun, Verdict, copy_tree, run_tests, try_mutant
+from tools.mutants import (
+    CatalogueError,
+    Mutant,
+    TestRun,
+    Verdict,
+    changed_files,
+    copy_tree,
+    load,
+    mirror_of,
+    mutate,
+    report,
+    run_tests,
+    select,
+    try_mutant,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "def half(n):\n    return n // 2\n"
@@ -121,7 +132,7 @@ def test_skipped_tests_have_not_passed() -> None:
 def test_survivors_and_a_low_score_fail(
     outcomes: list[Any], code: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.report([Verdict(mutant=mutant(), outcome=outcome) for outcome in outcomes]) == code
+    assert report([Verdict(mutant=mutant(), outcome=outcome) for outcome in outcomes]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 

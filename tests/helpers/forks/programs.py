@@ -14,10 +14,11 @@ from typing import IO, Any
 
 from helpers.forks.server import ForkedProgram, start_program
 from rollout.inference.gpus import query_gpus
-from tools.nightly import FRESH
 
 Program = ForkedProgram | subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[3]
+FRESH = "SLIPSTREAM_TEST_FRESH"
+"""Set: start whole runs in new interpreters, not as forks of one that has imported the libraries."""
 
 LIBRARIES = (
     "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
