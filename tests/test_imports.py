@@ -104,8 +104,9 @@ ORDER = {
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo",
-        "curves eval samples timeline",
-        "convert mutants conformance",
+        "curves convert samples timeline",
+        "eval",
+        "mutants conformance",
         "chaos bench",
     ),
     "tools.bench": ("figure reward workflow trl", "cpu", "data", "gpu", "__main__"),
@@ -129,11 +130,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",
         "tools.curves": "torch transformers",
-        "tools.demo.__main__": "transformers",
         "tools.demo.data": "tokenizers torch transformers",
-        "tools.demo.run": "rollout.inference.embedded.generator torch transformers",
+        "tools.demo.__main__": "rollout.inference.embedded.generator torch transformers",
         "tools.eval.__main__": "tools.eval.run tools.eval.settings",
-        "tools.loss.__main__": "tools.loss.result",
+        "tools.loss.__main__": "tools.loss.compute",
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {

@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,18 +33,32 @@ from model_specs.hf_config import read_config
 from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
 from tools.arguments import program
-from tools.eval.engines import ENGINE_NAMES, default_engine, engine_folders
-
-if not __package__:  # run by its path: the project's folder is not where Python looks for modules
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
     from mcore_adapter.parallel import ParallelState
+
+ENGINE_NAMES = "actor or critic of a PPO run, default of an SFT or DPO run"
+"""What users can choose from, for help texts."""
+CRITIC = "critic"
+_PREFERRED = "actor"
+
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _METADATA_BYTES = 1 << 20
 _METADATA_BYTES_PER_CHUNK = 2 << 10
 """What there is beside tensors and tokenizer, roughly."""
+
+
+def engine_folders(checkpoint: Path) -> dict[str, Path]:
+    """Return name -> folder of the engines of a recover checkpoint; empty for any other folder."""
+    return {path.parent.name: path.parent for path in sorted(checkpoint.glob("*/metadata.json"))}
+
+
+def default_engine(engines: Mapping[str, Path]) -> str | None:
+    """Return the only engine, or the actor of several. None: there is no engine, or no actor among several."""
+    if len(engines) == 1:
+        return next(iter(engines))
+    return _PREFERRED if _PREFERRED in engines else None
 
 
 class _DifferentError(Exception):

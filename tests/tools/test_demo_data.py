@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import RIGHT, WRONG, math_reward
-from tools.demo.__main__ import MARKER, empty, make_parser, ppo_changes
+from tools.demo.__main__ import MARKER, DemoError, answers, empty, first_at_least, make_parser, ppo_changes
 from tools.demo.data import NUM_HELD_OUT, DemoFiles, answer_of, make_demo_data, save_model
 from tools.demo.plot import moving_mean
-from tools.demo.run import DemoError, answers, first_at_least
 
 ROOT = Path(__file__).resolve().parents[2]
 

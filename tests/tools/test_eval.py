@@ -116,7 +116,7 @@ def test_sets_that_are_answered_together_get_the_answers_that_they_get_alone(
     assert by_name(both / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
     assert by_name(both / "more.jsonl") == by_name(tmp_path / "alone" / "more.jsonl")
     assert [row["dataset"] for row in json.loads((both / "results.json").read_text())["results"]] == ["sums", "more"]
-    lines = [record.getMessage() for record in caplog.records if record.name == "tools.eval.meter"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "tools.eval.run"]
     assert lines[-1].startswith(f"all sets: {17 * 13}/{17 * 13} answers, ") and " tokens/s, " in lines[-1]
     assert any(line.startswith("more: 51/51 answers, ") for line in lines)
 

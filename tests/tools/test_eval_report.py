@@ -17,8 +17,7 @@ from rollout.answer_file import Answer
 from rollout.evaluation import EvaluationPlan
 from rollout.types import Prompt, SamplingParams
 from tools.eval.__main__ import BAD_INPUT, main
-from tools.eval.comparable import setting_differences
-from tools.eval.compare import _resampled_means, compare
+from tools.eval.compare import _resampled_means, compare, setting_differences
 from tools.eval.report import pass_at_k, summarise, text_table, unjudged_line
 from tools.eval.run import _answer_all
 

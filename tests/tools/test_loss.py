@@ -19,7 +19,7 @@ from helpers.batches import algorithm, batch_of, by_answer
 from mcore_adapter.data.batch import PackedBatch
 from tools.conformance.golden import one_token
 from tools.loss.__main__ import main
-from tools.loss.result import compute
+from tools.loss.compute import compute
 
 
 def test_cispo_clips_ratios_at_one_plus_the_upper_and_one_minus_the_lower_bound() -> None:

@@ -1,7 +1,8 @@
-"""The cases that were compared with the functions of other projects, and what the code that trains makes of them."""
+"""The random cases that were compared with other projects, and what the code that trains makes of them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,13 +10,66 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from core.algorithms.dpo import DPO
-from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import weigh_tokens
-from mcore_adapter.models.forward import ModelOutput
-from tools.conformance.batches import LONGEST, Batch, to_case
-from tools.loss.result import compute
+from tools.loss.compute import compute
+
+GROUP_SIZE = 4
+NUM_GROUPS = 2
+SEEDS = (1, 2, 3)
+LONGEST = 7
+NUM_DEMONSTRATIONS = GROUP_SIZE
+"""The last sequences of a batch, for algorithms that mix demonstrations and rollouts."""
+KINDS = ("usual", "all_trained", "one_masked", "no_advantages")
+"""usual: some tokens in between are not trained; all_trained: all are; one_masked: a whole sequence is not trained;
+no_advantages: as usual, and all advantages are 0."""
+
+Batch = Mapping[str, Any]
+
+
+def make_batch(kind: str, seed: int) -> Batch:
+    """Draw lists [B, T] of log-probabilities, values, advantages and the mask, and lists [B] of lens, rewards, group.
+
+    Ratios reach from about 0.1 to 10, on both sides of every bound; padding is 0 everywhere."""
+    rng = random.Random(seed)
+    lens = [LONGEST, *(rng.randint(2, LONGEST) for _ in range(GROUP_SIZE * NUM_GROUPS - 1))]
+    rows: dict[str, list[list[float]]] = {}
+
+    def fill(name: str, values: list[list[float]]) -> None:
+        rows[name] = [row + [0.0] * (LONGEST - len(row)) for row in values]
+
+    def near(values: list[list[float]], spread: float) -> list[list[float]]:
+        return [[min(x + rng.gauss(0.0, spread), -0.01) for x in row] for row in values]
+
+    rollout = [[-0.2 - 2.5 * rng.random() for _ in range(n)] for n in lens]
+    old = near(rollout, 0.5)
+    fill("rollout_logprobs", rollout)
+    fill("old_logprobs", old)
+    fill("logprobs", near(old, 0.8))
+    fill("ref_logprobs", near(old, 0.5))
+    fill("values", [[rng.gauss(0.0, 1.0) for _ in range(n)] for n in lens])
+    fill("mask", [[1.0] * n for n in lens])
+    if kind in ("usual", "no_advantages"):
+        for row, n in zip(rows["mask"], lens, strict=True):
+            row[rng.randrange(n - 1)] = 0.0  # never the last token, which carries the reward
+    if kind == "one_masked":
+        rows["mask"][3] = [0.0] * LONGEST
+    advantages = [0.0 if kind == "no_advantages" else rng.gauss(0.0, 1.5) for _ in lens]
+    rows["advantages"] = [[a * m for m in row] for a, row in zip(advantages, rows["mask"], strict=True)]
+    rewards = [round(rng.random() + i % 2, 3) for i in range(len(lens))]
+    return {**rows, "lens": lens, "rewards": rewards, "group": [i // GROUP_SIZE for i in range(len(lens))]}
+
+
+def to_case(batch: Batch, algorithm: str, settings: Mapping[str, Any], fields: frozenset[str]) -> dict[str, Any]:
+    """Turn a batch into the input of `python -m tools.loss`, with these lists of each token and no others."""
+    sequences = []
+    for i, n in enumerate(batch["lens"]):
+        sequence = {name: batch[name][i][:n] for name in ("logprobs", "mask", *sorted(fields - {"advantages"}))}
+        if "advantages" in fields:
+            sequence["advantage"] = batch["advantages"][i][:n]
+        if algorithm in ("mix", "chord") and i >= len(batch["lens"]) - NUM_DEMONSTRATIONS:
+            sequence["demonstration"] = True
+        sequences.append({**sequence, "reward": batch["rewards"][i], "group": batch["group"][i]})
+    return {"algorithm": algorithm, "settings": dict(settings), "sequences": sequences}
+
 
 Quantity = Literal["advantages", "loss", "weights", "preferences"]
 Result = dict[str, Tensor]
@@ -23,8 +77,9 @@ NEEDS: Mapping[Quantity, frozenset[str]] = {
     "advantages": frozenset(),
     "loss": frozenset({"old_logprobs", "advantages"}),
     "weights": frozenset({"old_logprobs", "rollout_logprobs", "advantages"}),
+    "preferences": frozenset({"ref_logprobs"}),
 }
-"""Fields that a case of `python -m tools.loss` needs; preferences are computed by the objective itself."""
+"""Fields that a case of `python -m tools.loss` needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,48 +177,22 @@ CASES = (
     weights("opsm 0.1", {"correction": "none", "opsm_threshold": 0.1}),
     preferences("dpo, beta 0.1", {}),
     preferences("dpo, label_smoothing=0.1", {"label_smoothing": 0.1}),
-    preferences("ipo, beta 0.1", {"kind": "ipo"}),
+    preferences("ipo, beta 0.1", {"loss": "ipo"}),
 )
 
 
 def ours(case: Case, batch: Batch) -> Result:
     """Compute a case with the code that trains. Values of tokens are [B, T]."""
-    if case.quantity == "preferences":
-        return compare_pairs(DPO(**case.settings), batch)
+    if case.quantity == "preferences":  # sequences 0, 2, ... are chosen, each over the one behind it
+        count = len(batch["lens"])
+        batch = {**batch, "group": [i // 2 for i in range(count)], "rewards": [1 - i % 2 for i in range(count)]}
     out = compute(to_case(batch, case.algorithm, case.settings, NEEDS[case.quantity] | case.fields))
-    if case.quantity == "loss":
+    if case.quantity in ("loss", "preferences"):
         return {"loss": torch.tensor(out["loss"], dtype=torch.float64), "grads": padded(out["grads"], batch)}
     if case.quantity == "weights":
         return {"weights": padded(out["weights"], batch)}
     rows = [a if isinstance(a, list) else [a] * n for a, n in zip(out["advantages"], batch["lens"], strict=True)]
     return {"advantages": padded(rows, batch)}
-
-
-def compare_pairs(objective: DPO, batch: Batch) -> Result:
-    """Compute the loss of pairs: sequences 0, 2, ... are chosen, each over the one behind it. All tokens are
-    trained."""
-    lens = torch.tensor([n + 1 for n in batch["lens"]])  # each behind one prompt token
-    mask = torch.ones(int(lens.sum()), dtype=torch.bool)
-    mask[lens.cumsum(0) - lens] = False
-
-    def flat(name: str) -> Tensor:
-        return torch.cat([torch.tensor([0.0, *batch[name][i][:n]]).double() for i, n in enumerate(batch["lens"])])
-
-    numbers = torch.tensor([(i // 2 + 1) * (-1 if i % 2 else 1) for i in range(len(lens))])
-    packed = PackedBatch(
-        token_ids=torch.zeros(len(mask), dtype=torch.long),
-        cu_seqlens=torch.cat((lens.new_zeros(1), lens.cumsum(0))),
-        loss_mask=mask,
-        fields={PAIR: numbers.repeat_interleave(lens), "ref_logprobs": flat("ref_logprobs")},
-    )
-    weighed, divisors = weigh_tokens(packed, objective.token_weights)
-    logprobs = flat("logprobs").requires_grad_()
-    sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))
-    loss, _ = objective.loss(ModelOutput(logprobs=logprobs), {**weighed.fields, "loss_mask": mask}, sequences)
-    loss = loss / divisors.loss
-    (grad,) = torch.autograd.grad(loss, logprobs)
-    rows = [row[1:].tolist() for row in grad.split(lens.tolist())]
-    return {"loss": loss.detach(), "grads": padded(rows, batch)}
 
 
 def padded(rows: list[list[float]], batch: Batch) -> Tensor:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from tools.conformance.batches import SEEDS, make_batch
-from tools.conformance.cases import CASES, Case, Result, ours
-from tools.loss.result import compute
+from tools.conformance.cases import CASES, SEEDS, Case, Result, make_batch, ours
+from tools.loss.compute import compute
 
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text())
 P_OLD = 0.3

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.conformance.batches import make_batch, to_case
-from tools.loss.result import compute
+from tools.conformance.cases import make_batch, to_case
+from tools.loss.compute import compute
 
 STEP = 1e-6
 TOLERANCE = 1e-7

@@ -24,8 +24,8 @@ from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.arguments import is_installed
 from rollout.types import Generator
+from tools.convert import CRITIC, ENGINE_NAMES, default_engine, engine_folders
 from tools.eval.data import EvalError, EvalFailure
-from tools.eval.engines import CRITIC, ENGINE_NAMES, default_engine, engine_folders
 
 logger = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case = json.loads(_read(options.case, options.from_run, options.step))
         if not isinstance(case, dict):
             raise ValueError("the input must be a JSON object with algorithm, settings and sequences")
-        from tools.loss.result import compute
+        from tools.loss.compute import compute
 
         result = compute(case)
     except (OSError, ValueError) as error:

@@ -13,8 +13,7 @@ from core.algorithms.build import algorithm_settings
 from core.checks.facts import unused_keys
 from core.config.algorithm import AlgorithmSettings
 from core.config.presets import PRESETS
-from tools.loss.case import Tokens
-from tools.loss.result import case_config, compute
+from tools.loss.compute import Tokens, case_config, compute
 
 OTHERS: Mapping[str, tuple[object, ...]] = {
     "kl_ctl": (0.3,),
