@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from core.algorithms.base import FIELDS
+from core.algorithms.base import FIELDS, Objective
 from core.algorithms.build import build_algorithm
 from core.algorithms.corrections import correction_weights
 from core.algorithms.dpo import DPO
@@ -175,8 +175,7 @@ def compute_pairs(case: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
     try:
         settings = DPOHyperparameters.model_validate(case.get("settings", {}))
     except ValidationError as error:
-        lines = [f"settings: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from None
+        raise _refused(error) from None
     objective = DPO(beta=settings.beta, kind=settings.loss, label_smoothing=settings.label_smoothing)
     lens = torch.tensor(tokens.lens) + 1
     packed = PackedBatch(
@@ -191,21 +190,12 @@ def compute_pairs(case: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
     for i in range(packed.num_sequences):
         if not packed.select([i]).loss_mask.any():
             raise ValueError(f"sequences[{i}].mask: no token of this answer counts; a pair compares two answers")
-    weighed, divisors = weigh_tokens(packed, objective.token_weights)
-    logprobs = tokens.required("logprobs").requires_grad_()
-    sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))
-    fields = {**weighed.fields, "loss_mask": weighed.loss_mask}
-    loss, metrics = objective.loss(ModelOutput(logprobs=logprobs), fields, sequences)
-    loss = loss / divisors.loss
-    loss.backward()
-    assert logprobs.grad is not None, "the loss depends on the log-probabilities"
-    return {
-        "algorithm": "dpo",
-        "loss": loss.item(),
-        "grads": tokens.cut(logprobs.grad),
-        "metrics": {name: float(value.detach()) / divisors.metrics for name, value in metrics.items()},
-        "token_weights": tokens.cut(weighed.fields["token_weights"] / divisors.loss),
-    }
+    return {"algorithm": "dpo", **_differentiate(objective, packed, tokens)}
+
+
+def _refused(error: ValidationError) -> ValueError:
+    lines = [f"settings: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+    return ValueError("\n".join(lines))
 
 
 def _signed_pairs(tokens: Tokens) -> list[int]:
@@ -252,23 +242,32 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     check_fields(trained_on, packed.num_tokens)
     packed = packed.with_fields(**{**needed, **trained_on, **sampled.given_advantages()})
     packed = tokens.with_demonstrations(packed)
-    weighed, divisors = weigh_tokens(packed, algorithm.token_weights)
+    result = _differentiate(algorithm, packed, tokens)
+    return {
+        "algorithm": config.algorithm_name,
+        "advantages": tokens.advantages(packed.fields["advantages"]),
+        **result,
+        "metrics": figures | result["metrics"],
+    }
+
+
+def _differentiate(objective: Objective, packed: PackedBatch, tokens: Tokens) -> dict[str, Any]:
+    """Return loss, gradients, metrics, correction weights and token weights of a batch."""
+    weighed, divisors = weigh_tokens(packed, objective.token_weights)
     logprobs = tokens.required("logprobs").requires_grad_()
-    entropy = tokens.required("entropy").requires_grad_() if algorithm.needs_entropy else None
+    entropy = tokens.required("entropy").requires_grad_() if objective.needs_entropy else None
     lens = packed.seq_lens
     sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))
     fields = {**weighed.fields, "loss_mask": weighed.loss_mask}
-    loss, metrics = algorithm.loss(ModelOutput(logprobs=logprobs, entropy=entropy), fields, sequences)
+    loss, metrics = objective.loss(ModelOutput(logprobs=logprobs, entropy=entropy), fields, sequences)
     loss = loss / divisors.loss
     loss.backward()
     assert logprobs.grad is not None, "the loss depends on the log-probabilities"
     return {
-        "algorithm": config.algorithm_name,
-        "advantages": tokens.advantages(weighed.fields["advantages"]),
         "loss": loss.item(),
         "grads": tokens.cut(logprobs.grad),
-        "metrics": figures | {name: float(value.detach()) / divisors.metrics for name, value in metrics.items()},
-        "weights": tokens.cut(_correction(algorithm, logprobs.detach(), fields, sequences)),
+        "metrics": {name: float(value.detach()) / divisors.metrics for name, value in metrics.items()},
+        "weights": tokens.cut(_correction(objective, logprobs.detach(), fields, sequences)),
         "token_weights": tokens.cut(weighed.fields["token_weights"] / divisors.loss),
     }
 
@@ -303,20 +302,19 @@ def case_config(case: Mapping[str, Any], tokens: Tokens) -> PPOMATHConfig:
     try:
         config = PPOMATHConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [f"settings: {'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from None
+        raise _refused(error) from None
     if problems := [str(problem) for problem in check_algorithm(config)]:
         raise ValueError("\n".join(problems))
     return config
 
 
-def _correction(algorithm: Any, logprobs: Tensor, fields: Mapping[str, Tensor], sequences: Sequences) -> Tensor:
+def _correction(objective: Objective, logprobs: Tensor, fields: Mapping[str, Tensor], sequences: Sequences) -> Tensor:
     """Compute what corrections multiply the loss of each token by, 0 for tokens that they drop: [T]; 1 for other
     algorithms."""
-    if not isinstance(algorithm, PolicyGradient):
+    if not isinstance(objective, PolicyGradient):
         return fields["loss_mask"].double()
-    terms = policy_terms(ModelOutput(logprobs=logprobs), fields, sequences, algorithm.settings)
-    weight, kept = correction_weights(terms, fields, algorithm.settings)
+    terms = policy_terms(ModelOutput(logprobs=logprobs), fields, sequences, objective.settings)
+    weight, kept = correction_weights(terms, fields, objective.settings)
     return weight * kept
 
 
