@@ -26,6 +26,7 @@ help:
 	@echo "make mutants  break promises and changed lines on purpose and run the tests (docs/testing.md)"
 	@echo "make nightly  what continuous integration leaves out (docs/testing.md)"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   build the documentation as a site in site/, with its links checked"
 	@echo "make setup  only create $(VENV)"
 	@echo "make clean  remove $(VENV) and the demo's output"
 
@@ -65,6 +66,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 setup: $(STAMP)
 
 # A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
@@ -80,4 +84,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs/demo
+	rm -rf $(VENV) runs/demo site

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def test_what_a_document_names_exists(document: str) -> None:
     assert [str(p) for p in places if not list(ROOT.glob(f"{p.resolve().relative_to(ROOT)}*"))] == []
     targets = re.findall(r"(?:^    |`)make ([a-z]+)", text, re.MULTILINE)
     assert [t for t in targets if f"\n{t}:" not in (ROOT / "Makefile").read_text()] == []
+
+
+def test_the_site_of_the_documentation_is_built_and_each_of_its_links_leads_somewhere(tmp_path: Path) -> None:
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(mkdocs, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "configuration" / "index.html").is_file()
 
 
 def test_no_file_has_the_marks_of_a_merge_that_was_not_finished() -> None:
