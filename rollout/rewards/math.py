@@ -20,7 +20,7 @@ WRONG = -1.0
 """Also the score of whatever could not be scored. Right and wrong are +1 and -1, as in the tutorial's task_reward."""
 
 _INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
-_THOUGHT = "think|thinking|thought|reasoning"
+_THOUGHT = r"(?:\w+:)?(?:think|thinking|thought|reason|reasoning|reflection|scratchpad|analysis)"
 _THOUGHT_BEGIN = re.compile(rf"(?i)<(?:{_THOUGHT})>|<\|begin_of_thought\|>|◁think▷|\[think\]")
 _THOUGHT_END = re.compile(rf"(?i)</(?:{_THOUGHT})>|<\|end_of_thought\|>|◁/think▷|\[/think\]")
 _TAG = re.compile(r"(?is).*<answer>(.*?)(?:</answer>|$)")
@@ -37,12 +37,26 @@ _PROSE_WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
 _MAX_PROSE_WORDS = 3
 """More words than this after "the answer is" are a sentence, to be searched and not to be read as one answer."""
 _FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|`+[^`]+`+"
-_NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])-?\.?\d[\d.,]*(?<![.,])"
+_NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])[-+]?\.?\d[\d.,]*(?<![.,])"
 _TERM = rf"(?:{_NUMBER}|√\(?\d+\)?|π)"
-_PLAIN = rf"-?\(?{_TERM}(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*"
-_CANDIDATE = re.compile(rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*|{_PLAIN}(?:\s*\\?%)?")
-_NOT_SO = re.compile(r"(?i)(?:\b(?:not|least|most|than|above|below|over|under|except|isn't)|[<>≠≤≥])\s*[\s*$]*$")
-_NEGATION = re.compile(r"(?i)\b(?:not|cannot|never)\b|n't\b")
+_PLAIN = rf"(?>-?(?:(?<!\w)\()?{_TERM}\)?(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*)"
+_CANDIDATE = re.compile(
+    rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*"
+    rf"|{_PLAIN}(?:(?:,\s+{_PLAIN})*,?\s+(?:and|or|to)\s+{_PLAIN})?(?:\s*\\?%)?"
+)
+_OTHERWISE = re.compile(
+    r"(?i)(?:\b(?:least|most|than|above|below|over|under|except|minus|negative|twice|times|half|root|log|ln|sqrt)"
+    r"(?: about| of)?|[<>≠≤≥+/^×÷·]|!=|\\(?:ne|[lg]e)q?|\\[lg]t)[\s*$]*$"
+)
+"""What makes the number behind it another answer, or part of a formula."""
+_DENIED = re.compile(
+    r"(?i)[\s*$]*(?:\?|(?:is|was|can|could|would|will)(?: not| never|n't)\b|can(?:not|'t)\b|is (?:wrong|false)\b"
+    r"|or (?:more|less|fewer)\b|(?:squared|cubed|hundred|thousand|[mb]illion)\b)"
+)
+"""What stands behind a number that is no answer, or not all of it."""
+_CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|=|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
+_NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
+_FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")
 _LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
 
 
@@ -197,5 +211,11 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
         sentence = re.split(r"(?<=[.!?:])\s+|\n", text.rstrip(" .*"))[-1]
         letters = set(_LETTER.findall(sentence))
         return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
+    if _FORMULA_LINE.fullmatch(line := _last_line(text)):
+        return line
     found = list(_CANDIDATE.finditer(text))
-    return found[-1].group().strip() if found and not _NOT_SO.search(text[: found[-1].start()]) else ""
+    if not found:
+        return ""
+    before, after = text[: found[-1].start()], text[found[-1].end() :]
+    is_denied = _OTHERWISE.search(before) or _NEGATION.search(_CLAUSE.split(before)[-1]) or _DENIED.match(after)
+    return "" if is_denied else found[-1].group().strip()

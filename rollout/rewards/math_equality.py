@@ -94,8 +94,11 @@ def _are_same_in_any_order(gold: Sequence[Answer], answer: Sequence[Answer]) -> 
 def _is_same_quantity(gold: Answer, answer: Answer) -> bool:
     formula, unit, beside = _measured(gold, answer)
     other, other_unit, other_beside = _measured(answer, gold)
-    if beside != other_beside or not unit.agrees(other_unit):
+    ratio = unit.ratio(other_unit)
+    if beside != other_beside or ratio is None:
         return False
+    if ratio != 1:
+        formula = rf"({formula}) \cdot \frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
     # 50 % answers "what percent" as 50 does and "what part" as 1/2 does
     parts = (
         rf"\frac{{{text}}}{{100}}" if is_part else text

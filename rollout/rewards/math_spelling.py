@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 _TABLE = """
 mm millimeter millimetre 毫米; cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里;
@@ -22,11 +23,18 @@ K kelvin; C celsius; F fahrenheit; mol mole; ohm Ω; % percent percentage pct
 """
 UNITS = {name: names.split()[0] for names in _TABLE.split(";") for name in names.split()}
 """What a unit may be called: what it is called here."""
+_IN_SMALLER_UNITS = """
+mm 1/1000 m; cm 1/100 m; km 1000 m; mg 1/1000 g; kg 1000 g; ml 1/1000 l; cent 1/100 dollar; min 60 s; h 3600 s;
+day 86400 s; week 604800 s; ft 12 in; yd 36 in; mi 63360 in; lb 16 oz; yr 12 month
+"""
+_MULTIPLES = {unit: (base, Fraction(size)) for unit, size, base in map(str.split, _IN_SMALLER_UNITS.split(";"))}
 _TURNING = re.compile(
     r"(?i)\b(?:not?|never|none|neither|nor|isn't|cannot|false|wrong|incorrect|impossible|excluded|except|but|is|are|was|be|or"
     r"|and|if|unless|without|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above|below|over|under|minimum"
     r"|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million|billion|dozen|factorial|squared|cubed"
-    r"|mod|modulo|base|to|from|between|through|until|before|after)\b"
+    r"|mod|modulo|base|to|from|between|through|until|before|after|too|high|low|higher|lower|fail(?:s|ed)?|reject(?:s|ed)?"
+    r"|invalid|extraneous|unlikely|bogus|untrue|error|mistaken?|absurd|ruled|out|thirds|quarters|halves"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b|n't\b"
 )
 FILLING = r"\b(?:an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
 _UNIT_SPELLINGS = (
@@ -86,6 +94,13 @@ _FONT = rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{
 _RUN = r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
 _CONJUNCTION = re.compile(r"(\b(?:and|or|to)\b|,)(?! more| less| fewer| greater| higher| above| below)")
 _INNER = r"((?:[^(){}]|\([^()]*\))*)"
+_UP_TO_19 = """
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
+nineteen
+"""
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_COUNTS = dict(zip(_UP_TO_19.split() + _TENS, [*range(20), *range(20, 100, 10)], strict=True))
+_COUNT = "|".join(_COUNTS)
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 _PHRASES = {
@@ -104,6 +119,13 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(\d)(?:\\[,; ]|~)\s*([mgLshNJWV])(?![a-zA-Z])", r"\1\\text{\2}"),
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
+    (
+        rf"(?i)^\s*((?:\\(?:text\w*|mathrm|mbox)\s*\{{)?)\s*(?:({'|'.join(_TENS)})[ -])?({_COUNT})"
+        rf"(?![\w-]| (?:{_COUNT}|point)\b)",
+        lambda m: f"{sum(_COUNTS[word.lower()] for word in m.groups()[1:] if word)} {m[1]}",
+    ),
+    (r"^\s*=", ""),
+    (r"(?<![\d)])\s*!=", r"\\ne "),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
@@ -152,18 +174,21 @@ _REWRITINGS: list[_Rewriting] = [
 
 @dataclass(frozen=True)
 class Unit:
-    """`known`: exponents of the units in the table; `others`: the remaining words, such as "apple"."""
+    """`known`: exponents of the units in the table, of kilometers as of meters; `size`: meters in a kilometer;
+    `others`: the remaining words, such as "apple"."""
 
     known: frozenset[tuple[str, int]] = frozenset()
     others: frozenset[str] = frozenset()
+    size: Fraction = Fraction(1)
 
-    def agrees(self, other: Unit) -> bool:
-        """Return whether both name the same, as far as both name anything."""
+    def ratio(self, other: Unit) -> Fraction | None:
+        """Return how many of `other` one of this is: 1 where a unit names nothing, None where they differ."""
         degree = ("degree", 1)  # of an angle, of latitude, or Celsius
         mine, theirs = self.known - {degree}, other.known - {degree}
         if not mine | self.others or not theirs | other.others:
-            return Unit() in (self, other) or degree in self.known & other.known
-        return mine == theirs and (self.others <= other.others or other.others <= self.others)
+            return Fraction(1) if Unit() in (self, other) or degree in self.known & other.known else None
+        is_same = mine == theirs and (self.others <= other.others or other.others <= self.others)
+        return self.size / other.size if is_same else None
 
 
 def spelled(content: str) -> str:
@@ -239,16 +264,18 @@ def unit_of(text: str) -> Unit | None:
     if _TURNING.search(text) or re.sub(_FACTOR, "", text).strip():
         return None
     exponents: dict[str, int] = {}
-    sign = 1
+    size, sign = Fraction(1), 1
     for slash, word, power in re.findall(_FACTOR, text):
         if slash:
             sign = -1
         else:
-            name = _name_of(word)
-            exponents[name] = exponents.get(name, 0) + sign * int(power or 1)
+            exponent = sign * int(power or 1)
+            name, multiple = _MULTIPLES.get(_name_of(word), (_name_of(word), 1))
+            exponents[name] = exponents.get(name, 0) + exponent
+            size *= Fraction(multiple) ** exponent
     names = set(UNITS.values())
     known = frozenset((name, power) for name, power in exponents.items() if name in names)
-    return Unit(known, frozenset(name for name in exponents if name not in names))
+    return Unit(known, frozenset(name for name in exponents if name not in names), size)
 
 
 def _name_of(word: str) -> str:
