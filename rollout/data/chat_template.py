@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.data.columns import parsed
@@ -29,6 +31,8 @@ Message = dict[str, Any]
 
 _SECONDS = 10
 """To render one conversation, which takes milliseconds."""
+_BYTES = 2**30
+"""Of memory, to render one conversation."""
 _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
 """Contents that are looked for in rendered text."""
 _MISWRITTEN = re.compile(rf"['\\\\]\"?{_ARGUMENT}")
@@ -37,6 +41,7 @@ _PLACE = "prompt.chat_template"
 _WAY_OUT = f"set {_PLACE} to a jinja file"
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _PIECES = re.compile(rf"{_MARK.pattern}|\s+|[^\s<\[]+|.")
+_JINJA, _QUOTED = re.compile(r"(?s)\{[{%].*?[%}]\}"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _NAMES = ("id", "type", "index")
 """Keys of a tool call that are no part of the answer."""
 
@@ -60,6 +65,7 @@ class ChatTemplate:
         self._ends = [text for token in end_token_ids if (text := str(tokenizer.decode([token])))]
         self._now = datetime.now()
         self._options = {"strftime_now": self._now.strftime, **options}  # one date for all rows
+        _refuse_powers(str(template or tokenizer.chat_template))
         self._calls: Callable[[Message], Message] | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -228,7 +234,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Tools = None, *, place: str, opens: bool = True) -> str:
         try:
-            with _time_limit():
+            with _limits():
                 return str(
                     self._tokenizer.apply_chat_template(
                         list(messages),
@@ -307,9 +313,17 @@ def _calling(message: Message, *, convert: Callable[[Any], Any], empty: str | No
     return {**message, "content": message["content"] or empty, "tool_calls": calls}
 
 
+def _refuse_powers(template: str) -> None:
+    """Raise DatasetError for 9**9**9, which Python computes without a look at signals."""
+    code = "".join(_JINJA.findall(template))
+    if re.search(r"[\w)\]]\s*\*\*", _QUOTED.sub("", code)):
+        raise DatasetError(f"{_PLACE}: the chat template computes a power (**); {_WAY_OUT} that does not")
+
+
 @contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise TimeoutError in a template that does not end. Without effect outside the main thread."""
+def _limits() -> Iterator[None]:
+    """Raise TimeoutError or MemoryError in a template that does not end or fills the memory. Without effect outside the
+    main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -317,11 +331,18 @@ def _time_limit() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it takes more than {_SECONDS} s")
 
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    lowest = min(each for each in (used_bytes + _BYTES, limit, hard_limit) if each != resource.RLIM_INFINITY)
     started, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
     left, _ = signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (lowest, hard_limit))
     try:
         yield
+    except MemoryError:
+        raise MemoryError(f"it takes more than {_BYTES >> 20} MiB of memory") from None
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
         if left:  # of another timer

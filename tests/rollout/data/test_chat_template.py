@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +204,31 @@ def test_a_template_that_changes_the_prompt_when_the_answer_follows_is_refused()
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    started = time.monotonic()
     with pytest.raises(DatasetError, match="does not take it .*: it takes more than 0.2 s"):
         Encoder(tokenizer(endless)).render_prompt("1+1?", place="d:1")
-    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'x' * 9999999999 }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_fills_the_memory_is_stopped(text: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DatasetError, match="does not take it .*: it takes more than 1024 MiB of memory"):
+        Encoder(tokenizer(text)).render_prompt("1+1?", place="d:1")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_a_template_that_computes_powers_is_refused() -> None:
+    for text in ("{{ 9**9**9 }}", "{% set n = 9 %}{{ n ** n ** n }}"):
+        with pytest.raises(DatasetError, match=r"computes a power \(\*\*\); set prompt.chat_template"):
+            Encoder(tokenizer(text))
+    Encoder(tokenizer(CHATML + "**bold** {{ '2**3' }} {{ f(**options) }}"))
 
 
 def test_one_time_is_written_into_all_rows_and_logged(caplog: pytest.LogCaptureFixture) -> None:
