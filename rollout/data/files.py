@@ -12,24 +12,23 @@ import gzip
 import io
 import json
 import lzma
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, cast
+from typing import IO, Any, AnyStr, cast
 
 from model_specs.untrusted import UntrustedFileError, open_regular, parse_json
 from rollout.data.source import DatasetError
 
 _LONGEST_LINE = 2**29
-"""In bytes: of a small compressed file it could be as long as the memory."""
+"""In bytes, also of a cell and of a compressed list: of a small compressed file they could be as long as the memory."""
 _OPENERS: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _COMPRESSED = ("gz", "bz2", "xz", "zst")
-_LONGEST_CELL = min(sys.maxsize, 2**31 - 1)
 _LISTS = ("data", "rows", "examples", "instances", "questions")
 """Keys of a json object that hold the records of a data set."""
 
@@ -93,15 +92,23 @@ def _decompressed(path: Path, file: IO[bytes], start: bytes) -> IO[bytes]:
 
 
 def _read_jsonl(path: Path, file: IO[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+    for number, line in enumerate(_lines(path, file), start=1):
         place = f"{path}:{number}"
-        if len(line) == _LONGEST_LINE:
-            raise DatasetError(f"{place}: a line of more than {_LONGEST_LINE >> 20} MiB; write one row a line")
         if line.strip():
             try:
                 yield Record(place, number, _json_object(line))
             except ValueError as error:
                 raise DatasetError(f"{place}: {error}") from error
+
+
+def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    for number in count(1):
+        line = file.readline(_LONGEST_LINE)
+        if not line:
+            return
+        if len(line) == _LONGEST_LINE:
+            raise DatasetError(f"{path}:{number}: a line of more than {_LONGEST_LINE >> 20} MiB; write one row a line")
+        yield line
 
 
 def _json_object(line: bytes) -> dict[str, Any]:
@@ -118,7 +125,9 @@ def _json_object(line: bytes) -> dict[str, Any]:
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[Record]:
     """Yield the objects of a list, of a list under a key such as "data", or of lines: some name jsonl files .json."""
-    content = file.read()
+    content = file.read(-1 if isinstance(file, io.BufferedReader) else _LONGEST_LINE)
+    if len(content) == _LONGEST_LINE:
+        raise DatasetError(f"{path}: more than {_LONGEST_LINE >> 20} MiB in one list; write jsonl, one row a line")
     try:
         tree = parse_json(content)
     except UnicodeDecodeError as error:
@@ -141,9 +150,9 @@ def _read_json(path: Path, file: IO[bytes]) -> Iterator[Record]:
 
 
 def _read_table(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Record]:
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(_LONGEST_LINE)
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        rows = csv.reader(_lines(path, text), delimiter=delimiter, strict=True)
         try:
             header = next(rows, None)
             if header is None:

@@ -128,11 +128,24 @@ def test_compression_is_found_whatever_the_name(tmp_path: Path, name: str, compr
     assert [row.prompt for row in scan_rows(tmp_path / name)] == ["1+1", "1+2"]
 
 
-def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", '{"question": "%s', ":1: a line of more than 1 MiB; write one row a line"),
+        ("d.csv", "question,answer\n%s,2", ":2: a line of more than 1 MiB; write one row a line"),
+        ("d.csv", "%s", ":1: a line of more than 1 MiB; write one row a line"),
+        ("d.tsv", 'question\tanswer\n"%s', r":\d+: field larger than field limit \(1048576\)"),
+        ("d.json", '[{"question": "%s"}]', ": more than 1 MiB in one list; write jsonl, one row a line"),
+    ],
+)
+def test_a_small_file_of_a_large_row_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
+) -> None:
     monkeypatch.setattr(files, "_LONGEST_LINE", 2**20)
-    (tmp_path / "d.jsonl").write_bytes(gzip.compress(b'{"question": "' + b"1" * 2**21))
-    with pytest.raises(DatasetError, match="d.jsonl:1: a line of more than 1 MiB; write one row a line"):
-        scan_rows(tmp_path / "d.jsonl")
+    filling = "1\n" * 2**20 if name.endswith(".tsv") else "1" * 2**21
+    (tmp_path / name).write_bytes(gzip.compress((content % filling).encode()))
+    with pytest.raises(DatasetError, match=rf"{name}{message}"):
+        scan_rows(tmp_path / name)
 
 
 def test_names_of_columns_are_logged_without_control_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
