@@ -32,9 +32,9 @@ from allocation import AllocationRow
 from core.checks import run_checks
 from core.checks.load import LoadedConfig, load_config
 from core.checks.rules import config_warnings
-from core.config.base import ConfigError, Problem, host_section
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.masking import masked_override
+from core.config.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal

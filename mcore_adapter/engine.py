@@ -42,7 +42,7 @@ from mcore_adapter.models.kernels import computed_by
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.settings import EngineModel
 from model_specs.hf_config import ModelConfig, read_config
 from tracing import span
 
@@ -63,62 +63,58 @@ class Shard:
 
 
 class MegatronEngine:
-    """See the methods. Without `optimizer` the engine is for inference only and holds nothing but weights."""
+    """See the methods. A model that is not trained (`loaded.total_updates` is None) holds nothing but weights."""
 
-    def __init__(
-        self, *, parallel: ParallelState, device: Device, settings: EngineSettings, optimizer: OptimizerSettings | None
-    ) -> None:
-        self._parallel, self._device, self._settings = parallel, device, settings
-        dtype = getattr(torch, settings.dtype)
-        self.model_config: ModelConfig = read_config(settings.hf_path)
-        self._balance = Balance(
-            aux_loss_coeff=settings.moe_aux_loss_coeff, bias_update_rate=settings.moe_bias_update_rate
-        )
+    def __init__(self, loaded: EngineModel, *, parallel: ParallelState, device: Device) -> None:
+        self._parallel, self._device, self._loaded = parallel, device, loaded
+        config, on_gpu = loaded.config, device.torch_device.type != "cpu"
+        dtype: torch.dtype = getattr(torch, config.dtype(on_gpu=on_gpu))
+        recompute, fp8 = config.recompute(on_gpu=on_gpu), config.fp8_recipe
+        self.model_config: ModelConfig = read_config(loaded.path)
+        self._balance = Balance(aux_loss_coeff=config.moe_aux_loss_coeff, bias_update_rate=config.moe_bias_update_rate)
         self._model = build_model(
             self.model_config,
             parallel=parallel,
             device=device,
             dtype=dtype,
-            is_critic=settings.is_critic,
-            recompute="none" if settings.recompute == "auto" else settings.recompute,
+            is_critic=loaded.is_critic,
+            recompute="none" if recompute == "auto" else recompute,
             balance=self._balance,
-            fp8=settings.fp8,
+            fp8=fp8,
         )
         self._fill()
         self._chunks: Sequence[Any] = self._model
         self._plans: dict[tuple[int, Receivers], ExportPlan] = {}  # by the arguments of iter_hf_weights()
         self._optimizer: TrainOptimizer | None = None
         self._recompute: AutoRecompute | None = None
-        overlap = optimizer is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
+        overlap = loaded.total_updates is not None and device.overlaps_communication and parallel.dp_cp_group.size() > 1
         self._memory = MemoryGuard(parallel, device, overlap=overlap)
-        if optimizer is None:
+        if loaded.total_updates is None:
             for chunk in self._model:
                 chunk.requires_grad_(False).eval()
         else:
             if parallel.rank == 0:
-                stacks = device.has_grouped_products and not settings.fp8
-                warn_of_kept_products(
-                    settings.recompute, has_experts=self.model_config.moe is not None, stacks_experts=stacks
-                )
+                stacks = device.has_grouped_products and not fp8
+                warn_of_kept_products(recompute, has_experts=self.model_config.moe is not None, stacks_experts=stacks)
             ddp = wrap_for_training(
                 self._model,
                 overlap=overlap,
-                grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+                grad_reduce_in_fp32=config.grad_reduce_in_fp32,
                 before_reduction=self._memory.all_have_gradients,
             )
             self._chunks = ddp
-            self._optimizer = TrainOptimizer(ddp, optimizer, dtype)
-            if settings.recompute == "auto":
+            self._optimizer = TrainOptimizer(ddp, config.optimizer, dtype, total_updates=loaded.total_updates)
+            if recompute == "auto":
                 self._recompute = AutoRecompute(
                     self._model,
                     self.model_config,
                     parallel=parallel,
                     device=device,
                     itemsize=dtype.itemsize,
-                    is_critic=settings.is_critic,
-                    fp8=settings.fp8 is not None,
-                    limit_gib=settings.recompute_limit_gib,
-                    host_gib=settings.recompute_host_gib,
+                    is_critic=loaded.is_critic,
+                    fp8=fp8 is not None,
+                    limit_gib=config.gradient_checkpointing_limit_gib,
+                    host_gib=config.gradient_checkpointing_host_gib,
                     optimizer=self._optimizer,
                 )
         self._host_copy = HostCopy()
@@ -129,7 +125,7 @@ class MegatronEngine:
             cp_rank=parallel.cp_rank,
             sequence_parallel_size=parallel.layout.tp if self._sequence_parallel else 1,
             sequence_parallel_rank=parallel.tp_rank if self._sequence_parallel else 0,
-            row_multiple=FP8_ROWS[settings.fp8],
+            row_multiple=FP8_ROWS[fp8],
             # Latent attention rotates inside: there is no place to give each shared row its own angle.
             share_prompts=device.shares_prompts and parallel.layout.cp == 1 and self.model_config.mla is None,
             routes=self.model_config.moe is not None,
@@ -146,16 +142,16 @@ class MegatronEngine:
 
     def _fill(self) -> None:
         """Draw the weights, or read them from the Hugging Face folder."""
-        settings = self._settings
-        if settings.init_from_scratch:
-            init_from_scratch(self._model, parallel=self._parallel, seed=settings.seed)
+        loaded = self._loaded
+        if loaded.config.init_from_scratch:
+            init_from_scratch(self._model, parallel=self._parallel, seed=loaded.seed)
             return
         load_hf_weights(
             self._model,
-            settings.hf_path,
+            loaded.path,
             parallel=self._parallel,
-            seed=settings.seed,
-            needs_value_head=not settings.init_critic_from_actor,
+            seed=loaded.seed,
+            needs_value_head=not loaded.config.init_critic_from_actor,
         )
 
     @property
@@ -275,7 +271,7 @@ class MegatronEngine:
         """Return the log-probabilities of the loss_mask tokens (0 elsewhere). A Shard on the ranks that own the result
         (tensor and context parallel rank 0 of the last stage), one for each data-parallel rank; None on the others.
         Limits as in train_step(). Raises StepOutOfMemory."""
-        if self._settings.is_critic:
+        if self._loaded.is_critic:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
             whole(batch),
@@ -289,7 +285,7 @@ class MegatronEngine:
     ) -> Shard | None:
         """Return the critic's values of the states in which the loss_mask tokens were chosen (0 elsewhere); see
         logprobs()."""
-        if not self._settings.is_critic:
+        if not self._loaded.is_critic:
             raise ValueError("this engine holds a language model: it has log-probabilities, no values")
         return self._infer(
             whole(batch), max_tokens_per_mb, max_sequence_tokens, lambda mb, out: self._head(mb, out, 1.0, False).values
@@ -358,7 +354,7 @@ class MegatronEngine:
         ).write_in_background()
 
     def _save_options(self) -> dict[str, Any]:
-        return {"parallel": self._parallel, "tokenizer_from": Path(self._settings.hf_path)}
+        return {"parallel": self._parallel, "tokenizer_from": Path(self._loaded.path)}
 
     def load(self, path: str | Path) -> None:
         """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""
@@ -402,7 +398,7 @@ class MegatronEngine:
     def _head(
         self, microbatch: PackedMicrobatch, output: Tensor, temperature: float, with_entropy: bool
     ) -> ModelOutput:
-        if self._settings.is_critic:
+        if self._loaded.is_critic:
             return value_output(output, microbatch)
         return lm_output(
             output,

@@ -1,9 +1,13 @@
-"""What an engine is made from: plain values that the driver can name without importing megatron."""
+"""The keys of an engine and its optimizer, and the model that an engine loads. The driver names them without importing
+megatron."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from config_schema.needs import equals, fact, refused_without, unlike
+from config_schema.section import Section, key, section
 
 Level = Literal["none", "selective", "qkv", "linear", "offload", "full"]
 """What a layer computes again in the backward pass. none: nothing. selective: the activation function. qkv: also what
@@ -17,53 +21,122 @@ Fp8Recipe = Literal["tensorwise", "blockwise"]
 activations and gradients, 128 x 128 of weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Which model, and how it is held."""
+_GPUS = refused_without("trainer on GPUs")
+_TRAINED = fact("trained model")
+_AUTO = _TRAINED & equals(".gradient_checkpointing", "auto")
+EXPERTS = fact("model with experts")
 
-    hf_path: str
+
+class OptimizerConfig(Section):
+    """Adam and its learning-rate schedule."""
+
+    type: Literal["adam", "empty"] = key("adam", "Optimizer; empty is for models that are not trained")
+    lr: float = key(2e-5, "Learning rate after the warm-up", gt=0)
+    weight_decay: float = key(0.05, "Decoupled weight decay", ge=0)
+    beta1: float = key(0.9, "Adam's decay rate of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "Adam's decay rate of the second moment", ge=0, lt=1)
+    eps: float = key(1e-5, "Adam's epsilon", gt=0)
+    min_lr_ratio: float = key(
+        0.0,
+        "Learning rate at the end of a decay, as a fraction of lr",
+        ge=0,
+        le=1,
+        needs=unlike(".lr_scheduler_type", "constant"),
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
+    warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
+    gradient_clipping: float = key(1.0, "Maximum global gradient norm; 0 disables clipping", ge=0)
+    offload: bool = key(
+        False,
+        "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update",
+        needs=_GPUS,
+    )
+
+
+class EngineConfig(Section):
+    """How a model is initialised, held and trained."""
+
+    init_from_scratch: bool = key(False, "Start from random weights; read only config.json and the tokenizer from path")
+    init_critic_from_actor: bool = key(
+        False, "The path is a language model; initialize a new value head", needs=fact("critic")
+    )
+    gradient_checkpointing: bool | Literal["auto", "selective", "linear"] | None = key(
+        None,
+        "Recompute activations in the backward pass. true: full layers. linear: layers without the core attention. "
+        "selective: activation functions. auto: for each layer the least that fits in memory; on GPUs activations move "
+        "to host memory before full layers are recomputed. null: selective with GPUs, none without GPUs",
+        needs=_TRAINED & fact("layers that it reaches"),
+    )
+    gradient_checkpointing_limit_gib: float | None = key(
+        None,
+        "Memory that the model may use on a device during an update. null: what is free, less 14 %",
+        gt=0,
+        needs=_AUTO,
+    )
+    gradient_checkpointing_host_gib: float | None = key(
+        None,
+        "Host memory that activations of a trainer rank may take. 0: they stay on the GPU. null: 60 % of what is "
+        "available, shared by the ranks of a host",
+        ge=0,
+        needs=_AUTO & fact("trainer on GPUs"),
+    )
+    bf16: bool | None = key(
+        None, "True: bfloat16, False: float32. null: bfloat16 where the trainer computes on GPUs, else float32"
+    )
+    fp8: bool | Fp8Recipe = key(
+        False,
+        "Compute matrix products of the layers in FP8; the weights stay in bfloat16. tensorwise (or true): one factor "
+        "for each tensor. blockwise: one for 128 values of a row, for 128 x 128 of a weight",
+        needs=_GPUS,
+    )
+    grad_reduce_in_fp32: bool = key(
+        True, "false: accumulate and reduce gradients in bfloat16", needs=_TRAINED & refused_without("bf16")
+    )
+    optimizer: OptimizerConfig = section(
+        OptimizerConfig, "Optimizer and learning-rate schedule", needs=fact("trained model, or type=empty")
+    )
+    moe_aux_loss_coeff: float = key(
+        0.0,
+        "Coefficient of the load-balancing loss (mean over sequences; 1 if even)",
+        ge=0,
+        needs=_TRAINED & EXPERTS,
+    )
+    moe_bias_update_rate: float = key(
+        0.0,
+        "Update rate of the correction biases of experts after an optimizer step",
+        ge=0,
+        needs=_TRAINED & EXPERTS & fact("correction biases (DeepSeek-V3)"),
+    )
+
+    @property
+    def fp8_recipe(self) -> Fp8Recipe | None:
+        """How matrix products are scaled in FP8. None: they are not in FP8."""
+        return ("tensorwise" if self.fp8 else None) if isinstance(self.fp8, bool) else self.fp8
+
+    def dtype(self, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return the format of the weights of a trainer on GPUs or on the CPU."""
+        bf16 = on_gpu if self.bf16 is None else self.bf16
+        return "bfloat16" if bf16 else "float32"
+
+    def recompute(self, *, on_gpu: bool) -> Level | Literal["auto"]:
+        """Return what a trainer on GPUs or on the CPU recomputes in the backward pass."""
+        if self.gradient_checkpointing is None:
+            return "selective" if on_gpu else "none"
+        if isinstance(self.gradient_checkpointing, str):
+            return self.gradient_checkpointing
+        return "full" if self.gradient_checkpointing else "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """A model that an engine loads, and its part in the run."""
+
+    config: EngineConfig
+    path: str
     """Folder with config.json and safetensors (not needed with init_from_scratch)."""
     is_critic: bool = False
     """A value head instead of the language-model head."""
-    init_from_scratch: bool = False
-    """Random weights from `seed`, the same in every layout."""
-    init_critic_from_actor: bool = False
-    """A critic whose folder holds a language model: everything but the value head is loaded from it."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute: Level | Literal["auto"] = "none"
-    """What every layer computes again in the backward pass; auto: the least that fits, see activations/auto.py."""
-    recompute_limit_gib: float | None = None
-    """With recompute="auto": memory of the device that the process may use in an update; None: what is free."""
-    recompute_host_gib: float | None = None
-    """With recompute="auto" on GPUs: memory of the host that activations of the process may take; None: a share of what
-    is free."""
-    fp8: Fp8Recipe | None = None
-    """The layers' matrix products in 8-bit floating point, on devices that have it."""
-    grad_reduce_in_fp32: bool = True
-    """False: gradients are added up and reduced over the ranks in `dtype`."""
     seed: int = 1
-    moe_aux_loss_coeff: float = 0.0
-    """Weight of the loss that balances experts; see router.Balance."""
-    moe_bias_update_rate: float = 0.0
-    """Step of the correction biases that balance experts without a loss; see router.Balance."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float
-    min_lr_ratio: float = 0.0
-    """Where the schedule ends, as a share of lr."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps_proportion: float = 0.0
-    """Share of total_steps in which the rate rises linearly to lr; the first of n such steps has lr / n."""
-    total_steps: int
-    """Optimizer updates of the whole run."""
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-5
-    gradient_clipping: float = 1.0
-    offload: bool = False
-    """Masters and moments are in host memory and are copied to the device for the update."""
+    """Of random weights, which are the same in every layout."""
+    total_updates: int | None = None
+    """Optimizer updates of the whole run. None: the model is not trained and has no optimizer."""

@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from config_schema.section import Section as Section
+    from config_schema.section import key as key
     from core.algorithms.base import Algorithm as Algorithm
     from core.algorithms.build import read_options as read_options
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
-    from core.config.base import Section as Section
-    from core.config.base import key as key
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.weights import sequence_mean as sequence_mean
@@ -57,7 +57,7 @@ _HOME = {
     "Algorithm": "core.algorithms.base",
     "PolicyGradient": "core.algorithms.policy_gradient",
     "AlgorithmSettings": "core.config.algorithm",
-    **dict.fromkeys(("Section", "key"), "core.config.base"),
+    **dict.fromkeys(("Section", "key"), "config_schema.section"),
     "read_options": "core.algorithms.build",
     "ModelOutput": "mcore_adapter.models.forward",
     "RolloutBatch": "core.data.rollout_batch",

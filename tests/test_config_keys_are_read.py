@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.base import Section, fields_by_key, sub_section
+from config_schema.section import Section, fields_by_key, sub_section
 from core.config.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]

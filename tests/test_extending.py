@@ -14,7 +14,7 @@ from core.config.experiments import PPOMATHConfig
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
 ALGORITHM = '''
-from core.config.needs import above
+from config_schema.needs import above
 from slipstream import PolicyGradient, Section, key
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from config_schema.section import Section, fields_by_key
 from core.config.algorithm import AlgorithmSettings
-from core.config.base import ConfigError, Problem, Section, broken_bound, fields_by_key
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.coerce import CoerceError, coerce, to_node
 from core.config.presets import PRESETS
+from core.config.problems import ConfigError, Problem, broken_bound
 from rollout.plugins import load_plugin
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from core.checks.host import host_checks, is_elsewhere
 from core.checks.recipe import recipe_checks
-from core.config.base import Problem
 from core.config.experiments import ExperimentConfig
+from core.config.problems import Problem
 
 __all__ = ["run_checks"]
 

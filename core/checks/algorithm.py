@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from core.algorithms.build import algorithm_settings, build_algorithm
 from core.config.algorithm import BOUNDS, AlgorithmSettings
-from core.config.base import ConfigError, Problem
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from core.config.presets import PRESETS
+from core.config.problems import ConfigError, Problem
 from rollout.plugins import PluginError, unknown_name
 
 

@@ -1,5 +1,5 @@
 """Keys that have no effect in a run: each is reported at the start, with the reason. The predicates stand beside the
-keys (core/config/needs.py); here is what they are asked of, and what the models and the allocation answer.
+keys (config_schema/needs.py); here is what they are asked of, and what the models and the allocation answer.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from config_schema.needs import Reason, Value, as_yaml
+from config_schema.section import Section, all_keys, default_of, fields_by_key, needs_of
 from core.algorithms.build import load_algorithm, own_options
 from core.config.algorithm import AlgorithmSettings
-from core.config.base import Section, all_keys, default_of, fields_by_key, needs_of
 from core.config.experiments import ExperimentConfig
 from core.config.models import ModelUse
-from core.config.needs import Reason, Value, as_yaml
 from core.placement.allocation import resolve_allocation
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.data.left_out import has_chat_template
@@ -179,7 +179,7 @@ _FACTS: Mapping[str, Callable[[RunFacts, str], str | None]] = {
     "correction biases (DeepSeek-V3)": RunFacts._no_biases,
     "layers that it reaches": RunFacts._reaches_no_layer,
 }
-"""What `fact` of core/config/needs.py names -> why a section does not have it."""
+"""What `fact` of config_schema/needs.py names -> why a section does not have it."""
 
 
 def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Iterator[tuple[str, str]]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
 from core.checks.facts import keys_of_conversations, not_used
-from core.config.base import Problem
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
+from core.config.problems import Problem
 from core.data.offline import offline_data, open_sample, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors

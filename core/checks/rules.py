@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
-from core.config.base import Violation, broken_rules
 from core.config.experiments import ExperimentConfig
 from core.placement.rules import check_allocation
 

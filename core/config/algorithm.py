@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from core.config.base import Section, key
+from config_schema.needs import above, equals, given, refused_without, unlike
+from config_schema.section import Section, key
 from core.config.models import FlagValue
-from core.config.needs import above, equals, given, refused_without, unlike
 from core.config.ppo import CLIPPED, REFERENCE, PPOKeys
 from core.config.presets import PRESETS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Self
 
-from core.config.base import Section, Violation, key, section
+from config_schema.needs import equals
+from config_schema.section import Section, Violation, key, section
 from core.config.models import MFCConfig, ModelTrainEvalConfig
-from core.config.needs import equals
 from core.config.parsing.masking import masked_urls
 from core.config.ppo import PromptConfig
 from core.config.runtime import (

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from allocation import TRAINER_ROLE
-from core.config.base import Section, Violation, key, section
+from config_schema.needs import Value
+from config_schema.section import Section, Violation, key, section
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     N_GPUS,
@@ -17,7 +18,6 @@ from core.config.common import (
     untrained_model,
 )
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
-from core.config.needs import Value
 from core.config.ppo import (
     DPOHyperparameters,
     PreferenceDatasetConfig,

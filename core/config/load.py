@@ -17,23 +17,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from core.config.base import (
-    ConfigError,
-    Problem,
-    Section,
-    Violation,
-    all_keys,
-    broken_bound,
-    default_of,
-    fields_by_key,
-    sub_section,
-)
+from config_schema.section import Section, Violation, all_keys, default_of, fields_by_key, sub_section
 from core.config.dialects.areal_v02 import translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
+from core.config.problems import ConfigError, Problem, broken_bound
 
 
 @dataclass(frozen=True, kw_only=True)

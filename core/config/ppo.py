@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from core.config.base import Section, Violation, key, section
-from core.config.needs import above, equals, fact, given, refused_without
+from config_schema.needs import above, equals, fact, given, refused_without
+from config_schema.section import Section, Violation, key, section
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.preferences import PreferenceFields
 from rollout.data.source import DataSource, Fields

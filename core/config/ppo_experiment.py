@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
+from config_schema.needs import Value, above, equals, fact, given, refused_without
+from config_schema.section import Section, Violation, key, section
 from core.config.algorithm import AlgorithmConfig, Correction
-from core.config.base import Section, Violation, key, section
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
@@ -20,7 +21,6 @@ from core.config.common import (
     untrained_model,
 )
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
-from core.config.needs import Value, above, equals, fact, given, refused_without
 from core.config.ppo import (
     CRITIC,
     REFERENCE,

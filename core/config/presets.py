@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from core.config.needs import Value
+from config_schema.needs import Value
 
 
 class Preset(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from core.config.base import Section, key
-from core.config.needs import equals, fact
+from config_schema.needs import equals, fact
+from config_schema.section import Section, key
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from pydantic.fields import FieldInfo
 
-from core.config.base import Section, default_of, fields_by_key, needs_of, sub_section
+from config_schema.needs import as_yaml
+from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.common import CommonExperimentConfig
 from core.config.dialects.areal_v02 import PPO_ROWS, RENAMED, ROWS
 from core.config.experiments import EXPERIMENTS
-from core.config.needs import as_yaml
 from core.config.show import choices_of, python_type
 
 _COMMAND = "python -m core.config.reference > docs/configuration.md"

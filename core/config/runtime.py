@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from allocation import DeviceChoice
-from core.config.base import Section, Violation, key, section
-from core.config.needs import above, equals, fact, given, refused_without, unlike
+from config_schema.needs import above, equals, fact, given, refused_without, unlike
+from config_schema.section import Section, Violation, key, section
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError

@@ -9,11 +9,12 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from core.config.base import Problem, Section, default_of, fields_by_key, needs_of, sub_section
+from config_schema.needs import as_yaml
+from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.dialects.areal_v02 import rows_of
 from core.config.experiments import ExperimentConfig
-from core.config.needs import as_yaml
 from core.config.presets import PRESETS
+from core.config.problems import Problem
 
 _WIDTH = 80
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from allocation import Allocation
 from core.monitoring.samples import SampleSettings
 from core.rollout_settings import RolloutSettings
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
 from model_specs.hf_config import read_config
 from rollout.inference.backend import BackendSettings, WeightFormat
 from rollout.inference.registry import BACKENDS
@@ -19,7 +18,6 @@ from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.models import ModelTrainEvalConfig
 
 GPU_THREADS = 8
 """CPU threads of a process that computes on a GPU, at most. They pack batches, and wait for each other after every
@@ -71,45 +69,6 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
 def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightFormat:
     """Return the format of the generators' weights."""
     return config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
-
-
-def engine_settings(
-    model: ModelTrainEvalConfig, *, path: str, on_gpu: bool, seed: int, is_critic: bool
-) -> EngineSettings:
-    """Return the settings of the engine that loads the model at `path`."""
-    return EngineSettings(
-        hf_path=path,
-        is_critic=is_critic,
-        init_from_scratch=model.init_from_scratch,
-        init_critic_from_actor=model.init_critic_from_actor,
-        dtype=model.dtype(on_gpu=on_gpu),
-        recompute=model.recompute(on_gpu=on_gpu),
-        recompute_limit_gib=model.gradient_checkpointing_limit_gib,
-        recompute_host_gib=model.gradient_checkpointing_host_gib,
-        fp8=model.fp8_recipe,
-        grad_reduce_in_fp32=model.grad_reduce_in_fp32,
-        seed=seed,
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
-        moe_bias_update_rate=model.moe_bias_update_rate,
-    )
-
-
-def optimizer_settings(model: ModelTrainEvalConfig, *, total_updates: int) -> OptimizerSettings:
-    """Return the settings of the optimizer of a model that is trained for `total_updates` updates."""
-    o = model.optimizer
-    return OptimizerSettings(
-        lr=o.lr,
-        min_lr_ratio=o.min_lr_ratio,
-        lr_scheduler_type=o.lr_scheduler_type,
-        warmup_steps_proportion=o.warmup_steps_proportion,
-        total_steps=total_updates,
-        weight_decay=o.weight_decay,
-        beta1=o.beta1,
-        beta2=o.beta2,
-        eps=o.eps,
-        gradient_clipping=o.gradient_clipping,
-        offload=o.offload,
-    )
 
 
 def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) -> RolloutSettings:

@@ -16,13 +16,14 @@ from core.experiments.common import Start
 from core.experiments.context import RunContext
 from core.experiments.process_settings import threads_per_process
 from core.experiments.sft_trainer import Data, SFTTrainer
-from core.experiments.workers import TrainedEngines, TrainerGroups, build_engine
+from core.experiments.workers import TrainedEngines, TrainerGroups
 from core.launch.cluster import Cluster
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
+from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 
 if TYPE_CHECKING:
@@ -118,8 +119,10 @@ def _start_engines(
     reference: tuple[ModelTrainEvalConfig, str] | None,
 ) -> tuple[EngineRef, EngineRef | None]:
     """Start the ranks and load the model, and the reference on the same ranks."""
-    launch, gpus = config.launch, allocation.trainer.on_gpu
-    threads = threads_per_process(allocation, configured=launch.threads_per_process, max_staleness=0, gpus=gpus)
+    launch = config.launch
+    threads = threads_per_process(
+        allocation, configured=launch.threads_per_process, max_staleness=0, gpus=allocation.trainer.on_gpu
+    )
     groups = TrainerGroups(cluster, port=launch.master_port, threads=threads, seed=config.seed)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
@@ -131,12 +134,10 @@ def _start_engines(
         inference_tokens_per_mb=limit,
     )
     groups.wait_started(launch.startup_timeout_seconds)
-    build_engine(
-        engine, config.model, path=config.model.path, total_updates=total_updates, on_gpu=gpus,
-        seed=config.seed,
-    )  # fmt: skip
+    model = EngineModel(config=config.model, path=config.model.path, seed=config.seed, total_updates=total_updates)
+    engine.group.build(engine.name, model)
     if reference is None:
         return engine, None
     ref = replace(engine, name="ref")
-    build_engine(ref, reference[0], path=reference[1], total_updates=None, on_gpu=gpus, seed=config.seed)
+    ref.group.build(ref.name, EngineModel(config=reference[0], path=reference[1], seed=config.seed))
     return engine, ref

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.experiments.process_settings import (
     backend_settings,
-    engine_settings,
     generator_dtype,
-    optimizer_settings,
     rollout_settings,
     threads_per_process,
 )
@@ -27,12 +25,12 @@ from core.trainer import EngineRef
 from core.weight_sync.push import WeightPush
 from core.weight_sync.senders import SenderPlan
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
+from mcore_adapter.settings import EngineModel
 from rollout.inference.registry import BACKENDS
 from rollout.inference.transports import choose_transport
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.models import ModelTrainEvalConfig
     from core.recovery.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
@@ -104,7 +102,6 @@ class PPOWorkers:
     generators: GeneratorPool
     rollout: RolloutClient
     groups: TrainerGroups
-    on_gpu: bool
     colocated: bool
     """Trainer and servers on the same GPUs, which take turns."""
 
@@ -146,7 +143,6 @@ def start_ppo_workers(
         generators=generators,
         rollout=rollout,
         groups=groups,
-        on_gpu=allocation.trainer.on_gpu,
         colocated=colocated,
     )
 
@@ -194,35 +190,15 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
 
 def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updates: int) -> None:
     """Load actor, critic and reference on their ranks."""
-    build = partial(build_engine, on_gpu=workers.on_gpu)
-    build(
-        workers.actor,
-        config.actor,
-        path=config.actor.path,
-        total_updates=total_updates * config.ppo.actor_sample_reuse,
-        seed=config.seed,
-    )
-    if workers.critic is not None:
-        build(
-            workers.critic, config.critic, path=config.critic_path,
-            total_updates=total_updates * config.ppo.critic_sample_reuse, seed=config.seed + 1,
-            is_critic=True,
-        )  # fmt: skip
-    if workers.reference is not None:
-        build(workers.reference, config.ref, path=config.ref_path, total_updates=None, seed=config.seed)
-
-
-def build_engine(
-    ref: EngineRef,
-    model: ModelTrainEvalConfig,
-    *,
-    path: str,
-    total_updates: int | None,
-    on_gpu: bool,
-    seed: int,
-    is_critic: bool = False,
-) -> None:
-    """Load one model on all its ranks; with an optimizer when it is trained for `total_updates` updates."""
-    optimizer = None if total_updates is None else optimizer_settings(model, total_updates=total_updates)
-    settings = engine_settings(model, path=path, on_gpu=on_gpu, seed=seed, is_critic=is_critic)
-    ref.group.build(ref.name, settings, optimizer)
+    actor, critic, reference = workers.actor, workers.critic, workers.reference
+    updates = total_updates * config.ppo.actor_sample_reuse
+    model = EngineModel(config=config.actor, path=config.actor.path, seed=config.seed, total_updates=updates)
+    actor.group.build(actor.name, model)
+    if critic is not None:
+        updates, seed = total_updates * config.ppo.critic_sample_reuse, config.seed + 1
+        model = EngineModel(
+            config=config.critic, path=config.critic_path, is_critic=True, seed=seed, total_updates=updates
+        )
+        critic.group.build(critic.name, model)
+    if reference is not None:
+        reference.group.build(reference.name, EngineModel(config=config.ref, path=config.ref_path, seed=config.seed))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from core.weight_sync.buckets import SendReport
     from core.weight_sync.senders import SenderPlan
     from mcore_adapter.data.planner import Planner
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
+    from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
@@ -113,9 +113,9 @@ class TrainerGroup:
         if not self._pings:
             self._pings = self._send(TrainerRank.ping)
 
-    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> None:
+    def build(self, engine: str, loaded: EngineModel) -> None:
         """Make an engine under a name on all ranks."""
-        calls = self._send(TrainerRank.build, engine, settings, optimizer)
+        calls = self._send(TrainerRank.build, engine, loaded)
         self._planners[engine] = self._gather(calls, f"build of {engine}", logs_wait=True)[0]
 
     def planner(self, engine: str) -> Planner:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from core.weight_sync.senders import SenderPlan
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
+    from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
@@ -88,15 +88,13 @@ class TrainerRank:
             timeout_seconds=collective_seconds,
         )
 
-    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
+    def build(self, engine: str, loaded: EngineModel) -> Planner:
         """Make an engine under a name, ready for its first update; return how it cuts batches. Raises MemoryError with
         the processes that hold the memory."""
         from mcore_adapter.engine import MegatronEngine
 
         try:
-            self._engines[engine] = MegatronEngine(
-                parallel=self._parallel, device=self._device, settings=settings, optimizer=optimizer
-            )
+            self._engines[engine] = MegatronEngine(loaded, parallel=self._parallel, device=self._device)
             self._engines[engine].warm_up()
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):

@@ -21,7 +21,7 @@ from allocation import (
 )
 from allocation.plan import SAME_WEIGHTS
 from allocation.suggestions import nearest_layouts_of
-from core.config.base import Violation
+from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.placement.allocation import on_devices, resolve_allocation
 from model_specs.config import ModelConfig

@@ -23,7 +23,7 @@ from mcore_adapter.models.layer_specs import block_spec
 from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.settings import OptimizerSettings
+from mcore_adapter.settings import OptimizerConfig
 from model_specs.hf_config import ModelConfig
 
 Fused = Literal["permutation", "routing", "weight_gradients"]
@@ -60,7 +60,7 @@ class BareLoop:
             if hasattr(module, "fuse_wgrad_accumulation"):  # of TransformerEngine; the output layer is Megatron's own
                 module.fuse_wgrad_accumulation = True
         self._chunks = wrap_for_training([model])
-        self._optimizer = TrainOptimizer(self._chunks, OptimizerSettings(lr=1e-6, total_steps=1000), dtype)
+        self._optimizer = TrainOptimizer(self._chunks, OptimizerConfig(lr=1e-6), dtype, total_updates=1000)
 
     def step(self, microbatches: Sequence[PackedMicrobatch]) -> None:
         """Run forward, backward and update; return when everything is launched and the gradient norm is known. Raises

@@ -21,12 +21,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from mcore_adapter.optimizer.state import OptimizerState
-from mcore_adapter.settings import OptimizerSettings
+from mcore_adapter.settings import OptimizerConfig
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -148,22 +149,29 @@ def _finalize_sums(
 class TrainOptimizer:
     """The optimizer of one engine. Its only state beside Megatron's is `num_updates`, which drives the schedule."""
 
-    def __init__(self, chunks: list[DistributedDataParallel], settings: OptimizerSettings, dtype: torch.dtype) -> None:
-        self._chunks, self._settings = chunks, settings
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        *,
+        total_updates: int,
+    ) -> None:
+        self._chunks, self._config, self._total_updates = chunks, config, total_updates
         self._on_host = False
         self._gathered = True
         self.num_updates = 0
         self._lr()  # an unknown schedule is an error before the first step
         self.megatron = get_megatron_optimizer(
-            OptimizerConfig(
+            MegatronOptimizerConfig(
                 optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.lr * settings.min_lr_ratio,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                clip_grad=settings.gradient_clipping,
+                lr=config.lr,
+                min_lr=config.lr * config.min_lr_ratio,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.gradient_clipping,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
@@ -173,7 +181,7 @@ class TrainOptimizer:
         inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
         device = chunks[0].buffers[0].grad_data.device
         self._state = OptimizerState(inner, device)
-        if settings.offload:
+        if config.offload:
             for optimizer in inner:
                 optimizer.step = partial(self._state.step_in_pieces, optimizer, optimizer.step)
             self._state.to_host()
@@ -182,7 +190,7 @@ class TrainOptimizer:
 
     def pending_bytes(self) -> float:
         """Return the bytes of moments that the first step will allocate on the device and keep."""
-        if self._settings.offload:
+        if self._config.offload:
             return 0.0
         inner = [optimizer.optimizer for optimizer in self.megatron.chained_optimizers]
         masters = [(o.state, p) for o in inner for group in o.param_groups for p in group["params"]]
@@ -212,19 +220,19 @@ class TrainOptimizer:
         lr = self._lr()
         for group in self.megatron.param_groups:
             group["lr"] = lr
-        if self._settings.offload:
+        if self._config.offload:
             self._state.masters_to_device()
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(grad_norm):
             return Update(grad_norm=grad_norm, lr=lr, applied=False)
-        if grad_norm > self._settings.gradient_clipping > 0:
+        if grad_norm > self._config.gradient_clipping > 0:
             for optimizer in self.megatron.chained_optimizers:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._settings.gradient_clipping, grad_norm)
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.gradient_clipping, grad_norm)
         self.megatron.step_with_ready_grads()
         self._gathered = not self._chunks[0].ddp_config.overlap_param_gather
         self.num_updates += 1
-        if self._settings.offload:
+        if self._config.offload:
             self._state.to_host()
         return Update(grad_norm=grad_norm, lr=lr, applied=True)
 
@@ -247,19 +255,19 @@ class TrainOptimizer:
     def reload(self) -> None:
         """Reverse offload(); gradients are zero."""
         if self._on_host:
-            if not self._settings.offload:
+            if not self._config.offload:
                 self._state.to_device()
             self._on_host = False
             for chunk in self._chunks:
                 chunk.restore_grad_buffers()
 
     def _lr(self) -> float:
-        s = self._settings
+        s = self._config
         return learning_rate(
             self.num_updates,
             lr=s.lr,
             min_lr_ratio=s.min_lr_ratio,
             lr_scheduler_type=s.lr_scheduler_type,
             warmup_steps_proportion=s.warmup_steps_proportion,
-            total_steps=s.total_steps,
+            total_steps=self._total_updates,
         )

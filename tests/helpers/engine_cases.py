@@ -62,17 +62,21 @@ def value_loss(output: Any, fields: Mapping[str, Tensor], sequences: Any) -> tup
 
 
 def make_engine(parallel: Any, device: Any, folder: str, *, train: bool = True, **settings: Any) -> Any:
-    """`settings` of EngineSettings; those of OptimizerSettings under "optimizer"."""
+    """`settings`: those of EngineConfig, `recompute` and `dtype` as the engine resolves them, and of OptimizerConfig
+    under "optimizer"."""
     from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
+    from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 
-    optimizer = {"lr": 1e-3, "total_steps": 100, "weight_decay": 0.01, **settings.pop("optimizer", {})}
-    return MegatronEngine(
-        parallel=parallel,
-        device=device,
-        settings=EngineSettings(hf_path=folder, **settings),
-        optimizer=OptimizerSettings(**optimizer) if train else None,
-    )
+    adam = {"lr": 1e-3, "weight_decay": 0.01, "warmup_steps_proportion": 0.0, **settings.pop("optimizer", {})}
+    updates, is_critic, seed = adam.pop("total_steps", 100), settings.pop("is_critic", False), settings.pop("seed", 1)
+    level = settings.pop("recompute", "none")  # any, also those that "auto" alone chooses
+    bf16 = settings.pop("dtype", "float32") == "bfloat16"
+    config = EngineConfig(bf16=bf16, optimizer=OptimizerConfig(**adam), **settings)
+    model = EngineModel(
+        config=config.model_copy(update={"gradient_checkpointing": level}), path=folder, is_critic=is_critic, seed=seed,
+        total_updates=updates if train else None,
+    )  # fmt: skip
+    return MegatronEngine(model, parallel=parallel, device=device)
 
 
 def write_bfloat16(config: Any, folder: Path) -> Path:

@@ -7,7 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKAGES = {"allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools", "slipstream"}
+PACKAGES = {
+    "allocation",
+    "config_schema",
+    "model_specs",
+    "tracing",
+    "rollout",
+    "mcore_adapter",
+    "core",
+    "tools",
+    "slipstream",
+}
 
 
 def source_files(package: str) -> list[Path]:

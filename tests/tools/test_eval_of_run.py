@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.base import fields_by_key
+from config_schema.section import fields_by_key
 from core.config.experiments import EXPERIMENTS
 from core.runs.own import signed
 from helpers.eval_cases import arguments, write_rows

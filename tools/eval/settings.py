@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from config_schema.section import fields_by_key
 from core.checks.load import load_config
-from core.config.base import ConfigError, fields_by_key
 from core.config.experiments import EXPERIMENTS
 from core.config.parsing.yaml_tree import read_yaml
+from core.config.problems import ConfigError
 from core.runs.own import is_own
 from core.runs.record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from core.config.base import Problem, Section, fields_by_key, sub_section
+from config_schema.section import Section, fields_by_key, sub_section
 from core.config.parsing.coerce import describe
 from core.config.parsing.yaml_tree import Node, Scalar, Table, find, move, remove, replace
+from core.config.problems import Problem
 
 RENAMED: Mapping[str, str] = {
     "cluster.fileroot": "external_configs.cluster_config.fileroot",

@@ -8,7 +8,7 @@ import pytest
 
 from core.checks import run_checks
 from core.checks.load import load_config
-from core.config.base import ConfigError
+from core.config.problems import ConfigError
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.base import all_keys
+from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
 from core.config.reference import page
 

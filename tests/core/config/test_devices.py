@@ -12,7 +12,7 @@ from core import quickstart
 from core.checks import run_checks
 from core.checks.load import load_config
 from core.checks.rules import config_warnings
-from core.config.base import ConfigError
+from core.config.problems import ConfigError
 from core.experiments.process_settings import backend_settings
 from core.placement import allocation as config_allocation
 from core.placement.allocation import resolve_allocation

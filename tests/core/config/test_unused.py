@@ -1,29 +1,21 @@
-"""Keys without effect are reported: case by case, and by a walk over all keys of runs of several kinds."""
+"""Keys without effect are reported, case by case."""
 
 from __future__ import annotations
 
-import importlib
-import io
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from core.checks.facts import unused_keys
 from core.checks.load import load_config
 from core.checks.rules import config_warnings
-from core.config.base import ConfigError, Section, all_keys, fields_by_key
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.data import answers, offline, preferences
-from core.experiments import common, context, ppo, sft, workers
+from core.config.problems import ConfigError
+from core.experiments import workers
 from core.placement.allocation import resolve_allocation
-from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
-from rollout.data import tokenizer
 
 WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
 """A run with every model and an evaluation; {data} is its data."""
@@ -237,164 +229,12 @@ def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
         assert workers.make_push(config, allocation, running, tmp_path)._plan.changes == changes
 
 
-class Anything:
-    """In place of every process, and of all that one returns."""
-
-    num_prompts = 8
-    mean_prompt_tokens = 8.0
-
-    def __init__(self, *args: object, **options: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __call__(self, *args: object, **options: object) -> Any:
-        return self
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, name: str) -> int:
-        return 8
-
-
-class Folder(Anything):
-    """A cluster with a log folder."""
-
-    log_folder = Path("/logs")
-
-
-def keys_read(
-    config: ExperimentConfig, monkeypatch: pytest.MonkeyPatch, folder: Path, client: type[Anything] = Anything
-) -> set[str]:
-    """The keys that a whole run reads, with `Anything` in place of its processes and of SFT's data."""
-    config = type(config).model_validate(config.model_dump(by_alias=True))  # no two keys share a section
-    names = dict(_sections(config, ""))
-    read: set[str] = set()
-
-    def getattribute(self: Section, name: str) -> Any:
-        keys = names.get(id(self))
-        if keys is not None and name in keys:
-            read.add(keys[name])
-        return object.__getattribute__(self, name)
-
-    for module, name in (
-        (context, "Cluster"), (workers, "TrainerGroup"), (workers, "GeneratorPool"), (workers, "RolloutClient"),
-        (common, "TensorBoardSink"), (common, "WandbSink"), (common, "MLflowSink"), (ppo, "forget_modules"),
-        (ppo.PPOTrainer, "run"), (workers, "WeightPush"), (answers, "AnswerDataset"),
-        (tokenizer, "load_tokenizer"), (offline, "Encoder"), (sft, "forget_modules"), (sft.SFTTrainer, "run"),
-        (preferences, "PreferenceDataset"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, {"Cluster": Folder, "RolloutClient": client}.get(name, Anything))
-    monkeypatch.setattr(Section, "__getattribute__", getattribute, raising=False)
-    attempt: Any = Anything()
-    module, _, function = config.RUN.partition(":")
-    run = getattr(importlib.import_module(module), function)
-    run(config, RunPaths.for_trial(str(folder), "e", "t"), Console(file=io.StringIO()), attempt)
-    monkeypatch.undo()
-    return read
-
-
-def _sections(section: Section, prefix: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(id of a section, {attribute: dotted key})."""
-    fields = fields_by_key(type(section))
-    yield id(section), {attribute: prefix + key for key, (attribute, _) in fields.items()}
-    for key, (attribute, _) in fields.items():
-        below = getattr(section, attribute)
-        if isinstance(below, Section):
-            yield from _sections(below, f"{prefix}{key}.")
-
-
-ELSEWHERE = (
-    # core/quickstart.py reads them before an attempt.
-    "experiment_name", "trial_name", "mode", "recover_retries", "monitor.log_level", "external_configs.*",
-    "deadlines.*",  # core/launch, at every call
-    "exp_ctrl.save_keep", "exp_ctrl.save_hf_checkpoint",  # when a model is saved: tests/core/test_periodic.py
-    "*.type._class", "*.type.is_critic",  # refused where they disagree with config.json
-    "*.optimizer.type",  # refused where a trained model has none
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "", WITH_ALL, "recover_mode=disabled", "exp_ctrl.benchmark_steps=2",
-        "staleness.max_staleness=0", "samples.share=0", f"{WITH_ALL} actor.optimizer.lr_scheduler_type=cosine",
-        "allocation_mode=mock.d1m1p1+d1m1p1", "wandb.mode=offline monitor.mlflow_uri=/m",
-        "algorithm.name=mix demonstrations.path={data} group_size=2",
-        "allocation_mode=sglang.d1m1p1+d1m1p1", f"{WITH_ALL} allocation_mode=sglang.d2m1p1 ppo.ppo_n_minibatches=1",
-        "exp_ctrl.save_hf_checkpoint=never", "push.type=disk allocation_mode=sglang.d1m1p1+d1m1p1",
-    ],
-)  # fmt: skip
-def test_every_key_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    overrides = overrides if "allocation_mode" in overrides else f"allocation_mode=embedded.d1m1p1+d1m1p1 {overrides}"
-    check_walk(load(tmp_path, overrides), tmp_path, monkeypatch)
-
-
-def test_every_key_of_a_run_with_experts_is_read_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    path = write_run(tmp_path, SMALLEST_PPO)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    write_model(tmp_path / "model", model_type="qwen3_moe", **experts)
-    words = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.moe_routing_replay=true", "ppo.kl_ctl=0.1"]
-    check_walk(load_config("ppo-math", path, words).config, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("experiment", ["sft", "dpo"])
-@pytest.mark.parametrize("overrides", ["", "dataset.valid_path=DATA", "recover_mode=disabled"])
-def test_every_key_of_a_run_without_generators_is_read_or_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str, overrides: str
-) -> None:
-    path = write_run(tmp_path, SMALLEST_SFT)
-    words = overrides.replace("DATA", str(tmp_path / "prompts.jsonl")).split()
-    check_walk(load_config(experiment, path, words).config, tmp_path, monkeypatch)
-
-
 def test_ipo_smooths_no_labels(tmp_path: Path) -> None:
     path = write_run(tmp_path, SMALLEST_SFT)
     config = load_config("dpo", path, ["dpo.label_smoothing=0.1"]).config
     assert not reported(config)
     config = load_config("dpo", path, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"]).config
     assert reported(config) == {"dpo.label_smoothing": "dpo.loss=ipo"}
-
-
-def check_walk(config: ExperimentConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run reads every key, or reports that it does not."""
-    silent = dict(unused_keys(config, set(all_keys(type(config))))).keys()
-    read = keys_read(config, monkeypatch, folder)
-    left = [
-        key
-        for key in all_keys(type(config))
-        if key not in read | silent
-        and not any(key.startswith(f"{section}.") for section in silent)
-        and not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)
-    ]
-    assert not left, f"neither read nor reported: {left}"
-
-
-@pytest.mark.parametrize(("given", "evaluations"), [("", 1), (" exp_ctrl.eval_at_start=false", 0)])
-def test_the_evaluation_before_the_first_step_can_be_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, evaluations: int
-) -> None:
-    made = []
-
-    class Client(Anything):
-        def evaluate(self, *args: object) -> dict[str, float]:
-            made.append(1)
-            return {}
-
-    config = load(tmp_path, WITH_ALL + given)
-    keys_read(config, monkeypatch, tmp_path, Client)
-    assert len(made) == evaluations
 
 
 @pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"])

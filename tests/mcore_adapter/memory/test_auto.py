@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from allocation import ParallelLayout
-from core.config.models import ModelTrainEvalConfig
 from helpers.engine_cases import make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.memory.auto import SPARE
 from mcore_adapter.memory.estimate import activation_bytes
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
-from mcore_adapter.settings import LEVELS
+from mcore_adapter.settings import LEVELS, EngineConfig
 
 HELD = 1.0  # GiB beside the activations, as every rank reports it
 
@@ -63,7 +62,7 @@ def chosen_by_limit(rank: Rank, layout: ParallelLayout, model: str) -> dict[str,
         for level in ("linear", "full"):
             stats.used = partial(float, sizes[level] * 1.0001)
             limit = HELD + pending + sizes[level] * 1.001
-            engine = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)
+            engine = make_engine(parallel, device, model, recompute="auto", gradient_checkpointing_limit_gib=limit)
             steps[level] = step(engine), engine._recompute.choice.levels
         return {"plain": plain, "steps": steps}
 
@@ -90,7 +89,7 @@ def corrected(rank: Rank, model: str) -> list[int]:
         probe._recompute.prepare(100, 1)
         moments = probe._optimizer.pending_bytes() / 2**30
         limit = HELD + moments + sizes_of(probe)["linear"] * 1.01
-        engine = make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)
+        engine = make_engine(parallel, device, model, recompute="auto", gradient_checkpointing_limit_gib=limit)
         auto = engine._recompute
         stats.moments = lambda: moments - engine._optimizer.pending_bytes() / 2**30
         stats.used = lambda: auto.choice and activation_bytes(auto._shape, auto.choice.levels) / 2**31 or 0.0
@@ -118,7 +117,9 @@ def limited(parallel: Any, device: Any, model: str, *, share: float) -> tuple[An
     probe._recompute.prepare(200, 1)
     size = sizes_of(probe)["selective"]
     limit = HELD + probe._optimizer.pending_bytes() / 2**30 + size * share
-    return make_engine(parallel, device, model, recompute="auto", recompute_limit_gib=limit)._recompute, size
+    return make_engine(
+        parallel, device, model, recompute="auto", gradient_checkpointing_limit_gib=limit
+    )._recompute, size
 
 
 def near_the_limit(rank: Rank, model: str) -> list[tuple[str, ...]]:
@@ -249,7 +250,7 @@ def test_where_nothing_fits_the_measurements_end(ranks: RankPool, tmp_path: Any)
 
 def test_the_documents_name_the_share_that_is_left_free() -> None:
     left = f"{100 * SPARE:.0f} %"
-    assert f"less {left}" in str(ModelTrainEvalConfig.model_fields["gradient_checkpointing_limit_gib"].description)
+    assert f"less {left}" in str(EngineConfig.model_fields["gradient_checkpointing_limit_gib"].description)
     assert f"all but {left} of the device" in (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 
 
@@ -397,7 +398,7 @@ def on_host(rank: Rank, model: str) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
         given = [
-            make_engine(parallel, device, model, recompute="auto", recompute_host_gib=size)._recompute
+            make_engine(parallel, device, model, recompute="auto", gradient_checkpointing_host_gib=size)._recompute
             for size in (7.0, 0.0, None)
         ]
         found = [given[0]._host_limit()]

@@ -18,7 +18,7 @@ from core.data.minibatches import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import pack_trajectories
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.experience import Lessee, MemoryExperience, make_rules
@@ -114,10 +114,9 @@ def train_step(scene: Scene) -> Iterator[Figure]:
                 token_ids=tokens.flatten(), cu_seqlens=torch.arange(count + 1) * length, loss_mask=mask.flatten()
             )
             engine = MegatronEngine(
+                trained_model(path),
                 parallel=parallel,
                 device=device,
-                settings=EngineSettings(hf_path=str(path)),
-                optimizer=OptimizerSettings(lr=1e-4, total_steps=1000),
             )
             plain = plain_step(path, tokens)
 
@@ -159,10 +158,9 @@ def shared_prompts(scene: Scene) -> Iterator[Figure]:
             ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
         )
         engine = MegatronEngine(
+            trained_model(scene.model("0.8M", hidden_size=128, num_layers=4)),
             parallel=parallel,
             device=device,
-            settings=EngineSettings(hf_path=str(scene.model("0.8M", hidden_size=128, num_layers=4))),
-            optimizer=OptimizerSettings(lr=1e-4, total_steps=1000),
         )
 
         def rate(unit: Unit) -> float:
@@ -174,6 +172,12 @@ def shared_prompts(scene: Scene) -> Iterator[Figure]:
         whole, split = alternate(partial(rate, "group"), partial(rate, "sequence"))
         destroy_parallel()
     yield Figure(name="update.whole_groups", value=whole, unit="tokens/s", baseline=split, target=">= 1.0x")
+
+
+def trained_model(path: Path) -> EngineModel:
+    """Return what an engine of these rows loads and trains."""
+    optimizer = OptimizerConfig(lr=1e-4, weight_decay=0.0, warmup_steps_proportion=0.0)
+    return EngineModel(config=EngineConfig(optimizer=optimizer), path=str(path), total_updates=1000)
 
 
 def plain_step(path: Path, tokens: torch.Tensor) -> Callable[[], float]:

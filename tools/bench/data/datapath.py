@@ -45,7 +45,7 @@ from core.weight_sync.push import PushReport
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shard import BatchShard
 from mcore_adapter.device import get_device
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.settings import EngineConfig, EngineModel
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
 from tools.bench.cpu.components import Scene
@@ -158,7 +158,7 @@ class NullRank(TrainerRank):
         self._parallel = SimpleNamespace(dp_rank=self._rank)  # type: ignore[assignment]
         self._device = get_device(self._kind)
 
-    def build(self, engine: str, settings: EngineSettings, optimizer: OptimizerSettings | None) -> Planner:
+    def build(self, engine: str, loaded: EngineModel) -> Planner:
         self._engines[engine] = NullEngine(Planner(dp=self._world), self._rank)  # type: ignore[assignment]
         return self._engines[engine].planner
 
@@ -227,7 +227,7 @@ def run(size: Size, folder: Path) -> Usage:
         group = NullGroup(cluster, allocation.trainer, name="trainer", port=0, threads=1, seed=1)
         group.wait_started(600.0)
         rollout.wait_started(600.0)
-        group.build("actor", EngineSettings(hf_path=""), None)
+        group.build("actor", EngineModel(config=EngineConfig(), path=""))
         engine = EngineRef(
             group=group,
             name="actor",

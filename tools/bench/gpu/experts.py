@@ -104,7 +104,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
     for size in sizes:
         yield from compared(f"experts_{size}", size, stacked, grouped, "")
     # The least recomputation that fits into LIMIT_GB, against selective recomputation.
-    settings = {"recompute": "auto", "recompute_limit_gib": LIMIT_GB * 1e9 / 2**30}
+    settings = {"gradient_checkpointing": "auto", "gradient_checkpointing_limit_gib": LIMIT_GB * 1e9 / 2**30}
     within = _measure(ours, length, count, sizes, stacked=True, settings=settings)
     for size in sizes:
         yield from compared(f"experts_{size}_auto", size, within, stacked, f"<= {LIMIT_GB}")
@@ -136,7 +136,7 @@ def _measure(
     sizes: tuple[int, ...],
     *,
     stacked: bool,
-    settings: Mapping[str, Any] = MappingProxyType({"recompute": "selective"}),
+    settings: Mapping[str, Any] = MappingProxyType({"gradient_checkpointing": "selective"}),
 ) -> dict[int, Measured]:
     """Return the updates by the tokens of a microbatch."""
     with trainer_world() as (parallel, device):

@@ -1,6 +1,6 @@
 """The measurements `long` and `long_cp` of `python -m tools.bench gpu`: updates on long sequences.
 
-The least recomputation that fits (recompute="auto") against that of full layers, in one run.
+The least recomputation that fits (gradient_checkpointing="auto") against that of full layers, in one run.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ def long(scene: Scene) -> Iterator[Figure]:
     small = not query_gpus()
     ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=TRIED if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
-    baselines: tuple[dict[str, Any], ...] = ({"recompute": "full"}, {"recompute": "auto", "recompute_host_gib": 0.0})
+    baselines: tuple[dict[str, Any], ...] = (
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "auto", "gradient_checkpointing_host_gib": 0.0},
+    )
     for length, baseline, target in zip(lengths, baselines, (">= 45", "fits"), strict=True):
-        if (auto := _measure(ours, length, recompute="auto")) is None:
+        if (auto := _measure(ours, length, gradient_checkpointing="auto")) is None:
             return  # it did not fit; the log has the error
         bare = _measure(ours, length, **baseline)
         name, flops = f"long.{NAME}_{length}", ours.flops_per_token(length)
@@ -78,7 +81,7 @@ def _measure(scene: WidthsScene, length: int, **settings: Any) -> Measured | Non
         engine = make_engine(scene, parallel, device, **settings)
         ppo_update(engine, random_batch(scene, [length // 16]), length)  # kernels and moments
         batch = random_batch(scene, [length])
-        updates = 3 if settings["recompute"] == "auto" and length == LENGTHS[0] else 2
+        updates = 3 if settings["gradient_checkpointing"] == "auto" and length == LENGTHS[0] else 2
         label = f"long, {settings}, {length} tokens"
         try:
             measured = measure(engine, device, batch, length, updates=updates, label=label)

@@ -29,7 +29,7 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     small = not query_gpus()
     with trainer_world() as (parallel, device), ThreadPoolExecutor(1) as pool:
         batch = random_batch(scene, [64] * 2 if small else [2048] * 16)
-        engine = make_engine(scene, parallel, device, recompute="selective")
+        engine = make_engine(scene, parallel, device, gradient_checkpointing="selective")
         engine.prepare_saves()
 
         def seconds_of_update() -> float:

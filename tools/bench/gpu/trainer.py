@@ -28,7 +28,7 @@ from core.algorithms.losses import policy_loss
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
-from mcore_adapter.settings import EngineSettings, OptimizerSettings
+from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
 from tools.bench.figure import Figure
@@ -185,15 +185,14 @@ def make_engine(
     optimizer: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Return an engine with random weights. `optimizer`: settings that differ; without `trains` there is none."""
+    """Return an engine with random weights. `settings`: keys of EngineConfig; `optimizer`: those of OptimizerConfig;
+    without `trains` there is none."""
     from mcore_adapter.engine import MegatronEngine
 
-    return MegatronEngine(
-        parallel=parallel,
-        device=device,
-        settings=EngineSettings(hf_path=str(scene.model), init_from_scratch=True, dtype="bfloat16", **settings),
-        optimizer=OptimizerSettings(**{"lr": 1e-6, "total_steps": 1000, **(optimizer or {})}) if trains else None,
-    )
+    adam = {"lr": 1e-6, "weight_decay": 0.0, "warmup_steps_proportion": 0.0, **(optimizer or {})}
+    config = EngineConfig(init_from_scratch=True, bf16=True, optimizer=OptimizerConfig(**adam), **settings)
+    model = EngineModel(config=config, path=str(scene.model), total_updates=1000 if trains else None)
+    return MegatronEngine(model, parallel=parallel, device=device)
 
 
 def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
@@ -309,7 +308,7 @@ def update_rate(
 ) -> tuple[float, float]:
     """Return (tokens/s, peak GB) of updates of an engine with these settings."""
     device.forget_peak()
-    engine = make_engine(scene, parallel, device, **{"recompute": "selective", **settings})
+    engine = make_engine(scene, parallel, device, **{"gradient_checkpointing": "selective", **settings})
 
     def step() -> object:
         return ppo_update(engine, batch, tokens_per_mb)

@@ -1,20 +1,19 @@
-"""What every section of the configuration is made of, and how a problem in one is reported.
+"""What every section of the configuration is made of: the keys of one component, which are its settings.
 
-A section is a frozen pydantic model. Beside its fields it declares the keys that it accepts without using them
-(`IGNORED`) and those that have one meaningful value here (`FIXED`), each with the reason that is shown to users.
-Invariant: every field has a description; nothing in a section changes after loading.
+A section is a frozen pydantic model. Invariant: every field has a description; nothing in a section changes after
+loading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from core.config.needs import Needs
+from config_schema.needs import Needs
 
 
 class Section(BaseModel):
@@ -91,66 +90,9 @@ def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_keys(below, f"{prefix}{name}.")
 
 
-MISSING = (": no such folder", ": no such file", ": No such file or directory")
-"""Of a problem whose path is not there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One thing wrong with what the user gave. `where` is file:line, the override, or empty for a default."""
-
-    key: str
-    message: str
-    where: str = ""
-    of_host: bool = False
-    """A fact of this host: the recipe may be right elsewhere."""
-
-    @property
-    def missing_path(self) -> bool:
-        """True if a file or folder is not on this host."""
-        return any(words in self.message for words in MISSING)
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.key, self.message) if part)
-
-
 @dataclass(frozen=True)
 class Violation:
     """A broken rule; the first of `keys` is the one to change."""
 
     keys: tuple[str, ...]
     message: str
-
-
-def host_section(lacking: Sequence[Problem]) -> str:
-    """Return the lines about what this host does not have for a run."""
-    return "\n".join(["This host cannot start it:", *(f"  {problem}" for problem in lacking)])
-
-
-class ConfigError(ValueError):
-    """Bad input, all of it at once. One line per problem."""
-
-    def __init__(self, problems: list[Problem], lacking: Sequence[Problem] = ()) -> None:
-        """`lacking`: those that are facts of this host, to be listed apart."""
-        self.problems = tuple(problems)
-        lines = [str(p) for p in problems if p not in lacking]
-        super().__init__("\n".join([*lines, *([host_section(lacking)] if lacking else ())]))
-
-
-_BOUNDS = {
-    "missing": "required; it has no default",
-    "greater_than": "must be greater than {gt}, got {input}",
-    "greater_than_equal": "must be at least {ge}, got {input}",
-    "less_than": "must be less than {lt}, got {input}",
-    "less_than_equal": "must be at most {le}, got {input}",
-    "string_too_short": "must not be empty",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must be letters, digits and . _ + = -, a letter or digit first, got {input!r}",
-}
-
-
-def broken_bound(error: Mapping[str, Any]) -> str:
-    """Return an error of pydantic about one field in the words of a message."""
-    # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
-    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
-    return _BOUNDS.get(error["type"], error["msg"]).format(**bounds, input=error["input"])
