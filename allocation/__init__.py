@@ -17,6 +17,7 @@ from allocation.layout import (
     TRAINER_ROLE,
     Backend,
     ParallelLayout,
+    UndecidedBackendError,
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
@@ -32,6 +33,7 @@ __all__ = [
     "TRAINER_ROLE",
     "Allocation",
     "AllocationError",
+    "UndecidedBackendError",
     "AllocationRow",
     "Backend",
     "Checks",

@@ -7,7 +7,7 @@ part, and rank r runs on entry r, in the order that the user wrote.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -61,7 +61,7 @@ def parse_device_mappings(
             role = _placed_role(name, roles)
             # Colocated roles repeat one text: read it once.
             devices = read.get(str(mapping)) or parse_devices(mapping, limit=cluster.num_slots)
-            _check_devices(devices, cluster)
+            _check_devices(devices, cluster, used)
         except AllocationError as error:
             raise error.within(f"{name}.device_mapping", mapping) from None
         try:
@@ -81,7 +81,7 @@ def parse_device_mappings(
     _check_all_used(used, cluster, key=f"{name}.device_mapping")
     trainer = roles[TRAINER_ROLE]
     if GENERATOR_ROLE not in roles:
-        backend = chosen_backend(default_backend)
+        backend = chosen_backend(default_backend, lambda choice: f"{GENERATOR_ROLE}.layout={choice}.{trainer.layout}")
         shared = generator_layout_for(trainer.layout, backend)
         roles[GENERATOR_ROLE] = RoleAllocation(GENERATOR_ROLE, backend, shared, trainer.slots)
     for role in MEGATRON_ROLES:
@@ -99,7 +99,7 @@ def _placed_role(name: str, taken: Mapping[str, RoleAllocation]) -> str:
     return role
 
 
-def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
+def _check_devices(devices: Sequence[int], cluster: Cluster, used: Set[int]) -> None:
     total = cluster.num_slots
     everything = f"list(range(0,{total}))"
     if not devices:
@@ -113,7 +113,17 @@ def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
         )
     if len(set(devices)) != len(devices):
         twice = next(device for device, count in Counter(devices).items() if count > 1)
-        raise AllocationError(f"slot {twice} is given to two ranks of the role", nearest=str(sorted(set(devices))))
+        raise AllocationError(
+            f"slot {twice} is given to two ranks of the role", nearest=str(_without_repeats(devices, total, used))
+        )
+
+
+def _without_repeats(devices: Sequence[int], total: int, used: Set[int]) -> list[int]:
+    """Return as many slots, each once: in place of a repeated one the next that is free, if any."""
+    once = dict.fromkeys(devices)
+    after = [*range(min(once), total), *range(min(once))]
+    free = [slot for slot in after if slot not in once and slot not in used]
+    return sorted([*once, *free[: len(devices) - len(once)]])
 
 
 def _role_layout(
@@ -125,7 +135,7 @@ def _role_layout(
     backend, degrees = parse_role_layout(layout) if isinstance(layout, str) else (None, layout)
     degrees = degrees or ParallelLayout(dp=num_devices)
     if role == GENERATOR_ROLE:
-        backend = backend or chosen_backend(default_backend)
+        backend = backend or chosen_backend(default_backend, lambda choice: f"{choice}.{degrees}")
         if backend not in GENERATOR_BACKENDS:
             raise AllocationError(f"{role} runs on {', '.join(GENERATOR_BACKENDS)}, not on {backend}")
         check_generator_layout(degrees, backend)

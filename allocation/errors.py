@@ -5,7 +5,6 @@ Invariant: every message names the key, the value, the broken rule with its numb
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 _SHOWN_CHARACTERS = 120
@@ -46,12 +45,6 @@ def shorten(value: object) -> str:
         return text
     half = _SHOWN_CHARACTERS // 2 - 3
     return f"{text[:half]} ... {text[-half:]}"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ' (did you mean x?)' for the known word closest to `word`, '' when none is close."""
-    match = difflib.get_close_matches(word[:_SHOWN_CHARACTERS], list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]}?)" if match else ""
 
 
 def nearest_of(value: int, working: Iterable[int]) -> str | None:

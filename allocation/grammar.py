@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from allocation.errors import AllocationError, did_you_mean
+from allocation.errors import AllocationError
 from allocation.layout import GENERATOR_BACKENDS, GENERATOR_ROLE, ROLES, Backend, ParallelLayout
+from config_schema.nearest import did_you_mean
 
 logger = logging.getLogger(__name__)
 

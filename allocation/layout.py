@@ -7,7 +7,7 @@ resolve.py and checks.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,9 +124,20 @@ def check_generator_layout(layout: ParallelLayout, backend: Backend) -> None:
         )
 
 
-def chosen_backend(default: Backend | Callable[[], Backend]) -> Backend:
-    """Return the backend of a generator that names none."""
-    return default() if callable(default) else default
+class UndecidedBackendError(ValueError):
+    """No backend of the generators is named, and none can be chosen. `choices` are those to name."""
+
+    def __init__(self, rule: str, choices: Sequence[Backend]) -> None:
+        super().__init__(rule)
+        self.rule, self.choices = rule, choices
+
+
+def chosen_backend(default: Backend | Callable[[], Backend], written: Callable[[Backend], str]) -> Backend:
+    """Return the backend of a generator that names none. `written`: what names a backend. Raises AllocationError."""
+    try:
+        return default() if callable(default) else default
+    except UndecidedBackendError as error:
+        raise AllocationError(error.rule, nearest=" or ".join(map(written, error.choices))) from None
 
 
 def nearest_layout(layout: ParallelLayout, world_size: int) -> ParallelLayout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from allocation.errors import AllocationError, did_you_mean
+from allocation.errors import AllocationError
 from allocation.grammar import REST, Spec, parse_spec
 from allocation.layout import (
     MEGATRON_ROLES,
@@ -24,6 +24,7 @@ from allocation.placement import Cluster
 from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation
 from allocation.sizes import check_sizes, make_cluster
 from allocation.suggestions import Checks, Layouts, nearest_to
+from config_schema.nearest import did_you_mean
 
 
 def parse(
@@ -59,7 +60,10 @@ def _resolve(
     checks: Checks,
 ) -> Allocation:
     def heuristic() -> Spec:
-        return _heuristic(cluster, chosen_backend(default_backend), trainer_only)
+        def written(backend: Backend) -> str:
+            return str(_layouts(_heuristic(cluster, backend, trainer_only), backend))
+
+        return _heuristic(cluster, chosen_backend(default_backend, written), trainer_only)
 
     if text in ("manual", "search"):
         way = "set device_mapping for each role, or" if text == "manual" else "no search over layouts is made here:"
@@ -86,7 +90,7 @@ def _resolve(
 def _layouts(spec: Spec, default_backend: Backend | Callable[[], Backend]) -> Layouts:
     """Return the layouts of every role, also of those for which the text has none."""
     trainer = _layouts_by_role(spec.trainer)
-    backend = spec.backend or chosen_backend(default_backend)
+    backend = spec.backend or chosen_backend(default_backend, lambda choice: str(_layouts(spec, choice)))
     shared = spec.trainer.get(REST, trainer[TRAINER_ROLE])
     generator = spec.generator or generator_layout_for(shared, backend)
     return Layouts(backend=backend, generator=generator, trainer=trainer, disaggregated=spec.disaggregated)

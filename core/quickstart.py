@@ -15,7 +15,6 @@ if __name__ == "__main__":
     end_at_signals()  # the imports below take a second or more
 
 import argparse
-import difflib
 import errno
 import importlib
 import logging
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import AllocationRow
+from config_schema.nearest import nearest_names
 from core.checks import run_checks
 from core.checks.load import LoadedConfig, load_config
 from core.checks.rules import config_warnings
@@ -101,7 +101,7 @@ def _main(argv: Sequence[str] | None) -> int:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
         with kept_records("rollout.data", "core.data", "core.checks") as about_data:
-            problems = run_checks(loaded.config, loaded.where, connections=looks_only)
+            problems = run_checks(loaded, connections=looks_only)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
             raise ConfigError(problems, lacking)
@@ -157,7 +157,7 @@ def _which_experiment(given: str | None) -> str:
     if given is None:
         return f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains"
     near = [name for name in EXPERIMENTS if name.startswith(given)]
-    near += difflib.get_close_matches(given, EXPERIMENTS, n=1, cutoff=0.4)
+    near += nearest_names(given, EXPERIMENTS, cutoff=0.4)
     return f"unknown experiment {given!r}; " + (
         f"did you mean {near[0]!r}?" if near else f"one of {', '.join(EXPERIMENTS)}"
     )
@@ -190,7 +190,7 @@ def _start(
         logger.warning("%s", replaced)
     if difference := difference_line(config, loaded.ignored):
         logger.warning(difference)
-    for warning in config_warnings(config):
+    for warning in config_warnings(config, loaded.translated.spelled):
         logger.warning(warning)
     logger.info("Logs will be dumped to %s", paths.logs)
     logger.info("Model checkpoints will be saved to %s", paths.checkpoints)

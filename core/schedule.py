@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,15 +12,25 @@ from rollout.experience import Schedule
 if TYPE_CHECKING:
     from core.config.runtime import ExperimentSaveEvalControl
 
+logger = logging.getLogger(__name__)
+
 
 def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: int, batch_size: int) -> Schedule:
-    """Apply the exp_ctrl keys to a data set; benchmark_steps and total_train_steps both shorten the run."""
-    return Schedule(
+    """Apply the exp_ctrl keys to a data set; benchmark_steps and total_train_steps both shorten the run. Warn where the
+    epochs end before."""
+    schedule = Schedule(
         num_prompts=num_prompts,
         batch_size=batch_size,
         total_epochs=control.total_train_epochs,
         total_steps_limit=control.steps_limit,
     )
+    if control.steps_limit is not None and schedule.total_steps < control.steps_limit:
+        logger.warning(
+            "The run ends after %d steps, with its epochs, before the %d steps that exp_ctrl asks for; raise "
+            "exp_ctrl.total_train_epochs to %d",
+            schedule.total_steps, control.steps_limit, -(-control.steps_limit // schedule.steps_per_epoch),
+        )  # fmt: skip
+    return schedule
 
 
 @dataclass(frozen=True, kw_only=True)

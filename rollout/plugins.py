@@ -6,7 +6,6 @@ raises, or ends the process, when it is imported.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +16,8 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from config_schema.nearest import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""
@@ -92,12 +93,11 @@ def unknown_name(name: str, *, kind: str, known: Iterable[str], own: str) -> str
     "function" or "Class"."""
     known = tuple(known)
     message = f"unknown {kind} {name!r}; use one of {', '.join(known)}, or package.module:{own}"
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"{message}; did you mean {near[0]}?"
+    if meant := did_you_mean(name, known):
+        return message + meant
     module, _, last = name.rpartition(".")
     if module and last != "py" and all(part.isidentifier() for part in name.split(".")):
-        message += f"; did you mean {module}:{last}?"
+        message += f"; did you mean {f'{module}:{last}'!r}?"
     return message
 
 
@@ -114,11 +114,10 @@ def _find(spec: str, *, kind: str) -> Any:
         file = module_name.removesuffix(".py")
         way_out = "install it or add its folder to PYTHONPATH"
         if file != module_name:
-            way_out = f"a module is written without .py: did you mean {file}:{name}?"
+            way_out = f"a module is written without .py: did you mean {f'{file}:{name}'!r}?"
         raise PluginError(f"{kind} {spec}: there is no module {missing!r}; {way_out}")
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, [n for n in vars(module) if not n.startswith("_")], most=3)
         raise PluginError(f"{kind} {spec}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
 
@@ -128,7 +127,8 @@ def _without_path(module: str, name: str) -> str:
     parts = module.removesuffix(".py").removeprefix("./").split("/")
     if module.isidentifier() or not all(part.isidentifier() for part in (*parts, name)):
         return ""
-    return f"; did you mean {'.'.join(parts)}:{name}?"
+    path = f"{'.'.join(parts)}:{name}"
+    return f"; did you mean {path!r}?"
 
 
 def _import_failure(module_name: str, error: BaseException) -> str:

@@ -66,7 +66,7 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
     with _arguments(config, overrides) as (file, words):
         try:
             loaded = _load(experiment, file, words)
-            problems = run_checks(loaded.config, loaded.where)
+            problems = run_checks(loaded)
             if problems:
                 raise ConfigError(problems)
         except ConfigError as error:

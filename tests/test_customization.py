@@ -82,7 +82,7 @@ def folder(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def checked(file: str, overrides: Sequence[str] = ()) -> PPOMATHConfig:
     loaded = load_config("ppo-math", Path(file), list(overrides))
-    assert [str(problem) for problem in run_checks(loaded.config, loaded.where)] == []
+    assert [str(problem) for problem in run_checks(loaded)] == []
     assert isinstance(loaded.config, PPOMATHConfig)
     return loaded.config
 

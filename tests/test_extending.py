@@ -53,7 +53,7 @@ def found(folder: Path, options: str) -> tuple[PPOMATHConfig, list[str]]:
     path = write_run(folder, RUN.replace("OPTIONS", options))
     loaded = load_config("ppo-math", path)
     assert isinstance(loaded.config, PPOMATHConfig)
-    return loaded.config, [str(p).replace(f"{folder}/", "") for p in run_checks(loaded.config, loaded.where)]
+    return loaded.config, [str(p).replace(f"{folder}/", "") for p in run_checks(loaded)]
 
 
 def test_an_algorithm_with_keys_of_its_own_is_one_file(tmp_path: Path) -> None:

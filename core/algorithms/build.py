@@ -5,12 +5,12 @@ alone: the checks of a configuration import this file.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from config_schema.nearest import did_you_mean
 from config_schema.section import Section, fields_by_key
 from core.config.algorithm import AlgorithmSettings
 from core.config.experiments import PPOMATHConfig
@@ -72,9 +72,7 @@ def own_options(name: str, options: Mapping[str, object]) -> Section | None:
     for name, value in options.items():
         try:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known) or 'none'}"
-                raise CoerceError(f"unknown option; {hint}")
+                raise CoerceError(_unknown_option(name, known))
             values[name] = coerce(to_node(value), known[name][1].annotation)
         except CoerceError as error:
             problems.append(Problem(key=prefix + name, message=str(error)))
@@ -91,15 +89,17 @@ def own_options(name: str, options: Mapping[str, object]) -> Section | None:
     return section
 
 
+def _unknown_option(name: str, known: Iterable[str]) -> str:
+    return "unknown option" + (did_you_mean(name, known) or f"; options are {', '.join(known) or 'none'}")
+
+
 def read_options(section: type[T], options: Mapping[str, Any]) -> T:
     """Return the frozen dataclass `section`, filled with algorithm.options. Raises ValueError for unknown names or
     types."""
     known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     for name, value in options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known) or 'none'}"
-            raise ValueError(f"algorithm.options.{name}: unknown option; {hint}")
+            raise ValueError(f"algorithm.options.{name}: {_unknown_option(name, known)}")
         default = known[name].default
         expected = (int, float) if isinstance(default, float) else (type(default),)
         if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, expected):

@@ -6,28 +6,26 @@ neither torch nor Ray is imported, unless an algorithm of the user needs torch, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from core.checks.host import host_checks, is_elsewhere
 from core.checks.recipe import recipe_checks
-from core.config.experiments import ExperimentConfig
+from core.config.load import LoadedConfig
 from core.config.problems import Problem
 
 __all__ = ["run_checks"]
 
 
-def run_checks(config: ExperimentConfig, where: Callable[[str], str], *, connections: bool = False) -> list[Problem]:
+def run_checks(loaded: LoadedConfig, *, connections: bool = False) -> list[Problem]:
     """Return every problem of this host (`of_host`), the files and the model that this configuration meets.
 
-    `where(key)` returns the line in which a key was given. `connections`: connect to the Ray cluster and measure
+    `connections`: connect to the Ray cluster and measure
     prompts or rows, too, which a start does anyway. Paths that do not exist are facts of this host if the run starts on
     other machines."""
-    checks = host_checks(config, connections=connections)
-    host = [replace(p, where=where(p.key), of_host=True) for check in checks for p in check(config)]
-    recipe = [
-        replace(p, where=where(p.key)) for check in recipe_checks(config, lengths=connections) for p in check(config)
-    ]
-    if is_elsewhere(host):
+    config = loaded.config
+    on_host = [p for check in host_checks(config, connections=connections) for p in check(config)]
+    recipe = [loaded.shown(p) for check in recipe_checks(config, lengths=connections) for p in check(config)]
+    host = [loaded.shown(p, of_host=True) for p in on_host]
+    if is_elsewhere(on_host):
         recipe = [replace(p, of_host=p.missing_path) for p in recipe]
     return list(dict.fromkeys([*recipe, *host]))  # models of one folder have the same problems

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
 from core.checks.facts import keys_of_conversations, not_used
+from core.checks.resumption import check_checkpoint, check_prompts, check_rows, check_settings
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.problems import Problem
 from core.data.offline import offline_data, open_sample, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
-from core.runs.checkpoints import (
-    CONFIG_KEYS,
-    RunIdentity,
-    cannot_continue,
-    has_checkpoint,
-    is_checkpoint,
-    near_trials,
-    read_run,
-    read_stream,
-    recover_checkpoints,
-    too_few_steps,
-)
-from core.runs.paths import RunPaths
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.preferences import read_preferences
-from rollout.data.rows import Row, identify, read_examples, scan_rows
+from rollout.data.rows import Row, read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError, load_plugin, unknown_name
@@ -45,21 +32,17 @@ from rollout.rewards.registry import REWARDS
 from rollout.workflows import check_workflow
 
 if TYPE_CHECKING:
-    from core.data.epochs import EpochBatches
+    pass
 
 logger = logging.getLogger(__name__)
-
-_ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""read_stream(), which remembers what it has read."""
 
 
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
-    read = cache(read_stream)  # it may be large, and two checks need it
-    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths, read=read)
+    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths)
     of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _quantization, check_algorithm)
-    return (_models, measured, *of_generators, _environment, _home, _checkpoint, partial(_recover, read=read))
+    return (_models, measured, *of_generators, _environment, _home, check_checkpoint, check_settings)
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -147,7 +130,7 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _prompts(config: PPOMATHConfig, *, lengths: bool, read: _ReadStream) -> Iterator[Problem]:
+def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     boxed = config.reward.function == "math"
@@ -171,7 +154,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: _ReadStream) -> Iter
     found = list(_data_sets(config, scan))
     yield from found
     if not found:
-        yield from _same_prompts(config, trained, lambda: num_surely_fitting(trained, **measured), read)
+        yield from check_prompts(config, trained, lambda: num_surely_fitting(trained, **measured))
     if config.demonstrations.path:
         try:
             chats.update(row.messages is not None for row in read_examples(config.demonstrations.path))
@@ -189,34 +172,7 @@ def _has_tokenizer(model: str) -> bool:
     return True
 
 
-def _same_prompts(
-    config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Callable[[], int], read: _ReadStream
-) -> Iterator[Problem]:
-    """Yield a data set that is certainly another one than that of the newest checkpoint. A run compares the prompts
-    that it does not leave out, once they are tokenised. `count_fitting`: of those that it certainly keeps."""
-    newest = _to_continue(config)
-    if newest is None:
-        return
-    try:
-        before, _ = read(newest)
-        now, num_prompts = identify(rows), int(before["num_prompts"])
-        left_none_out = before.get("num_rows") == num_prompts == now["num_rows"]
-        changed = before.get("rows_checksum", now["rows_checksum"]) != now["rows_checksum"]
-    except _NOT_OF_A_RUN:
-        return
-    at_least = count_fitting()
-    if not at_least <= num_prompts <= len(rows):
-        count = at_least if num_prompts < at_least else len(rows)
-        bound = "at least " if num_prompts < at_least < len(rows) else ""
-        what = f"the data set of the checkpoint has num_prompts={num_prompts}, this one {bound}{count}"
-    elif left_none_out and changed:
-        what = "its rows are not those of the checkpoint's data set"
-    else:
-        return
-    yield Problem(key="dataset.path", message=f"{what}: {cannot_continue(newest)}")
-
-
-def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) -> Iterator[Problem]:
+def _rows(config: SFTConfig | DPOConfig, *, lengths: bool) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
     settings = offline_data(config)
@@ -247,20 +203,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: _ReadStream) ->
                 data, source.path, batch_size=config.dataset.train_bs_n_seqs, epochs=control.total_train_epochs,
                 steps_limit=control.steps_limit,
             )  # fmt: skip
-            yield from _same_rows(config, data, read)
-
-
-def _same_rows(config: SFTConfig | DPOConfig, data: EpochBatches[Any], read: _ReadStream) -> Iterator[Problem]:
-    """Yield rows that are not those of the newest checkpoint, unless they are a sample of a large data set."""
-    newest = _to_continue(config)
-    if newest is None or data.share < 1:
-        return
-    try:
-        data.check_same_items(read(newest)[0])
-    except DatasetError as change:
-        yield Problem(key="dataset.train_path", message=str(change))
-    except _NOT_OF_A_RUN:
-        return
+            yield from check_rows(config, data)
 
 
 def _report_prompt_keys(config: ExperimentConfig, chats: Container[bool]) -> None:
@@ -320,96 +263,3 @@ def _home(config: ExperimentConfig) -> Iterator[Problem]:
     except RuntimeError:
         message = f"{fileroot}: there is no such home folder; write the path in full"
         yield Problem(key="external_configs.cluster_config.fileroot", message=message)
-
-
-_OF_THE_STREAM: Mapping[str, str] = {
-    "seed": "seed",
-    "shuffle_dataset": "shuffle",
-    "staleness.max_staleness": "max_staleness",
-    "staleness.over_age": "over_age",
-    "staleness.in_order": "in_order",
-    "algorithm.dynamic_sampling": "dynamic_sampling",
-}
-"""Keys that must be as in the recover checkpoint, and their names in it. sft and dpo save the first two."""
-_NOT_OF_A_RUN = (OSError, RuntimeError, ValueError, LookupError, TypeError)
-"""What reading a checkpoint raises that no run wrote: the start verifies checkpoints, and takes the one before."""
-
-
-def _to_continue(config: ExperimentConfig) -> Path | None:
-    """Return the recover checkpoint that a start would continue with exactly; None: there is none, or it may differ."""
-    if not config.recovers or config.recover_ignore_changes:
-        return None
-    try:
-        found = recover_checkpoints(_recover_folder(config))
-        if found:
-            return found[-1]
-        return None if config.resume_from is None else Path(config.resume_from).expanduser()
-    except (OSError, RuntimeError, ValueError):
-        return None
-
-
-def _recover_folder(config: ExperimentConfig) -> Path:
-    fileroot = config.external_configs.cluster_config.fileroot
-    return RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover
-
-
-def _checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield a checkpoint that must be there to begin with, and is not. A start verifies what its files hold."""
-    if not config.recovers:
-        return
-    try:
-        recover = _recover_folder(config)
-        if has_checkpoint(recover):
-            return
-    except (OSError, RuntimeError):
-        return  # a folder that cannot be used, which is reported with fileroot
-    if config.resume_from is not None:
-        if message := _not_resumable(config.resume_from):
-            yield Problem(key="resume_from", message=message)
-    elif config.recover_mode == "resume":
-        found = f"{recover} has none" if recover.is_dir() else f"{recover}: no such folder"
-        found += near_trials(recover)
-        message = f"resume needs a recover checkpoint of this trial; {found}; check experiment_name and "
-        yield Problem(key="recover_mode", message=message + "trial_name, or write recover_mode=auto to begin at step 0")
-
-
-def _not_resumable(path: str) -> str | None:
-    """Return why there is nothing to continue from at resume_from=`path`; None: there is a recover checkpoint."""
-    way_out = "write a folder globalstepN of another trial, or null to begin at step 0"
-    try:
-        given = Path(path).expanduser()
-        if not given.is_dir():
-            return f"{path}: no such folder; {way_out}"
-        if is_checkpoint(given):
-            return None
-        inside = [found for found in recover_checkpoints(given) if is_checkpoint(found)]
-    except (OSError, RuntimeError) as error:
-        return f"{path}: {error}; {way_out}"
-    return f"{path} is no recover checkpoint; {f'did you mean {inside[-1]}?' if inside else way_out}"
-
-
-def _recover(config: ExperimentConfig, *, read: _ReadStream) -> Iterator[Problem]:
-    """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
-    newest = _to_continue(config)
-    if newest is None:
-        return
-    try:
-        identity, state = read_run(newest)
-        step = int(str(state.get("step", 0)))
-    except _NOT_OF_A_RUN:
-        return
-    changes = RunIdentity(**config.identity).changes_since(identity)
-    for field, change in changes.items():
-        yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(newest)}")
-    limit = config.exp_ctrl.total_train_steps
-    if limit is not None and step > limit and "train_bs_n_seqs" not in changes:
-        yield Problem(key="exp_ctrl.total_train_steps", message=too_few_steps(limit, step, newest))
-    try:
-        data, settings = read(newest)
-    except _NOT_OF_A_RUN:
-        return
-    before = {**data, **settings}
-    for key, field in _OF_THE_STREAM.items():
-        if field in before and before[field] != (now := attrgetter(key)(config)):
-            shown, had = str(now).lower(), str(before[field]).lower()
-            yield Problem(key=key, message=f"{shown} (the checkpoint has {had}): {cannot_continue(newest)}")

@@ -6,7 +6,7 @@ A rule names the keys that it reads, so that a key that is wrong by itself is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
@@ -20,11 +20,11 @@ def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
     yield from check_allocation(config)
 
 
-def config_warnings(config: ExperimentConfig) -> Iterator[str]:
-    """Yield settings that are valid but probably not intended."""
+def config_warnings(config: ExperimentConfig, spelled: Callable[[str], str] = str) -> Iterator[str]:
+    """Yield settings that are valid but probably not intended. `spelled`: (key) -> as the user wrote it."""
     unused: dict[str, list[str]] = {}
     for key, reason in unused_keys(config):
-        unused.setdefault(reason, []).append(key)
+        unused.setdefault(reason, []).append(spelled(key))
     for reason, keys in unused.items():
         yield not_used(keys, reason)
     yield from config.warnings()

@@ -7,18 +7,18 @@ is left out of the next, so that one mistake is one message.
 
 from __future__ import annotations
 
-import difflib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from config_schema.nearest import nearest_names
 from config_schema.section import Section, Violation, all_keys, default_of, fields_by_key, sub_section
-from core.config.dialects.areal_v02 import translate
+from core.config.dialects.areal_v02 import Translated, translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
@@ -37,6 +37,12 @@ class LoadedConfig:
     replaced: tuple[Problem, ...]
     """Overrides without effect, because a later one sets the same key."""
     sources: Mapping[str, str]
+    translated: Translated
+
+    def shown(self, problem: Problem, *, of_host: bool = False) -> Problem:
+        """Return a problem of a key with its place, and the key as the user wrote it."""
+        key = self.translated.spelled(problem.key)
+        return replace(problem, key=key, where=self.where(problem.key), of_host=of_host)
 
     def where(self, key: str) -> str:
         """Return file:line or the override that gave `key` or the section around it; empty for a default."""
@@ -55,11 +61,11 @@ def load(
     for override in overrides:
         problems += apply_override(tree, override, replaced)
     as_given = copied(tree)
-    ignored, wrong = translate(tree, model)
+    translated = translate(tree, model)
     tree.children.setdefault("trial_name", Scalar(time.strftime("%Y%m%d-%H%M%S"), ""))
     binder = _Binder(model, tree, as_given)
     values = binder.bind()
-    problems += wrong + binder.problems
+    problems += translated.problems + binder.problems
     config, found = _validate(model, values, binder.sources, str(path or ""))
     problems += found
     bad = {p.key for p in problems} | binder.meant
@@ -67,9 +73,14 @@ def load(
         if not any(_related(key, b) for key in rule.keys for b in bad):
             problems.append(Problem(key=rule.keys[0], message=rule.message, where=_where(binder.sources, rule.keys[0])))
     if problems:
-        raise ConfigError(sorted(problems, key=_line))
+        shown = [replace(problem, key=translated.spelled(problem.key)) for problem in problems]
+        raise ConfigError(sorted(shown, key=_line))
     return LoadedConfig(
-        config=config, ignored=tuple(sorted(ignored, key=_line)), replaced=tuple(replaced), sources=binder.sources
+        config=config,
+        ignored=tuple(sorted(translated.ignored, key=_line)),
+        replaced=tuple(replaced),
+        sources=binder.sources,
+        translated=translated,
     )
 
 
@@ -189,7 +200,7 @@ class _Binder:
             for child, value in node.children.items():
                 self._unknown(model, child, value, f"{path}.{child}")
             return
-        near = [] if known else difflib.get_close_matches(name, fields_by_key(model), n=1, cutoff=0.6)
+        near = [] if known else nearest_names(name, fields_by_key(model))
         self.meant.update(path.removesuffix(name) + meant for meant in near)
         message = f"unknown key; {_suggestion(self._model, model, name, path)}"
         self.problems.append(Problem(key=path, message=message, where=node.where))
@@ -219,15 +230,13 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
         return equivalent
     siblings = list(fields_by_key(model))
     prefix = path.removesuffix(name)
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-    if near:
+    if near := nearest_names(name, siblings):
         return f"did you mean {prefix + near[0]!r}?"
     everywhere = list(all_keys(root))
     same_name = [k for k in everywhere if k.rpartition(".")[2] == name]
     if same_name:
         return f"did you mean {' or '.join(map(repr, same_name[:3]))}?"
-    near = difflib.get_close_matches(path, everywhere, n=1, cutoff=0.7)
-    if near:
+    if near := nearest_names(path, everywhere, cutoff=0.7):
         return f"did you mean {near[0]!r}?"
     few = prefix and len(siblings) <= MOST_LISTED
     return f"keys here are {', '.join(siblings)}" if few else "--help lists all keys"

@@ -197,7 +197,7 @@ class LaunchConfig(Section):
     trainer_device: DeviceChoice = key(
         "auto",
         "Where the trainer's ranks compute. auto: where the generators do; in sft, which has none, on GPUs if this "
-        "machine has any (not with a joined Ray cluster: then write the device)",
+        "machine has any, or with several nodes (not with a joined Ray cluster: then write the device)",
     )
     master_port: int = key(0, "Rendezvous port of the trainer ranks; 0: any free port", ge=0, le=65535)
     threads_per_process: int = key(

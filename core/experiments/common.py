@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.checks.resumption import changed_settings
+from core.config.problems import ConfigError
 from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
@@ -45,7 +47,7 @@ class Start:
 
 def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) -> Start:
     """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
-    none."""
+    none, or one that these settings cannot follow."""
     checkpoint = recover.newest() if config.recovers else None
     if checkpoint is None and config.recovers and config.resume_from is not None:
         checkpoint = Path(config.resume_from).expanduser()
@@ -65,7 +67,9 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
                 )
             logger.info("%s; training starts from the beginning.", missing)
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
-    found = recover.load(checkpoint, ignore_changes=config.recover_ignore_changes)
+    if not config.recover_ignore_changes and (problems := [*changed_settings(config, checkpoint)]):
+        raise ConfigError(problems)
+    found = recover.load(checkpoint)
     return Start(
         state=found.state, rollout_state=found.rollout_state, checkpoint=checkpoint, identity=found.identity,
         changes=found.changes,

@@ -18,6 +18,7 @@ from allocation import (
     Device,
     DeviceDecision,
     DeviceMapping,
+    UndecidedBackendError,
     parse,
     parse_device_mappings,
 )
@@ -102,12 +103,12 @@ class _Default:
         """Why backend() returned what it did; empty if it was not called."""
 
     def backend(self) -> Backend:
-        """Return the generators' backend. Raises AllocationError."""
+        """Return the generators' backend. Raises UndecidedBackendError."""
         if cluster := joined_cluster(self._config):
-            raise AllocationError(
+            raise UndecidedBackendError(
                 f"names no backend for the generators, and the run joins a Ray cluster ({cluster}), whose GPUs cannot "
                 "be seen from here; write the backend before the generators' layout",
-                nearest=" or ".join(f"{backend}.d1m1p1+d1m1p1" for backend in DEFAULT_BACKEND.values()),
+                cast("list[Backend]", list(DEFAULT_BACKEND.values())),
             )
         device, machine = _of_this_machine()
         backend = cast(Backend, DEFAULT_BACKEND[device])
@@ -131,6 +132,8 @@ class _Default:
                 value=requested,
                 nearest=f"{GPU} or {CPU}",
             )
+        if self._config.n_nodes > 1 and not _num_gpus():
+            return DeviceDecision(GPU, f"n_nodes={self._config.n_nodes}: other machines than this one, without GPU")
         return DeviceDecision(*_of_this_machine())
 
 

@@ -31,7 +31,7 @@ from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
 from core.recovery.manifest import DamagedError, move_into_place, seal, verify
 from core.recovery.plain_state import StateError, read_state, write_state
-from core.runs.checkpoints import RunIdentity, cannot_continue, read_run, recover_checkpoints
+from core.runs.checkpoints import RunIdentity, read_run, recover_checkpoints
 from tracing import add_span
 
 logger = logging.getLogger(__name__)
@@ -245,18 +245,16 @@ class RecoverStore:
     def _failure(self, step: int, error: Exception) -> OSError:
         return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
-    def load(self, checkpoint: Path, *, ignore_changes: bool = False) -> Recovered:
+    def load(self, checkpoint: Path) -> Recovered:
         """Return the driver's and the rollout's state, without the state of another algorithm; no file of the
         checkpoint can run code.
 
-        Raises RecoverError if the configuration changed in a way that the checkpoint cannot follow, unless
-        recover_ignore_changes is set, and where an earlier release wrote it."""
+        Whether the configuration may have changed was decided before (core/checks/resumption.py). Raises RecoverError
+        where an earlier release wrote it."""
         if (checkpoint / _PICKLED_ROLLOUT).exists():
             raise RecoverError(_earlier_format(checkpoint))
         identity, state = _read_run(checkpoint)
         changes = self._identity.changes_since(identity)
-        if changes and not ignore_changes:
-            raise RecoverError(f"{', '.join(changes.values())}: {cannot_continue(checkpoint)}")
         if "algorithm" in changes:
             logger.warning("%s: the state of that algorithm is dropped.", changes["algorithm"])
             state = replace(state, extra={key: value for key, value in state.extra.items() if key != "algorithm"})

@@ -8,13 +8,13 @@ Standard library and model_specs only.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from config_schema.nearest import nearest_names
 from model_specs.untrusted import read_json_object
 
 CONFIG_KEYS = {
@@ -80,7 +80,7 @@ def near_trials(recover: Path) -> str:
     user = recover.parent.parent
     others = [trial for trial in user.glob("*/*") if trial != recover and has_checkpoint(trial)]
     names = [f"{trial.parent.name}/{trial.name}" for trial in others]
-    near = difflib.get_close_matches(f"{recover.parent.name}/{recover.name}", names, n=3, cutoff=0.6)
+    near = nearest_names(f"{recover.parent.name}/{recover.name}", names, most=3)
     return f" (trials with one: {', '.join(near)})" if near else ""
 
 

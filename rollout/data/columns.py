@@ -6,13 +6,13 @@ set of column names there is one answer, whatever the rows hold, so that all row
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from config_schema.nearest import did_you_mean
 from model_specs.untrusted import parse_json
 from rollout.data.source import DatasetError, Fields
 
@@ -78,9 +78,7 @@ def find_columns(names: Sequence[str], fields: Fields, hints: Fields, *, in_full
     """
     for role, name in fields.given.items():
         if name.partition(".")[0] not in names and name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            message = f"{role}_field={name!r} is not among the columns {sorted(names)}{hint}"
+            message = f"{role}_field={name!r} is not among the columns {sorted(names)}{did_you_mean(name, names)}"
             raise DatasetError(message, setting=f"{role}_field")
     given = {role: name for role, name in hints.given.items() if name in names} | fields.given
     plain = {_plain(name): name for name in reversed(names)}

@@ -168,8 +168,8 @@ def test_vllm_is_answered_with_sglang(text: str) -> None:
         ("sglang.d4+mock.d4", "both sides", "sglang.d4+d4m1p1"),
         ("sglang.d2+d2+d4", "3 sides", None),
         ("sglang.d2+d2|d4", "cannot be combined", None),
-        ("sglan.d4+d4", "did you mean sglang?", None),
-        ("acter_train:d8", "did you mean actor_train?", None),
+        ("sglan.d4+d4", "did you mean 'sglang'?", None),
+        ("acter_train:d8", "did you mean 'actor_train'?", None),
         ("actor_train:d8,d4", "role:layout", "actor_train:d4"),
         ("actor_train:d8,actor_train:d8", "given twice", None),
         ("ref_inf:d8", "actor_train has no layout", None),
@@ -191,7 +191,7 @@ def test_vllm_is_answered_with_sglang(text: str) -> None:
         ("(attn:d8|ffn:d4m1e1)", "the same 8 ranks", "d8 in ffn"),
         ("manual", "device_mapping", "heuristic, or embedded.d4m1p1+d4m1p1"),
         ("search", "no search", "heuristic, or embedded.d4m1p1+d4m1p1"),
-        ("heurstic", "did you mean heuristic?", "heuristic"),
+        ("heurstic", "did you mean 'heuristic'?", "heuristic"),
     ],
 )
 def test_a_wrong_text_is_answered_with_the_rule_and_a_way_out(text: str, rule: str, nearest: str | None) -> None:

@@ -144,13 +144,13 @@ def test_more_slots_than_the_cluster_has_are_counted() -> None:
 @pytest.mark.parametrize(
     ("mappings", "rule", "nearest"),
     [
-        ({"actor_train": ("[0, 0, 1]", None)}, "slot 0 is given to two ranks", "[0, 1]"),
+        ({"actor_train": ("[0, 0, 1]", None)}, "slot 0 is given to two ranks", "[0, 1, 2]"),
         ({"actor_train": ("[0, -1]", None)}, "slot -1 does not exist", "list(range(0,8))"),
         ({"actor_train": ("[]", None)}, "names no slot", "list(range(0,8))"),
         ({"actor_train": ("range(8)", "d2m2")}, "8 slots for the 4 ranks", "4 slots, or layout d4m2p1"),
         ({"actor_gen": ("range(8)", None), "actor_infer": ("range(8)", None)}, "two device mappings", None),
         ({"ref_inf": ("range(8)", None)}, "every run has a trainer", "list(range(0,8))"),
-        ({"refernce": ("range(8)", None)}, "did you mean ref_inf?", None),
+        ({"refernce": ("range(8)", None)}, "did you mean 'ref_inf'?", None),
         ({"*": ("range(8)", None)}, "no slots of its own", None),
         ({}, "every run has a trainer", "list(range(0,8))"),
     ],

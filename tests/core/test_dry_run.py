@@ -125,7 +125,7 @@ def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(
 
 def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:
     loaded = load_config("ppo-math", write_run(tmp_path), SERVERS)
-    (problem,) = run_checks(loaded.config, loaded.where)
+    (problem,) = run_checks(loaded)
     assert problem.of_host and problem.key == "allocation_mode"
 
 
@@ -136,9 +136,9 @@ def test_variables_for_tracing_in_the_shell_are_refused_at_the_start(
     path = write_run(tmp_path)
     monkeypatch.setenv(name, "0")
     loaded = load_config("ppo-math", path)
-    assert run_checks(loaded.config, loaded.where) == []
+    assert run_checks(loaded) == []
     monkeypatch.setenv(name, "legacy")
-    (problem,) = run_checks(loaded.config, loaded.where)
+    (problem,) = run_checks(loaded)
     assert problem.key == name and problem.of_host
     assert re.search(rf"'legacy' in the environment .*; run `unset {name}`", str(problem))
 
@@ -272,7 +272,7 @@ def test_keys_of_the_chat_template_are_reported_where_the_template_leaves_them_n
     rows = [row for row, wanted in zip(pairs, (texts, conversations), strict=True) if wanted]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
     loaded = load_config(experiment, path, [given, "prompt.system=s", "prompt.chat_options.a=1"])
-    assert run_checks(loaded.config, loaded.where) == []
+    assert run_checks(loaded) == []
     said = "prompt.system, prompt.chat_options: not used by this run (prompt.template is set, and no row is a "
     assert [said in record.getMessage() for record in caplog.records] == [True] * unused
 
@@ -288,7 +288,7 @@ def test_a_conversation_among_the_demonstrations_uses_the_chat_template(
     for more, reported in (([], True), ([f"demonstrations.path={shown}"], False)):
         caplog.clear()
         loaded = load_config("ppo-math", path, [*words, *more])
-        run_checks(loaded.config, loaded.where)
+        run_checks(loaded)
         assert ("no row is a conversation" in caplog.text) is reported
 
 
@@ -318,7 +318,7 @@ def test_a_column_that_does_not_exist_is_a_problem_of_the_key_that_names_it(
     path = write_run(tmp_path) if experiment == "ppo-math" else write_run(tmp_path, SMALLEST_SFT)
     data = tmp_path / "prompts.jsonl"
     loaded = load_config(experiment, path, [word.replace("DATA", str(data)) for word in words])
-    (problem,) = run_checks(loaded.config, loaded.where)
+    (problem,) = run_checks(loaded)
     assert str(problem).startswith(f"override '{key}=promt': {key}: {data}:1: prompt_field='promt' is not among the ")
     assert str(problem).endswith("; did you mean 'prompt'?")
 
@@ -412,12 +412,12 @@ def test_limits_of_the_shell_that_end_ray_are_named(tmp_path: Path, monkeypatch:
     limits = {resource.RLIMIT_NOFILE: (64, 64), resource.RLIMIT_FSIZE: (2_048_000, 2_048_000)}
     monkeypatch.setattr(resource, "getrlimit", lambda name: limits[name])
     loaded = load_config("ppo-math", write_run(tmp_path))
-    found = [str(problem) for problem in run_checks(loaded.config, loaded.where)]
+    found = [str(problem) for problem in run_checks(loaded)]
     assert [text.split(": ")[0] for text in found] == ["ulimit -n", "ulimit -f"]
     assert "64 open files per process" in found[0] and "`ulimit -n 65536`" in found[0]
     assert "files of at most 2 MiB" in found[1] and "`ulimit -f unlimited`" in found[1]
     limits |= {resource.RLIMIT_NOFILE: (1024, 1024), resource.RLIMIT_FSIZE: (2**50, 2**50)}
-    assert run_checks(loaded.config, loaded.where) == []
+    assert run_checks(loaded) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

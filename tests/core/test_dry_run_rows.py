@@ -211,8 +211,8 @@ def test_rows_that_are_not_those_of_the_newest_checkpoint_are_refused(
 def test_a_start_leaves_the_tokens_to_the_run(dry_run: DryRun) -> None:
     write(dry_run.data, ROWS[dry_run.experiment])
     loaded = load_config(dry_run.experiment, None, [*dry_run.words, "dataset.max_seqlen=4"])
-    assert run_checks(loaded.config, loaded.where) == []
-    (problem,) = run_checks(loaded.config, loaded.where, connections=True)
+    assert run_checks(loaded) == []
+    (problem,) = run_checks(loaded, connections=True)
     assert problem.key == "dataset.train_path"
 
 

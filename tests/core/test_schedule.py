@@ -52,6 +52,13 @@ def test_the_shortest_of_all_limits_ends_the_run(total: int | None, benchmark: i
     assert schedule_from_control(control, num_prompts=16, batch_size=4).total_steps == steps
 
 
+def test_epochs_that_end_before_the_steps_asked_for_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    schedule_from_control(ExperimentSaveEvalControl(total_train_steps=4), num_prompts=16, batch_size=4)
+    assert not caplog.records
+    schedule_from_control(ExperimentSaveEvalControl(total_train_steps=9), num_prompts=16, batch_size=4)
+    assert "ends after 4 steps" in caplog.text and "raise exp_ctrl.total_train_epochs to 3" in caplog.text
+
+
 def test_the_recover_rule_of_the_tutorial_first_after_step_two_then_by_seconds() -> None:
     timer = DueTimer(Frequency(epochs=None, steps=None, seconds=600), now=0.0, first_step=2)
     assert due_steps(timer, 12, seconds_per_step=250) == [2, 5, 8, 11]

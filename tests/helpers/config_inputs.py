@@ -336,7 +336,7 @@ def write_run(folder: Path, text: str = SMALLEST_PPO) -> Path:
 
 def problems(path: Path, *overrides: str) -> list[str]:
     loaded = load_config("ppo-math", path, overrides)
-    return [str(p).replace(f"{path.parent}/", "") for p in run_checks(loaded.config, loaded.where)]
+    return [str(p).replace(f"{path.parent}/", "") for p in run_checks(loaded)]
 
 
 def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *cards: str, apps: str = "") -> None:

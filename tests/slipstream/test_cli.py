@@ -75,7 +75,7 @@ def test_a_users_packages_do_not_hide_those_of_the_installation(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "Dry run: every check passed" in done.stdout
     wrong = run("train", "--config", str(config), "reward.function=judge:scor", "--dry-run", cwd=tmp_path)
-    assert wrong.returncode == 2 and "did you mean score?" in wrong.stderr
+    assert wrong.returncode == 2 and "did you mean 'score'?" in wrong.stderr
 
 
 def test_processes_of_a_run_import_the_installation_before_the_working_folder(

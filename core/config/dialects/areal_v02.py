@@ -176,9 +176,27 @@ def renamed_of(model: type[Section]) -> Mapping[str, str]:
     return {old: new for old, new in RENAMED.items() if _has(model, new)}
 
 
-def translate(tree: Table, model: type[Section]) -> tuple[list[Problem], list[Problem]]:
-    """Rewrite the tree to our keys. Return the keys that have no effect, and what is wrong."""
+class Translated(NamedTuple):
+    """What translate() found."""
+
+    ignored: list[Problem]
+    """Keys that have no effect."""
+    problems: list[Problem]
+    renamed: dict[str, str]
+    """Our key -> the other spelling that was given."""
+
+    def spelled(self, key: str) -> str:
+        """Return one of our keys as the user wrote it."""
+        for new, old in self.renamed.items():
+            if f"{key}.".startswith(f"{new}."):
+                return old + key.removeprefix(new)
+        return key
+
+
+def translate(tree: Table, model: type[Section]) -> Translated:
+    """Rewrite the tree to our keys."""
     ignored: list[Problem] = []
+    renamed = {new: old for old, new in renamed_of(model).items() if find(tree, old) is not None}
     problems = [p for old, new in renamed_of(model).items() if (p := _rename(tree, old, new, ignored))]
     for path, row in _given(tree, model):
         node = remove(tree, path)
@@ -188,7 +206,7 @@ def translate(tree: Table, model: type[Section]) -> tuple[list[Problem], list[Pr
         elif not _is_one_of(node, row.accepted):
             message = f"must be {' or '.join(row.accepted)}, got {describe(node)}: {row.why}"
             problems.append(Problem(key=path, message=message, where=node.where))
-    return ignored, problems
+    return Translated(ignored, problems, renamed)
 
 
 def _given(tree: Table, model: type[Section]) -> Iterator[tuple[str, Row]]:

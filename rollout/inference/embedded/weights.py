@@ -9,7 +9,6 @@ Invariant: `names` maps each Hugging Face name to a view into that storage, so t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from config_schema.nearest import did_you_mean
 from model_specs.hf_config import read_config
 from model_specs.weight_files import check_tensors, stored_tensors
 from rollout.inference.embedded.config import InferenceConfig
@@ -118,10 +118,7 @@ class ModelWeights:
         known = {name: tensor for name, tensor in tensors.items() if not self._is_derived(name)}
         for name, tensor in known.items():
             if name not in self.names:
-                near = difflib.get_close_matches(name, self.names, n=1)
-                raise ValueError(
-                    f"no parameter {name!r} in this model" + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+                raise ValueError(f"no parameter {name!r} in this model{did_you_mean(name, self.names)}")
             if tensor.shape != self.names[name][1]:
                 raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(self.names[name][1])}")
         with torch.inference_mode():

@@ -225,7 +225,7 @@ def test_a_name_that_is_unknown_is_the_error_and_not_a_critic_that_is_missing(
 ) -> None:
     (found,) = messages(load(tmp_path, f"algorithm.name={name} ppo.disable_value=false"))
     assert found.startswith(f"algorithm.name: {message}")
-    assert name == "dpo" or found.endswith("did you mean grpo?")
+    assert name == "dpo" or found.endswith("did you mean 'grpo'?")
 
 
 @pytest.mark.parametrize(

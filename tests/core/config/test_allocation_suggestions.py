@@ -18,7 +18,7 @@ def _problems(path: Path, *overrides: str) -> list[str]:
         loaded = load_config("ppo-math", path, overrides)
     except ConfigError as error:
         return str(error).splitlines()
-    return [str(problem) for problem in run_checks(loaded.config, loaded.where) if not problem.of_host]
+    return [str(problem) for problem in run_checks(loaded) if not problem.of_host]
 
 
 def _suggestions(problem: str) -> list[list[str]]:

@@ -384,7 +384,7 @@ def test_sft_rows_are_checked_as_pairs(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
     overrides = ["experiment_name=s", "trial_name=t", f"model.path={tmp_path / 'model'}"]
     loaded = load_config("sft", None, [*overrides, f"dataset.train_path={tmp_path / 'rows.jsonl'}"])
-    (problem,) = run_checks(loaded.config, loaded.where)
+    (problem,) = run_checks(loaded)
     assert problem.key == "dataset.train_path"
     assert "rows.jsonl:2: " in problem.message
 
@@ -423,16 +423,16 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(path, "reward.function=mine:score") == []
     (message,) = problems(path, "reward.function=mine:scored")
-    assert "reward.function: reward function mine:scored: module mine has no 'scored'; did you mean score?" in message
+    assert "reward.function: reward function mine:scored: module mine has no 'scored'; did you mean 'score'?" in message
     (message,) = problems(path, "reward.function=maths")
     unknown = "reward.function: unknown reward 'maths'; use one of math, or package.module:function"
-    assert message.endswith(f"{unknown}; did you mean math?")
+    assert message.endswith(f"{unknown}; did you mean 'math'?")
     (message,) = problems(path, "algorithm.name=gspoo", "group_size=4")
-    assert message.endswith("or package.module:Class; did you mean gspo?")
+    assert message.endswith("or package.module:Class; did you mean 'gspo'?")
     (message,) = problems(path, "reward.function=mine.py:score")
-    assert message.endswith("no module 'mine.py'; a module is written without .py: did you mean mine:score?")
+    assert message.endswith("no module 'mine.py'; a module is written without .py: did you mean 'mine:score'?")
     (message,) = problems(path, "reward.function=./rewards/mine.py:score")
-    assert message.endswith("write it as package.module:Name; did you mean rewards.mine:score?")
+    assert message.endswith("write it as package.module:Name; did you mean 'rewards.mine:score'?")
     (message,) = problems(path, "reward.function=my-reward.py:score")
     assert message.endswith("write it as package.module:Name")
     (message,) = problems(path, "reward.function=mine:ask")
@@ -440,13 +440,13 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     (message,) = problems(path, "reward.function=mine:judge")
     assert "reward function mine:judge: is `async def`" in message
     (message,) = problems(path, "reward.function=mine.rewards.score")
-    assert message.endswith("or package.module:function; did you mean mine.rewards:score?")
+    assert message.endswith("or package.module:function; did you mean 'mine.rewards:score'?")
     (message,) = problems(path, "reward.function=mine.py")
     assert message.endswith("or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
     assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
     (message,) = problems(path, "workflow.type=mine.Dialogue")
-    assert message.endswith("or package.module:Class; did you mean mine:Dialogue?")
+    assert message.endswith("or package.module:Class; did you mean 'mine:Dialogue'?")
     (message,) = problems(path, "workflow.type=no_such_package:Dialogue")
     assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
     (message,) = problems(path, "workflow.type=mine:score")

@@ -36,7 +36,7 @@ def fresh_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def allocated(folder: Path, *overrides: str) -> Allocation:
     loaded = load_config("ppo-math", write_run(folder), overrides)
-    assert run_checks(loaded.config, loaded.where) == []
+    assert run_checks(loaded) == []
     return resolve_allocation(loaded.config)
 
 
@@ -102,7 +102,7 @@ def test_only_the_gpus_that_a_role_computes_on_must_be_here(tmp_path: Path, monk
     fake_gpus(tmp_path, monkeypatch, ONE_GPU)
     allocated(tmp_path, SERVERS, "launch.trainer_device=cpu")
     loaded = load_config("ppo-math", write_run(tmp_path), [SERVERS])
-    (problem,) = run_checks(loaded.config, loaded.where)
+    (problem,) = run_checks(loaded)
     assert "allocation_mode requires GPU 1, this machine has 1" in problem.message
 
 
@@ -130,6 +130,29 @@ def test_what_the_machine_decides_is_said_with_the_reason(
     assert (trainer.device, trainer.reason) == (device, why.split(" and ")[1].split(":")[0])
 
 
+def test_a_run_of_several_nodes_is_not_taken_for_one_of_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe for a cluster, checked where there is no GPU: its trainer is not that of a CPU."""
+    monkeypatch.setattr(config_allocation, "query_gpus", lambda: [])
+    several = ("n_nodes=2", "n_gpus_per_node=1", "allocation_mode=d2m1p1")
+    assert sft(tmp_path, *several).trainer.on_gpu
+    assert not sft(tmp_path, *several, "launch.trainer_device=cpu").trainer.on_gpu
+    loaded = load_config("sft", tmp_path / "sft.yaml", [*several, "model.path=/none"])
+    found = {problem.key: problem.of_host for problem in run_checks(loaded)}
+    assert found["launch.ray_address"] and found["model.path"], "both are of other machines"
+
+
+def test_a_backend_is_suggested_with_the_layout_that_needs_one(tmp_path: Path) -> None:
+    joined = ["launch.ray_address=head:6379", "n_nodes=1", "n_gpus_per_node=8"]
+    message = refused(tmp_path, *joined, "allocation_mode=d8m1p1")
+    assert message.endswith("nearest: sglang.d8m1p1 or embedded.d8m1p1")
+    mapped = ["actor_infer.device_mapping=[0,1,2,3]", "actor_train.device_mapping=[4,5,6,7]"]
+    message = refused(tmp_path, *joined, *mapped)
+    assert "actor_infer.layout: names no backend" in message, "the key is spelled as it was given"
+    assert message.endswith("nearest: sglang.d4m1p1 or embedded.d4m1p1")
+
+
 def test_a_named_backend_is_no_choice_of_the_machine(tmp_path: Path) -> None:
     row = allocated(tmp_path, "allocation_mode=embedded.d1m1p1+d1m1p1").table()[0]
     assert row.why == "embedded generators run on the CPU"
@@ -148,7 +171,7 @@ def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(
         overrides = []
     message = refused(tmp_path, "allocation_mode=d1m1p1", "n_gpus_per_node=1", *overrides)
     assert "allocation_mode: 'd1m1p1': names no backend for the generators, and the run joins a Ray cluster" in message
-    assert "head:6379" in message and "sglang.d1m1p1+d1m1p1 or embedded.d1m1p1+d1m1p1" in message
+    assert "head:6379" in message and "sglang.d1m1p1 or embedded.d1m1p1" in message
     mapped = ["actor_gen.device_mapping=[0]", "actor_train.device_mapping=[1]"]
     assert "names no backend" in refused(tmp_path, *mapped, *overrides)
     assert allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", *overrides).trainer.device == "cpu"
@@ -216,7 +239,7 @@ def test_fp8_generators_of_a_model_that_blocks_do_not_divide_are_refused_with_th
 
     def found(*overrides: str) -> str:
         loaded = load_config("ppo-math", write_run(tmp_path), [SERVERS, *overrides])
-        return "\n".join(map(str, run_checks(loaded.config, loaded.where)))
+        return "\n".join(map(str, run_checks(loaded)))
 
     assert "generator.weight_format: fp8_block needs sizes divisible by 128" in found(FP8)
     assert "fp8_block" not in found()

@@ -186,7 +186,7 @@ def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_ways_to_go_on(tm
     (tmp_path / "globalstep2").mkdir()
     (tmp_path / "globalstep2" / "rollout.pkl").write_bytes(pickle.dumps({"cursor": 7}))
     with pytest.raises(RecoverError) as error:
-        RecoverStore(tmp_path, IDENTITY).load(tmp_path / "globalstep2", ignore_changes=True)
+        RecoverStore(tmp_path, IDENTITY).load(tmp_path / "globalstep2")
     convert = f"python -m tools.convert --checkpoint_path {tmp_path / 'globalstep2'} --output_path FOLDER"
     for part in ("an earlier release", "is a pickle, which can run code", convert, "actor.path=FOLDER"):
         assert part in str(error.value)

@@ -16,7 +16,7 @@ import pytest
 from core.errors import LaunchError
 from core.recovery import manifest
 from core.recovery.manifest import DamagedError, verify
-from core.recovery.recover import RecoverError, RecoverStore, RunState
+from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
@@ -313,20 +313,6 @@ def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert sorted(files) == ["actor/weights", "rollout.json", "rollout.npz", "run.json"]
     assert files["actor/weights"]["size"] == 100 and len(files["actor/weights"]["checksum"]) == 32
-
-
-@pytest.mark.parametrize("key", ["train_bs_n_seqs", "group_size", "n_nodes"])
-def test_a_changed_setting_is_named_with_both_values_and_let_go_on_request(tmp_path: Path, key: str) -> None:
-    dump(RecoverStore(tmp_path, IDENTITY), 2)
-    changed = RunIdentity(**{**IDENTITY.__dict__, key: 99})
-    store = RecoverStore(tmp_path, changed)
-    newest = store.newest()
-    assert newest is not None
-    before = getattr(IDENTITY, key)
-    with pytest.raises(RecoverError, match=rf"{key}=99 \(the checkpoint has {before}\).*recover_ignore_changes=true"):
-        store.load(newest)
-    found = store.load(newest, ignore_changes=True)
-    assert found.changes == (f"{key}=99 (the checkpoint has {before})",) and found.identity == IDENTITY
 
 
 def test_no_single_bit_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> None:

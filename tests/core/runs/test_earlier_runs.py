@@ -117,25 +117,42 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
     assert not caplog.records
 
 
+IDENTITY = {"train_bs_n_seqs": 1, "group_size": 1, "n_nodes": 1}
+
+
+def start_of(folder: Path, *, resume_from: Path | None = None, ignore_changes: bool = False, **identity: int) -> Start:
+    config = SimpleNamespace(
+        recovers=True,
+        recover_mode="auto",
+        recover_ignore_changes=ignore_changes,
+        resume_from=resume_from and str(resume_from),
+        identity=IDENTITY | identity,
+        exp_ctrl=SimpleNamespace(total_train_steps=None),
+    )
+    return find_start(RecoverStore(folder, RunIdentity(**config.identity)), config, folder)  # type: ignore[arg-type]
+
+
 def test_a_trial_without_a_checkpoint_continues_from_that_of_another_one(tmp_path: Path) -> None:
-    identity = RunIdentity(train_bs_n_seqs=1, group_size=1, n_nodes=1)
-
-    def start(trial: str, resume_from: Path | None) -> Start:
-        config = SimpleNamespace(
-            recovers=True,
-            recover_mode="auto",
-            recover_ignore_changes=False,
-            resume_from=resume_from and str(resume_from),
-        )
-        return find_start(RecoverStore(tmp_path / trial, identity), config, tmp_path / trial)  # type: ignore[arg-type]
-
     step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]])
     train(step, step, step, checkpoints=recover_store(tmp_path / "other"))
     other = tmp_path / "other" / "globalstep2"
-    assert start("mine", None).state.step == 0
-    assert (start("mine", other).state.step, start("mine", other).checkpoint) == (2, other)
-    train(step, step, step, checkpoints=recover_store(tmp_path / "mine"))
-    assert start("mine", other).state.step == 3, "the trial's own checkpoint wins"
+    mine = tmp_path / "mine"
+    assert start_of(mine).state.step == 0
+    start = start_of(mine, resume_from=other)
+    assert (start.state.step, start.checkpoint) == (2, other)
+    train(step, step, step, checkpoints=recover_store(mine))
+    assert start_of(mine, resume_from=other).state.step == 3, "the trial's own checkpoint wins"
     for wrong in (tmp_path / "none", tmp_path / "other"):
         with pytest.raises(ValueError, match=f"resume_from={wrong}: no recover checkpoint"):
-            start("third", wrong)
+            start_of(tmp_path / "third", resume_from=wrong)
+
+
+@pytest.mark.parametrize("key", ["train_bs_n_seqs", "group_size", "n_nodes"])
+def test_a_changed_setting_is_refused_with_both_values_and_let_go_on_request(tmp_path: Path, key: str) -> None:
+    step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]])
+    train(step, step, checkpoints=recover_store(tmp_path))
+    with pytest.raises(ValueError, match=rf"{key}=99 \(the checkpoint has 1\).*recover_ignore_changes=true"):
+        start_of(tmp_path, **{key: 99})
+    start = start_of(tmp_path, ignore_changes=True, **{key: 99})
+    assert start.changes == (f"{key}=99 (the checkpoint has 1)",)
+    assert start.identity == RunIdentity(**IDENTITY)

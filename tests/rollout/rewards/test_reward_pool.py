@@ -235,7 +235,7 @@ def test_an_explosive_answer_to_the_math_reward_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ("evil_rewards:scor", "has no 'scor'; did you mean score?"),
+        ("evil_rewards:scor", "has no 'scor'; did you mean 'score'?"),
         ("evil_rewards:not_callable", "its type is int; it must be callable as (prompt, text)"),
         ("evil_rewards:wrong_signature", "its signature is (text)"),
         ("no_such_package.mod:score", "there is no module 'no_such_package'"),

@@ -190,7 +190,7 @@ class OtherSettings:
         ("plugin_workflows:NotAsync", "needs a method `async def run(self, prompt, generator)`"),
         ("plugin_workflows:OtherArguments", "its signature is (prompt)"),
         ("plugin_workflows:OtherSettings", "its signature is (tokenizer, temperature)"),
-        ("plugin_workflows:Goood", "has no 'Goood'; did you mean Good?"),
+        ("plugin_workflows:Goood", "has no 'Goood'; did you mean 'Good'?"),
         ("plugin_workflowz:Good", "there is no module 'plugin_workflowz'"),
         ("plugin_workflows", "write it as package.module:Name"),
         ("plugin_workflows:Good()", "write it as package.module:Name"),
