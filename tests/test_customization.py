@@ -267,6 +267,38 @@ def test_the_backend_starts_and_samples(folder: Path, monkeypatch: pytest.Monkey
     assert (name, completion.token_ids.tolist(), completion.versions.tolist()) == ("a", [5, 6], [3, 3])
 
 
+def test_the_backend_is_typed_and_passes_a_dry_run(tmp_path: Path, demo: Path) -> None:
+    """In a copy of the repository, as the page describes it: a folder and an entry each in two files."""
+    packages = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "tracing")
+    for package in packages:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    backend = tmp_path / "rollout" / "inference" / "repeat"
+    backend.mkdir()
+    (backend / "__init__.py").write_text("")
+    for name in ("backend.py", "generator.py"):
+        (backend / name).write_text(FILES[f"rollout/inference/repeat/{name}"])
+    layout, registry = tmp_path / "allocation" / "layout.py", backend.parent / "registry.py"
+    layout.write_text(layout.read_text().replace('"embedded", "mock"', '"embedded", "mock", "repeat"'))
+    entry = "from rollout.inference.repeat.backend import RepeatBackend\n"
+    found = registry.read_text().replace('    "mock": ', '    "repeat": RepeatBackend(),\n    "mock": ')
+    registry.write_text(found.replace("from rollout.inference.sglang", f"{entry}from rollout.inference.sglang"))
+    (tmp_path / "demo").symlink_to(demo)
+    (tmp_path / "run.yaml").write_text(FILES["run.yaml"])
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path), "MYPYPATH": str(tmp_path)}
+
+    def run(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    checked = ("-m", "rollout.inference.repeat.backend", "-m", "rollout.inference.registry")
+    run("mypy", "--follow-imports=silent", *checked, "-m", "rollout.inference.repeat.generator")
+    [words] = re.findall(r"^    python -m core.quickstart (.*repeat.*)$", PAGE, re.MULTILINE)
+    shown = run("core.quickstart", *words.split(), "--dry-run")
+    assert "repeat on cpu" in shown and "Dry run: every check passed" in shown
+
+
 def test_a_backend_and_a_family_are_entered_where_the_page_says() -> None:
     entered = set(re.findall(r"`(\w+)`[^`]{1,60}\(`([\w/]+\.py)`", PAGE))
     assert {("BACKENDS", "rollout/inference/registry.py"), ("Backend", "allocation/layout.py")} <= entered
