@@ -30,11 +30,10 @@ from rich.table import Table
 from allocation import AllocationRow
 from config_schema.nearest import nearest_names
 from core.checks import run_checks
-from core.checks.load import LoadedConfig, load_config
-from core.checks.rules import config_warnings
+from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.masking import masked_override
-from core.config.problems import ConfigError, Problem, host_section
+from core.config.parsing.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import kept_records, log_to_terminal

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from core.data.answers import AnswerDataset
-from core.data.demonstrations import Demonstrations
+from core.data.answers import AnswerDataset, Demonstrations
 from core.data.leased_batches import LeasedBatches
 from core.data.rollout_batch import RolloutBatch
 from core.monitoring.memory import ROLLOUT, peak_gib
-from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.sample_file import SampleWriter
 from core.monitoring.samples import Sample
 from core.rollout_settings import DataFacts, RolloutSettings
 from rollout.data.encoder import Encoder

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithms.base import Algorithm, Objective
+from core.algorithms.base import Algorithm, Objective, check_fields, plain_state
 from core.algorithms.mix import DEMONSTRATION
-from core.algorithms.returned import check_fields, plain_state
 from core.data.batch_writer import BatchWriter, assemble
-from core.data.minibatches import Unit, deal_minibatches, units_of
+from core.data.passes import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import RolloutBatch
 from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use
 from mcore_adapter.data.batch import PackedBatch

@@ -22,9 +22,9 @@ from typing import Any
 import yaml
 
 from core.checks import run_checks
-from core.checks.load import load_config as _load
+from core.checks.rules import load_config as _load
 from core.config.experiments import ExperimentConfig
-from core.config.problems import ConfigError, Problem
+from core.config.parsing.problems import ConfigError, Problem
 from core.monitoring.journal import read_rows
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths

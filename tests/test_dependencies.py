@@ -24,7 +24,7 @@ MAY_NAME_DEVICES = (
     "mcore_adapter/cpu/",
     "mcore_adapter/cuda/",
     "core/weight_sync/",
-    "core/config/push.py",
+    "core/config/runtime.py",
     "rollout/inference/transports.py",
     "rollout/inference/backend.py",
     "rollout/inference/sglang/",

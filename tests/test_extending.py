@@ -9,7 +9,7 @@ import pytest
 from core.algorithms.build import build_algorithm
 from core.checks import run_checks
 from core.checks.facts import unused_keys
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from helpers.config_inputs import SMALLEST_PPO, write_run
 

@@ -15,8 +15,8 @@ from config_schema.section import Section, fields_by_key
 from core.config.algorithm import AlgorithmSettings
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.coerce import CoerceError, coerce, to_node
+from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.presets import PRESETS
-from core.config.problems import ConfigError, Problem, broken_bound
 from rollout.plugins import load_plugin
 
 if TYPE_CHECKING:

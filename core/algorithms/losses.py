@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from core.algorithms.corrections import behaviour_log_weight, correction_weights, proximal_logprobs
-from core.algorithms.kl import kl_loss
 from core.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, Terms, make_terms
+from core.algorithms.rewards import kl_loss
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.weights import TOKEN_WEIGHTS
 

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from core.algorithms.advantages import ValueNorm, gae, last_trained, whiten
-from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit
-from core.algorithms.baselines import BASELINES
+from core.algorithms.advantages import BASELINES, ValueNorm, gae, last_trained, whiten
+from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit, check_baseline
 from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
-from core.algorithms.kl import AdaptiveKL
 from core.algorithms.losses import policy_loss, trained_weights, value_loss
 from core.algorithms.mix import DEMONSTRATION, demonstration_loss, demonstration_weight, mixed_weights
-from core.algorithms.returned import check_baseline
-from core.algorithms.rewards import overlong_penalty, reward_metrics, sequence_scores, token_divergence, token_rewards
+from core.algorithms.rewards import (
+    AdaptiveKL,
+    overlong_penalty,
+    reward_metrics,
+    sequence_scores,
+    token_divergence,
+    token_rewards,
+)
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.weights import sequence_mean, token_mean, token_sum

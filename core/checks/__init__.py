@@ -11,7 +11,7 @@ from dataclasses import replace
 from core.checks.host import host_checks, is_elsewhere
 from core.checks.recipe import recipe_checks
 from core.config.load import LoadedConfig
-from core.config.problems import Problem
+from core.config.parsing.problems import Problem
 
 __all__ = ["run_checks"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from core.algorithms.build import algorithm_settings, build_algorithm
 from core.config.algorithm import BOUNDS, AlgorithmSettings
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
+from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
-from core.config.problems import ConfigError, Problem
 from rollout.plugins import PluginError, unknown_name
 
 

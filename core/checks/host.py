@@ -17,7 +17,7 @@ import psutil
 
 from allocation import AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.problems import Problem
+from core.config.parsing.problems import Problem
 from core.config.runtime import NOT_IN_A_RUN
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import connection_error, joined_cluster

@@ -14,7 +14,7 @@ from core.checks.facts import keys_of_conversations, not_used
 from core.checks.resumption import check_checkpoint, check_prompts, check_rows, check_settings
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
-from core.config.problems import Problem
+from core.config.parsing.problems import Problem
 from core.data.offline import offline_data, open_sample, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
-from core.config.problems import Problem
+from core.config.parsing.problems import Problem
 from core.runs.checkpoints import (
     CONFIG_KEYS,
     RunIdentity,

@@ -1,16 +1,17 @@
-"""Every rule across several keys, and every warning.
+"""Every rule across several keys, every warning, and a configuration that keeps the rules.
 
 Those of keys alone stand beside the keys (core/config); what follows from the allocation and the models is added here.
-A rule names the keys that it reads, so that a key that is wrong by itself is not reported twice.
-"""
+A rule names the keys that it reads, so that a key that is wrong by itself is not reported twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.experiments import ExperimentConfig
+from core.config.load import LoadedConfig, load
 from core.placement.rules import check_allocation
 
 
@@ -29,3 +30,9 @@ def config_warnings(config: ExperimentConfig, spelled: Callable[[str], str] = st
         yield not_used(keys, reason)
     yield from config.warnings()
     yield from recomputation_warnings(config)
+
+
+def load_config(experiment: str, path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Return the configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there
+    is."""
+    return load(experiment, path, overrides, check_rules)

@@ -1,16 +1,219 @@
-"""The experiments as configuration trees: `ppo-math`, `sft` and `dpo`. Sections are defined in the other modules of
-core/config.
+"""The experiments as configuration trees: `ppo-math`, and `sft` and `dpo`, which train on files.
 
-Code reads a key as an attribute: `config.ppo.eps_clip`. What a null stands for is a property or a method, so that the
-rule is written once. Every experiment has the properties of `SFTConfig`, so that callers never look at the class.
+Sections are defined in the other modules of core/config. Code reads a key as an attribute: `config.ppo.eps_clip`. What
+a null stands for is a property or a method, so that the rule is written once. Every experiment has the properties of
+`SFTConfig`, so that callers never look at the class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from core.config.file_experiments import DPOConfig, SFTConfig
+from allocation import TRAINER_ROLE
+from config_schema.needs import Value
+from config_schema.section import Section, Violation, key, section
+from core.config.common import (
+    DEFAULT_TOKENS_PER_MB,
+    N_GPUS,
+    CommonExperimentConfig,
+    no_evaluation_data,
+    reference_with_values,
+    too_small_microbatches,
+    untrained_model,
+)
+from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.ppo import (
+    DPOHyperparameters,
+    PreferenceDatasetConfig,
+    PromptAnswerDatasetConfig,
+)
 from core.config.ppo_experiment import PPOMATHConfig
+from core.config.runtime import PushConfig
+from rollout.data.source import DataSource
+
+
+class SFTOptions(Section):
+    """Keys of `sft` alone."""
+
+    model: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The model to train")
+    dataset: PromptAnswerDatasetConfig = key(description="Prompts with answers")
+    allocation: MFCConfig = section(MFCConfig, "Training of the model")
+
+
+class SFTConfig(CommonExperimentConfig, SFTOptions):
+    """`sft`: supervised fine-tuning."""
+
+    NAME: ClassVar[str] = "sft"
+    """The experiment's key in EXPERIMENTS."""
+    RUN: ClassVar[str] = "core.experiments.sft:run_sft"
+    """module:function that runs an attempt; imported after all checks have passed."""
+    TRAINER_ONLY: ClassVar[bool] = True
+    """No generators: allocation_mode is the layout of the trainer alone."""
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen",)
+    """Keys whose sum is max_seqlen."""
+    EVALUATION_KEY: ClassVar[str] = "dataset.valid_path"
+
+    n_gpus_per_node: int = key(1, N_GPUS, ge=1)
+    allocation_mode: str = key("d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        yield from super().rules(at)
+        yield from too_small_microbatches(self.roles, self.max_seqlen, self.LENGTH_KEYS)
+        yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
+        yield from untrained_model("model", self.model)
+
+    @property
+    def roles(self) -> dict[str, MFCConfig]:
+        """The trainer's uses of models that this run has, by the section of their microbatches."""
+        return {"allocation": self.allocation}
+
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        """Roles of the allocation that a batch is dealt out to."""
+        return (TRAINER_ROLE,)
+
+    @property
+    def placed_roles(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of the roles of the allocation that this run has, each of which may have a device_mapping."""
+        return {TRAINER_ROLE: self.allocation}
+
+    @property
+    def role_sections(self) -> dict[str, GenerationRoleConfig]:
+        """Sections of all roles, by their key, whether this run has them or not."""
+        return {"allocation": self.allocation}
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        """Sections of all models, by their key, whether this run loads them or not."""
+        return {"model": self.model}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        """The models that this run loads."""
+        roles = (TRAINER_ROLE,)
+        return (ModelUse(key="model", section=self.model, path=self.model.path, roles=roles, tokenizer=True),)
+
+    @property
+    def batch_shape(self) -> dict[str, int]:
+        """Arguments of allocation.batch_errors: what a batch is dealt out as."""
+        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs}
+
+    @property
+    def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
+        return {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
+        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs, "group_size": 1, "n_nodes": self.n_nodes}
+
+    @property
+    def generator_device(self) -> str:
+        """generator.device of runs with generators."""
+        return "auto"
+
+    @property
+    def algorithm_name(self) -> str:
+        """The name of the algorithm."""
+        return self.NAME
+
+    @property
+    def pushes(self) -> PushConfig | None:
+        """How weights are sent to generators; None: there are none."""
+        return None
+
+    @property
+    def decided(self) -> dict[str, Value]:
+        """Settings that null leaves open, as they were decided."""
+        return {}
+
+    @property
+    def preset(self) -> Mapping[str, Value]:
+        """Keys that algorithm.name sets, and their values."""
+        return {}
+
+    @property
+    def own_algorithm(self) -> str | None:
+        """The import path of an algorithm of the user."""
+        return None
+
+    @property
+    def algorithm_options(self) -> Mapping[str, FlagValue]:
+        """Keys of an algorithm of the user."""
+        return {}
+
+    @property
+    def algorithm_keys(self) -> dict[str, Section]:
+        """Sections that an algorithm reads, by the prefix of their keys; none without algorithm.name."""
+        return {}
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Defaults that decide how this run trains and that the schema of the tutorials does not have."""
+        return ()
+
+    @property
+    def evaluates(self) -> bool:
+        """True if there is data to evaluate on."""
+        return bool(self.dataset.valid_path)
+
+    @property
+    def judged_by(self) -> tuple[str, str]:
+        """(workflow, reward) of evaluations of its models."""
+        return "math", "math"
+
+    @property
+    def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        """(key, data set) of every data set of the run."""
+        data = self.dataset
+        train, valid = ("dataset.train_path", data.source(data.train_path)), data.valid_source
+        return (train,) if valid is None else (train, ("dataset.valid_path", valid))
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible sequence in tokens."""
+        return self.dataset.max_seqlen
+
+    def max_tokens_per_mb(self, role: str = "allocation") -> int:
+        """Return the maximum of tokens of one forward pass."""
+        return self.roles[role].mb_spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, self.max_seqlen)
+
+
+class DPOConfig(SFTConfig):
+    """`dpo`: direct preference optimization on pairs of answers."""
+
+    NAME: ClassVar[str] = "dpo"
+    RUN: ClassVar[str] = "core.experiments.dpo:run_dpo"
+    LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen", "dataset.max_seqlen")
+
+    dataset: PreferenceDatasetConfig = key(description="Preference pairs")  # type: ignore[assignment]
+    ref: ModelTrainEvalConfig = section(ModelTrainEvalConfig, "The reference policy; without a path, model.path")
+    dpo: DPOHyperparameters = section(DPOHyperparameters, "Direct preference optimization")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        yield from super().rules(at)
+        yield from reference_with_values(self.ref)
+
+    @property
+    def ref_path(self) -> str:
+        return self.ref.path or self.model.path
+
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        return {"model": self.model, "ref": self.ref}
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        reference = ModelUse(key="ref", section=self.ref, path=self.ref_path, roles=(TRAINER_ROLE,))
+        return (*super().model_uses, reference)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest possible pair in tokens: its two sequences run in one microbatch."""
+        return 2 * self.dataset.max_seqlen
+
 
 ExperimentConfig = PPOMATHConfig | SFTConfig | DPOConfig
 

@@ -23,8 +23,8 @@ from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
+from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
-from core.config.problems import ConfigError, Problem, broken_bound
 
 
 @dataclass(frozen=True, kw_only=True)

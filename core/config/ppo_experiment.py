@@ -30,10 +30,10 @@ from core.config.ppo import (
     StalenessConfig,
 )
 from core.config.presets import PRESETS, with_preset
-from core.config.push import PushConfig
 from core.config.runtime import (
     EvaluationConfig,
     GeneratorConfig,
+    PushConfig,
     RewardConfig,
     SamplesConfig,
     WorkflowConfig,

@@ -13,8 +13,8 @@ from config_schema.needs import as_yaml
 from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
 from core.config.dialects.areal_v02 import rows_of
 from core.config.experiments import ExperimentConfig
+from core.config.parsing.problems import Problem
 from core.config.presets import PRESETS
-from core.config.problems import Problem
 
 _WIDTH = 80
 

@@ -1,20 +1,18 @@
-"""Examples of supervised fine-tuning: read, tokenised, and cut into packed batches.
-
-Invariant: only tokens of the assistant (end tokens included) are trained on. Order of the rows: core/data/epochs.py.
-"""
+"""Prompts with answers as batches: for supervised fine-tuning, and as demonstrations beside rollouts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core.data.epochs import EpochBatches, pack_sequences
 from mcore_adapter.data.batch import PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
-from rollout.data.rows import checksum_of, read_examples
+from rollout.data.rows import DatasetError, checksum_of, read_examples
 from rollout.data.source import DataSource, NoneLeftError, as_source
 
 logger = logging.getLogger(__name__)
@@ -69,3 +67,34 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
     def pack(self, items: Sequence[MaskedSequence]) -> PackedBatch:
         """Lay rows end to end."""
         return pack_sequences(items)
+
+
+class Demonstrations:
+    """A batch of `per_step` rows for every step."""
+
+    def __init__(self, rows: AnswerDataset, per_step: int) -> None:
+        """Raises DatasetError where there are fewer rows than a step needs."""
+        if len(rows) < per_step:
+            raise DatasetError(
+                f"demonstrations.path has {len(rows)} rows, and a step takes {per_step}: add rows, or lower "
+                "demonstrations.share"
+            )
+        self._rows, self._per_step = rows, per_step
+
+    def of_step(self, step: int) -> PackedBatch:
+        """Return the demonstrations of a step, counted from 0."""
+        epoch, within = divmod(step, len(self._rows) // self._per_step)
+        return self._rows.batch(epoch + 1, within + 1, self._per_step)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what identifies the rows and their order."""
+        return {**self._rows.state_dict(), "per_step": self._per_step}
+
+    def check_continues(self, state: Any) -> None:
+        """Raise DatasetError unless the run that wrote `state` visits the same rows in the same order."""
+        self._rows.check_continues(state)
+        if state["per_step"] != self._per_step:
+            raise DatasetError(
+                f"the checkpoint has {state['per_step']} demonstrations a step, this run {self._per_step}: restore "
+                "demonstrations.share, or allow the change with recover_ignore_changes=true"
+            )

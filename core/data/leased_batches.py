@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from core.data.demonstrations import Demonstrations
+from core.data.answers import Demonstrations
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
-from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.sample_file import SampleWriter
 from core.monitoring.samples import Sample
 from rollout.experience import Lessee
 from rollout.types import Trajectory

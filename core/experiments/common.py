@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.resumption import changed_settings
-from core.config.problems import ConfigError
+from core.config.parsing.problems import ConfigError
 from core.monitoring.background import BackgroundTracker, Tracker
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink

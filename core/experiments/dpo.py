@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from core.algorithms.dpo import DPO
+from core.algorithms.offline import DPO
 from core.experiments.sft import run_offline
 from core.experiments.sft_trainer import SFTTrainer
 from mcore_adapter.data.batch import sequence_of_token

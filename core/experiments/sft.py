@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.algorithms.base import Objective
-from core.algorithms.sft import SFT
+from core.algorithms.offline import SFT
 from core.data.offline import offline_data
 from core.experiments.common import Start
 from core.experiments.context import RunContext

@@ -17,7 +17,7 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.job_config import JobConfig
 
 from core.errors import LaunchError, first_line
-from core.launch.ray_parts import without_unused_processes
+from core.launch.remote import without_unused_processes
 from core.placement.ray_address import AUTO, STARTED, JoinedCluster, connection_error
 from core.processes.temporary import ray_folder
 from rollout.plugins import ROOT

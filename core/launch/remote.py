@@ -1,12 +1,55 @@
-"""Typed calls of Ray actors: a call names a method of the actor's class, so that a type checker sees its arguments."""
+"""Actors as typed objects, and Ray's object store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import numpy as np
+import ray
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+
+@contextmanager
+def without_unused_processes() -> Iterator[None]:
+    """Start Ray here without three Python processes of the head node: a run never requests more machines, its workers
+    write their own log files, and no dashboard is served.
+
+    `ray start` has options for the autoscaler and the log monitor (--no-monitor, --include-log-monitor); ray.init has
+    not. include_dashboard=False leaves the dashboard's process, which then reports usage statistics only.
+    """
+    parameter: Any = ray._private.parameter
+    services: Any = ray._private.services
+    params, start_api_server = parameter.RayParams, services.start_api_server
+    parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *args, **options: (None, None)
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server = params, start_api_server
+
+
+SMALL_BYTES = 64 * 2**10
+"""Of arrays that travel inside a message; Ray keeps messages of up to 100 KiB out of its store."""
+
+T = TypeVar("T")
+
+
+def place(value: T, arrays: Iterable[np.ndarray]) -> Any:
+    """Return a reference to `value` in the store, or `value` itself where its `arrays` are small together."""
+    return value if sum(array.nbytes for array in arrays) <= SMALL_BYTES else ray.put(value)
+
+
+def fetch(placed: Sequence[Any]) -> list[Any]:
+    """Return what place() was given, in order; arrays are views of the store's read-only memory."""
+    refs = [value for value in placed if isinstance(value, ray.ObjectRef)]
+    found = iter(ray.get(refs) if refs else ())
+    return [next(found) if isinstance(value, ray.ObjectRef) else value for value in placed]
+
 
 A = TypeVar("A")
 P = ParamSpec("P")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.launch.generator_actor import ActorGenerator
-from core.launch.store import fetch, place
+from core.launch.remote import fetch, place
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
 from core.rollout_settings import DataFacts, RolloutSettings

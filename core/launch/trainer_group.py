@@ -13,8 +13,7 @@ from ray.exceptions import RayActorError
 from allocation import RoleAllocation, Slot
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
-from core.launch.remote import P, R, Remote
-from core.launch.store import fetch, place
+from core.launch.remote import P, R, Remote, fetch, place
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.memory import split_memory
 from rollout.inference.gpus import device_names

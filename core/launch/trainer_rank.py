@@ -18,7 +18,7 @@ import torch
 
 from core.data.rank_batch import RankBatch
 from core.errors import first_line
-from core.launch.store import fetch, place
+from core.launch.remote import fetch, place
 from core.monitoring.logs import log_to_file
 from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.meeting import Meeting, MeetingPoint, join_store

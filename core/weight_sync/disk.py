@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core.config.push import Changes
+from core.config.runtime import Changes
 from core.weight_sync.buckets import (
     Buckets,
     SenderSettings,

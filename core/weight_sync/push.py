@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from allocation import RoleAllocation
-from core.config.push import Verify
+from core.config.runtime import Verify
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
 from core.weight_sync.buckets import SendReport

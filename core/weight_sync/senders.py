@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from allocation import RoleAllocation, Slot
-from core.config.push import Changes
+from core.config.runtime import Changes
 from core.weight_sync.buckets import Sender, SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender

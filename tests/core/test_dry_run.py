@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.checks import host, run_checks
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.quickstart import main
 from core.recovery.plain_state import write_state
 from core.runs.paths import RunPaths

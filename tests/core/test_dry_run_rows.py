@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from core.checks import run_checks
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.data import offline
 from core.data.offline import offline_data
 from core.quickstart import main

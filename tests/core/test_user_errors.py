@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from core import quickstart
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.errors import what_user_code_raised
 from core.launch.wait import as_driver_sees
 from core.processes.supervise import FAILED, Attempt

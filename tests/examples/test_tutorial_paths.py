@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.placement.allocation import resolve_allocation
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from core.config.algorithm import AlgorithmSettings
 from core.data.leased_batches import LeasedBatches
 from core.data.rank_batch import RankBatch
 from core.data.stored_batch import Use
-from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.sample_file import SampleWriter
 from core.monitoring.samples import SampleSettings
 from core.rollout_service import RolloutService
 from core.rollout_settings import RolloutSettings

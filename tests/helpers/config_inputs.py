@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from core.checks import run_checks
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from model_specs.hf_config import ModelConfigError, parse_config
 from model_specs.tensors import hf_shapes
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import slipstream
-from core.config.problems import ConfigError
+from core.config.parsing.problems import ConfigError
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from slipstream.api import _arguments, _flags
 

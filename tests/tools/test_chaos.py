@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 
 from core.checks.algorithm import check_algorithm
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.presets import PRESETS
 from helpers.forks import programs
 from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config_schema.section import fields_by_key
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import EXPERIMENTS
+from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import read_yaml
-from core.config.problems import ConfigError
 from core.runs.own import is_own
 from core.runs.record import CONFIG
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from config_schema.section import Section, fields_by_key, sub_section
 from core.config.parsing.coerce import describe
+from core.config.parsing.problems import Problem
 from core.config.parsing.yaml_tree import Node, Scalar, Table, find, move, remove, replace
-from core.config.problems import Problem
 
 RENAMED: Mapping[str, str] = {
     "cluster.fileroot": "external_configs.cluster_config.fileroot",

@@ -5,11 +5,11 @@ import torch
 
 from core.algorithms.advantages import (
     ValueNorm,
+    centred,
     gae,
     last_trained,
     whiten,
 )
-from core.algorithms.baselines import centred
 from core.algorithms.rewards import shape_scores, token_rewards
 
 

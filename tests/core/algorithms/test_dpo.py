@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from core.algorithms.dpo import DPO
+from core.algorithms.offline import DPO
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences
 from mcore_adapter.data.weights import weigh_tokens

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.algorithms.baselines import centred
+from core.algorithms.advantages import centred
 from core.algorithms.losses import policy_loss
 from helpers.batches import algorithm, batch_of, by_answer, settings
 from mcore_adapter.data.sequences import Sequences

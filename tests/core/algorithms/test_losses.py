@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.algorithms.kl import kl_estimate
 from core.algorithms.losses import sft_loss, value_loss
+from core.algorithms.rewards import kl_estimate
 from helpers.batches import ppo_loss, ppo_policy_loss
 
 

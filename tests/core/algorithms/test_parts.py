@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from core.algorithms.baselines import centred, log_average_exp, maximum_likelihood
+from core.algorithms.advantages import centred, log_average_exp, maximum_likelihood
 from core.algorithms.corrections import small_changes
-from core.algorithms.kl import AdaptiveKL, kl_estimate, kl_loss
+from core.algorithms.rewards import AdaptiveKL, kl_estimate, kl_loss
 from helpers.batches import algorithm, batch_of, by_answer, ppo_policy_loss
 
 

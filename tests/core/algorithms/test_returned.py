@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.algorithms.base import Algorithm
+from core.algorithms.base import Algorithm, check_fields, plain_state
 from core.algorithms.policy_gradient import PolicyGradient
-from core.algorithms.returned import check_fields, plain_state
 from core.config.algorithm import AlgorithmSettings
 from core.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import batch_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.algorithms.baselines import leave_one_out
+from core.algorithms.advantages import leave_one_out
 from helpers.batches import algorithm, batch_of, by_answer, ppo_loss
 from mcore_adapter.data.sequences import Sequences
 

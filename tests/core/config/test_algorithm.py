@@ -7,8 +7,7 @@ import pytest
 from core.algorithms.build import build_algorithm
 from core.checks.algorithm import check_algorithm
 from core.checks.facts import unused_keys
-from core.checks.load import load_config
-from core.checks.rules import config_warnings
+from core.checks.rules import config_warnings, load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.presets import PRESETS
 from core.config.show import listing

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from core.checks import run_checks
-from core.checks.load import load_config
-from core.config.problems import ConfigError
+from core.checks.rules import load_config
+from core.config.parsing.problems import ConfigError
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_run
 
 

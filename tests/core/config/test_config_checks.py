@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.checks import run_checks
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.runs.paths import RunPaths
 from helpers.config_inputs import (
     SMALLEST_PPO,

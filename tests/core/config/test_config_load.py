@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
-from core.config.problems import ConfigError
+from core.config.parsing.problems import ConfigError
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO
 from rollout.data.preferences import PreferenceFields

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from config_schema.section import Section, all_keys, fields_by_key, sub_section
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.dialects.areal_v02 import renamed_of, rows_of
 from core.config.experiments import EXPERIMENTS
 from core.config.models import ModelFamily

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from core.checks.load import LoadedConfig, load_config
-from core.checks.rules import config_warnings
-from core.config.problems import ConfigError
+from core.checks.rules import LoadedConfig, config_warnings, load_config
+from core.config.parsing.problems import ConfigError
 from core.config.show import difference_line, ignored_lines
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import (

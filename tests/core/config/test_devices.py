@@ -10,9 +10,8 @@ import pytest
 from allocation import Allocation, AllocationError
 from core import quickstart
 from core.checks import run_checks
-from core.checks.load import load_config
-from core.checks.rules import config_warnings
-from core.config.problems import ConfigError
+from core.checks.rules import config_warnings, load_config
+from core.config.parsing.problems import ConfigError
 from core.experiments.process_settings import backend_settings
 from core.placement import allocation as config_allocation
 from core.placement.allocation import resolve_allocation

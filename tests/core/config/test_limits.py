@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.problems import ConfigError
+from core.config.parsing.problems import ConfigError
 from helpers.config_inputs import problems, write_run
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from core.checks.facts import unused_keys
-from core.checks.load import load_config
-from core.checks.rules import config_warnings
+from core.checks.rules import config_warnings, load_config
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.problems import ConfigError
+from core.config.parsing.problems import ConfigError
 from core.experiments import workers
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run

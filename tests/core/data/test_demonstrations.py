@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from core.data.answers import AnswerDataset
-from core.data.demonstrations import Demonstrations
+from core.data.answers import AnswerDataset, Demonstrations
 from rollout.data.encoder import Encoder
 from rollout.data.rows import DatasetError
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.data.minibatches import split_minibatches
+from core.data.passes import split_minibatches
 from core.data.rollout_batch import pack_trajectories
 from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.data.batch_writer import BatchWriter, assemble
-from core.data.minibatches import Unit, deal_minibatches, units_of
+from core.data.passes import Unit, deal_minibatches, units_of
 from core.data.rank_batch import RankBatch
 from core.data.stored_batch import Arrays, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.experiments import context
 from core.experiments.common import Start
 from core.processes.supervise import Attempt

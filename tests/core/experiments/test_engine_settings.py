@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.experiments.workers import build_ppo_engines
 from helpers.config_inputs import SMALLEST_PPO, write_run

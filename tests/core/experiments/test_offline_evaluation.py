@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from core.algorithms.dpo import DPO
-from core.algorithms.sft import SFT
+from core.algorithms.offline import DPO, SFT
 from core.data.answers import AnswerDataset
 from core.data.epochs import EpochBatches
 from core.data.passes import InferencePass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.experiments.process_settings import rollout_settings
 from core.placement.allocation import resolve_allocation

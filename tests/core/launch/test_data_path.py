@@ -19,7 +19,7 @@ from rich.console import Console
 
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
-from core.launch import store as object_store
+from core.launch import remote as object_store
 from core.launch import trainer_group
 from core.launch.remote import Remote
 from core.launch.rollout_actor import RolloutActor

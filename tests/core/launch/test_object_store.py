@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 
-from core.launch.store import SMALL_BYTES, fetch, place
+from core.launch.remote import SMALL_BYTES, fetch, place
 
 SMALL, LARGE = np.zeros(SMALL_BYTES, np.uint8), np.zeros(SMALL_BYTES + 1, np.uint8)
 

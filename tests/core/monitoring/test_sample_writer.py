@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.monitoring.sample_file import read_samples
-from core.monitoring.sample_writer import SampleWriter
+from core.monitoring.sample_file import SampleWriter, read_samples
 from core.monitoring.samples import SampleSettings
 from rollout.types import PROMPT_VERSION, Trajectory
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
 from core.experiments import common
 from core.experiments.common import open_trackers

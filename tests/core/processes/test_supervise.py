@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from core import quickstart
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.errors import first_line
 from core.processes.signals import SIGNALS, Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.algorithms.sft import SFT
+from core.algorithms.offline import SFT
 from core.data.passes import InferencePass, UpdatePass
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits, reports_out_of_memory

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from core import quickstart
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
 from core.config.show import recorded
 from core.processes.supervise import DONE, INTERRUPTED, Attempt

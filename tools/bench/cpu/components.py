@@ -14,7 +14,7 @@ import torch
 
 from allocation import ParallelLayout, parse
 from core.algorithms.losses import sft_loss
-from core.data.minibatches import Unit, deal_minibatches, units_of
+from core.data.passes import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import pack_trajectories
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device

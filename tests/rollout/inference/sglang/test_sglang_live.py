@@ -31,7 +31,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from core.config.push import Changes  # noqa: E402
+from core.config.runtime import Changes  # noqa: E402
 from core.weight_sync.buckets import Sender, SenderSettings  # noqa: E402
 from core.weight_sync.calls import PushError  # noqa: E402
 from core.weight_sync.disk import DiskSender  # noqa: E402

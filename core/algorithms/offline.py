@@ -1,4 +1,5 @@
-"""Direct preference optimization as an objective of the same seam: pairs of answers to one prompt, one of them chosen.
+"""Objectives of training on files: supervised fine-tuning, and direct preference optimization on pairs of answers to
+one prompt, one of them chosen. No passes, no advantages.
 
 With lp_c and lp_r the log-probabilities of the chosen and the rejected answer, summed over their tokens, and
 D = (lp_c - ref_c) - (lp_r - ref_r):
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from core.algorithms.base import Metrics, Objective
-from core.algorithms.losses import trained_weights
+from core.algorithms.losses import sft_loss, trained_weights
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.weights import sequence_mean
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.sequences import Sequences
     from mcore_adapter.models.forward import ModelOutput
+
+
+class SFT(Objective):
+    """Negative log-likelihood of the answers, per token."""
+
+    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
+        return sft_loss(output, fields, sequences)
+
 
 PreferenceLoss = Literal["sigmoid", "ipo"]
 
