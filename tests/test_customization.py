@@ -255,7 +255,7 @@ def test_the_backend_starts_and_samples(folder: Path, monkeypatch: pytest.Monkey
     assert list(backend.refused_flags({"seed": 1})) == [("seed", "the repeating generator has no flags")]
 
     async def sample() -> Any:
-        settings = BackendSettings(model_path="demo/model", dtype="float32", device="cpu", max_running=4)
+        settings = BackendSettings(model_path="demo/model", dtype="float32", device="cpu")
         replica = await backend.start(settings)
         await replica.pause()
         await replica.resume(3)

@@ -32,13 +32,13 @@ from core.config.ppo import (
 from core.config.presets import PRESETS, with_preset
 from core.config.runtime import (
     EvaluationConfig,
-    GeneratorConfig,
     PushConfig,
     RewardConfig,
     SamplesConfig,
     WorkflowConfig,
 )
 from rollout.data.source import DataSource
+from rollout.inference.backend import GeneratorConfig, WeightFormat
 
 _REFERENCE = REFERENCE.else_("it has no reference model")
 
@@ -272,6 +272,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             "n_nodes": self.n_nodes,
             "algorithm": "preset" if self.algorithm_name in PRESETS else self.algorithm_name,
         }
+
+    def generator_dtype(self, *, on_gpu: bool) -> WeightFormat:
+        """Return the format of the generators' weights, with a trainer on GPUs or on the CPU."""
+        return self.generator.dtype or self.actor.dtype(on_gpu=on_gpu)
 
     @property
     def generator_device(self) -> str:

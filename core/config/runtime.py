@@ -11,7 +11,6 @@ from config_schema.section import Section, Violation, key, section
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError
-from rollout.inference.backend import FlagValue, Interrupt, Quantization, WeightFormat
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]
@@ -55,7 +54,6 @@ _EVALUATES = (
     & refused_without("evaluation.path (sft, dpo: dataset.valid_path)")
 )  # fmt: skip
 _SAVES_MODELS = _SAVES & unlike("exp_ctrl.save_hf_checkpoint", "never")
-SERVERS = fact("servers")
 
 
 _DEBUGGED = "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves"
@@ -115,45 +113,6 @@ class ExperimentSaveEvalControl(Section):
         """Steps after which the run ends before its epochs do. None: no such limit."""
         limits = [n for n in (self.total_train_steps, self.benchmark_steps) if n is not None]
         return min(limits, default=None)
-
-
-class GeneratorConfig(Section):
-    """The generators."""
-
-    max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1)
-    interrupt: Interrupt = key(
-        "retract",
-        "Running requests in a weight update. abort: return them and continue them as new requests. "
-        "retract: continue after recomputing the key/value cache. in_place: continue with the old cache",
-        needs=fact("generators that keep their requests"),
-    )
-    device: DeviceChoice = key(
-        "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
-    )
-    dtype: WeightFormat | None = key(None, "Data type of the weights. null: that of the actor")
-    weight_format: Quantization = key(
-        "auto",
-        "Format of the weights of linear layers. auto: dtype. fp8_block: FP8 with a factor for each 128 x 128 values, "
-        "quantized by the trainer and sent as FP8; use it with algorithm.correction=tis",
-        needs=refused_without("servers on GPUs"),
-    )
-    mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs=fact("mock generator"))
-    python: str | None = key(
-        None,
-        "Interpreter that has the backend's library, if that has an environment of its own. null: the run's",
-        needs=SERVERS,
-    )
-    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; added to actor.sglang", needs=SERVERS)
-    health_interval_seconds: float = key(5.0, "Interval between health checks of a replica", gt=0)
-    health_timeout_seconds: float = key(
-        120.0,
-        "Timeout of a health check. A replica that exceeds it is restarted on its own GPUs, and its requests go to "
-        "the others. After half of the timeout it is logged as slow",
-        gt=0,
-    )
-    patience_seconds: float = key(
-        600.0, "Time to wait for a restart if no replica is left; then the attempt ends", ge=0
-    )
 
 
 class WorkflowConfig(Section):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,64 +9,11 @@ from allocation import Allocation
 from core.monitoring.samples import SampleSettings
 from core.rollout_settings import RolloutSettings
 from model_specs.hf_config import read_config
-from rollout.inference.backend import BackendSettings, WeightFormat
-from rollout.inference.registry import BACKENDS
 from rollout.inference.router import requests_at_once
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-
-GPU_THREADS = 8
-"""CPU threads of a process that computes on a GPU, at most. They pack batches, and wait for each other after every
-operation: with one for each core, some of which others use, an update took 8.45 s instead of 6.55."""
-
-
-def threads_per_process(allocation: Allocation, *, configured: int, max_staleness: int, gpus: bool) -> int:
-    """Return the CPU threads of a trainer rank or a generator: `configured`, or the cores divided among the processes
-    that work at once, with GPUs GPU_THREADS at most.
-
-    Without staleness trainer and generators take turns, so each side may use all cores."""
-    if configured:
-        return configured
-    num_generators = allocation.generator.layout.dp
-    num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
-    busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
-    share = max(1, _num_cores() // busy)
-    return min(share, GPU_THREADS) if gpus else share
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use: a container or a job may be pinned to some of the
-    machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSettings:
-    """Return the settings of every generator; the pool adds those that differ between them."""
-    generator, colocated = config.generator, allocation.shares_gpus
-    backend = BACKENDS[allocation.generator.backend]
-    return BackendSettings(
-        model_path=config.actor.path,
-        dtype=generator_dtype(config, allocation),
-        weight_format=generator.weight_format,
-        device=allocation.generator.device,
-        max_running=generator.max_running,
-        # Generators that leave their memory to the trainer cannot keep requests meanwhile.
-        interrupt="abort" if colocated else generator.interrupt,
-        colocated=colocated,
-        load_weights=not config.actor.init_from_scratch and "local" not in backend.capabilities.transports,
-        reports_experts=config.actor.moe_routing_replay,
-        flags={**config.actor.sglang, **generator.flags},
-        python=generator.python or sys.executable,
-        seconds_per_token=generator.mock_seconds_per_token,
-        startup_timeout_seconds=config.launch.startup_timeout_seconds,
-    )
-
-
-def generator_dtype(config: PPOMATHConfig, allocation: Allocation) -> WeightFormat:
-    """Return the format of the generators' weights."""
-    return config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
 
 
 def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) -> RolloutSettings:

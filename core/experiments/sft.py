@@ -14,9 +14,8 @@ from core.algorithms.offline import SFT
 from core.data.offline import offline_data
 from core.experiments.common import Start
 from core.experiments.context import RunContext
-from core.experiments.process_settings import threads_per_process
 from core.experiments.sft_trainer import Data, SFTTrainer
-from core.experiments.workers import TrainedEngines, TrainerGroups
+from core.experiments.workers import TrainedEngines, TrainerGroups, threads_per_process
 from core.launch.cluster import Cluster
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation

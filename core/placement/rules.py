@@ -140,7 +140,7 @@ def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
 def _weight_format(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     backend = BACKENDS[allocation.generator.backend]
     formats = backend.capabilities.weight_formats
-    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    dtype = config.generator_dtype(on_gpu=allocation.trainer.on_gpu)
     if dtype not in formats:
         message = f"{backend.label}s hold weights in {' or '.join(formats)}, not in {dtype}; write one of them"
         yield Violation(("generator.dtype", "allocation_mode"), message)
@@ -158,7 +158,7 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
     if not placed.on_gpu:
         yield Violation(keys, f"{wanted} needs generators on GPUs, these compute on {placed.device}; write auto")
         return
-    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    dtype = config.generator_dtype(on_gpu=allocation.trainer.on_gpu)
     if dtype != "bfloat16":
         message = f"{wanted} needs bfloat16 for what is not quantized, got {dtype}; write generator.dtype=bfloat16"
         yield Violation(("generator.weight_format", "generator.dtype"), message)

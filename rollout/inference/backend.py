@@ -6,13 +6,14 @@ so neither torch nor a backend's own library is imported here; a backend imports
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from allocation import Device
+from allocation import Device, DeviceChoice
+from config_schema.needs import fact, refused_without
+from config_schema.section import Section, key
 from rollout.types import Completion, GenerateRequest, Generator
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ WeightFormat = Literal["float32", "bfloat16"]
 Quantization = Literal["auto", "fp8_block"]
 """Format of the weights of linear layers. auto: that of all weights. fp8_block: see model_specs/block_fp8.py."""
 FlagValue = bool | int | float | str | list[int] | None
+_SERVERS = fact("servers")
 ALL_INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 
 
@@ -68,18 +70,54 @@ class MemoryFlag:
     """About what a replica takes where the flag is not given."""
 
 
+class GeneratorConfig(Section):
+    """The generators. What a backend has no use for it ignores."""
+
+    max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1)
+    interrupt: Interrupt = key(
+        "retract",
+        "Running requests in a weight update. abort: return them and continue them as new requests. "
+        "retract: continue after recomputing the key/value cache. in_place: continue with the old cache",
+        needs=fact("generators that keep their requests"),
+    )
+    device: DeviceChoice = key(
+        "auto", "Where generators compute. auto: on GPUs if the backend can, else on the CPU; see the start-up table"
+    )
+    dtype: WeightFormat | None = key(None, "Data type of the weights. null: that of the actor")
+    weight_format: Quantization = key(
+        "auto",
+        "Format of the weights of linear layers. auto: dtype. fp8_block: FP8 with a factor for each 128 x 128 values, "
+        "quantized by the trainer and sent as FP8; use it with algorithm.correction=tis",
+        needs=refused_without("servers on GPUs"),
+    )
+    mock_seconds_per_token: float = key(0.0, "Seconds per token; 0: no delay", ge=0, needs=fact("mock generator"))
+    python: str | None = key(
+        None,
+        "Interpreter that has the backend's library, if that has an environment of its own. null: the run's",
+        needs=_SERVERS,
+    )
+    flags: dict[str, FlagValue] = key({}, "Flags of the backend by name; added to actor.sglang", needs=_SERVERS)
+    health_interval_seconds: float = key(5.0, "Interval between health checks of a replica", gt=0)
+    health_timeout_seconds: float = key(
+        120.0,
+        "Timeout of a health check. A replica that exceeds it is restarted on its own GPUs, and its requests go to "
+        "the others. After half of the timeout it is logged as slow",
+        gt=0,
+    )
+    patience_seconds: float = key(
+        600.0, "Time to wait for a restart if no replica is left; then the attempt ends", ge=0
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
-    """One replica, for any backend. What a backend has no use for it ignores."""
+    """One replica, for any backend: the keys of all of them, and its place in the run."""
 
+    config: GeneratorConfig = GeneratorConfig()
+    """`flags`: those of actor.sglang too."""
     model_path: str
     dtype: WeightFormat
     device: Device
-    max_running: int
-    """Requests that run at once."""
-    weight_format: Quantization = "auto"
-    """With fp8_block the first push brings the weights, whatever `load_weights`."""
-    interrupt: Interrupt = "retract"
     tp: int = 1
     pp: int = 1
     gpus: tuple[int, ...] = ()
@@ -87,15 +125,10 @@ class BackendSettings:
     colocated: bool = False
     """The GPUs are shared with the trainer: memory can be released and resumed."""
     load_weights: bool = True
-    """False: the first push brings the weights; of `model_path` only config.json and the tokenizer are read."""
+    """False: the first push brings the weights, as with weight_format=fp8_block; of `model_path` only config.json and
+    the tokenizer are read."""
     reports_experts: bool = False
     """Completions report the experts of each token."""
-    flags: Mapping[str, FlagValue] = field(default_factory=dict)
-    """The backend's own arguments by name; they win over its defaults."""
-    python: str = sys.executable
-    """Interpreter that has the backend's library."""
-    seconds_per_token: float = 0.0
-    """For a backend without a model: time that a token takes."""
     startup_timeout_seconds: float = 300.0
     name: str = "generator-0"
     """For messages."""
@@ -105,6 +138,11 @@ class BackendSettings:
     """Address at which the trainer's ranks reach servers; None: that of their node."""
     key: str = field(default="", repr=False)
     """Servers answer only calls that carry it; empty: all."""
+
+    @property
+    def interrupt(self) -> Interrupt:
+        """What pause() does: generators that leave their memory to the trainer cannot keep requests meanwhile."""
+        return "abort" if self.colocated else self.config.interrupt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from core.launch.generators import GeneratorPool
 from core.recovery.memory import MemoryLimits
 from core.weight_sync.push import WeightPush
 from core.weight_sync.senders import SenderPlan
-from rollout.inference.backend import BackendSettings
+from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 
 PENDING = object()
@@ -120,7 +120,7 @@ def make_pool(cluster: Cluster, num_generators: int, *, restarts: bool = True) -
     pool = GeneratorPool(
         cluster,  # type: ignore[arg-type]
         allocation.generator,
-        BackendSettings(model_path="", dtype="float32", device="cpu", max_running=8),
+        BackendSettings(model_path="", dtype="float32", device="cpu", config=GeneratorConfig(max_running=8)),
         threads=1,
         restarts=restarts,
         health_timeout_seconds=20.0,

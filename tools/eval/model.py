@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from allocation import CPU, GPU
 from model_specs.untrusted import UntrustedFileError, read_json_object
-from rollout.inference.backend import BackendSettings, WeightFormat
+from rollout.inference.backend import BackendSettings, GeneratorConfig, WeightFormat
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.arguments import is_installed
@@ -208,10 +208,12 @@ async def start_generators(stack: AsyncExitStack, model: Path, choice: Generator
         model_path=str(model),
         dtype=choice.dtype or DEFAULT_DTYPES[name],
         device=GPU if gpus else CPU,
-        max_running=choice.max_running,
         tp=tp,
-        flags=choice.sglang,
-        python=str(choice.sglang_python or sys.executable),
+        config=GeneratorConfig(
+            max_running=choice.max_running,
+            flags=dict(choice.sglang),
+            python=str(choice.sglang_python or sys.executable),
+        ),
     )
     starting = [
         backend.start(replace(settings, name=f"generator-{i}", log_file=logs / f"generator-{i}.log", gpus=place))

@@ -37,4 +37,4 @@ class MockBackend:
     async def start(self, settings: BackendSettings) -> Replica:
         from rollout.inference.mock.generator import MockGenerator
 
-        return MockGenerator(settings.model_path, seconds_per_token=settings.seconds_per_token)
+        return MockGenerator(settings.model_path, seconds_per_token=settings.config.mock_seconds_per_token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -62,14 +63,14 @@ class SGLangBackend:
             tp=settings.tp,
             pp=settings.pp,
             dtype=settings.dtype,
-            weight_format=settings.weight_format,
-            max_running=settings.max_running,
+            weight_format=settings.config.weight_format,
+            max_running=settings.config.max_running,
             colocated=settings.colocated,
             reports_experts=settings.reports_experts,
-            flags={**({} if settings.load_weights else {"load_format": "dummy"}), **settings.flags},
+            flags={**({} if settings.load_weights else {"load_format": "dummy"}), **settings.config.flags},
             host=settings.host or "127.0.0.1",
             key=settings.key,
-            python=settings.python,
+            python=settings.config.python or sys.executable,
             startup_timeout_seconds=settings.startup_timeout_seconds,
         )
         return await SGLangGenerator.start(server, interrupt=settings.interrupt)

@@ -12,7 +12,7 @@ from core import quickstart
 from core.checks import run_checks
 from core.checks.rules import config_warnings, load_config
 from core.config.parsing.problems import ConfigError
-from core.experiments.process_settings import backend_settings
+from core.experiments.workers import backend_settings
 from core.placement import allocation as config_allocation
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import fake_gpus, write_run
@@ -267,7 +267,7 @@ def test_fp8_weights_that_nothing_compares_are_warned_about(tmp_path: Path, monk
 def test_fp8_reaches_server_and_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     config = load_config("ppo-math", write_run(tmp_path), [SERVERS, FP8]).config
-    assert backend_settings(config, resolve_allocation(config)).weight_format == "fp8_block"
+    assert backend_settings(config, resolve_allocation(config)).config.weight_format == "fp8_block"
 
 
 def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(

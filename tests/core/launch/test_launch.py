@@ -15,7 +15,7 @@ from ray.exceptions import ObjectStoreFullError, RayTaskError
 from allocation import parse
 from core.config.runtime import DeadlineConfig
 from core.errors import LaunchError
-from core.experiments.process_settings import threads_per_process
+from core.experiments.workers import threads_per_process
 from core.launch import cluster as launch_cluster
 from core.launch import wait as launch_wait
 from core.launch.cluster import Cluster

@@ -120,7 +120,7 @@ from rollout.inference.backend import BackendSettings
 
 async def receive():
     folder = sys.argv[1]
-    settings = BackendSettings(model_path=folder, dtype="float32", device="cpu", max_running=1)
+    settings = BackendSettings(model_path=folder, dtype="float32", device="cpu")
     actor = GeneratorActor("generator-0", f"{folder}/log", "mock", 1, settings)
     await actor.start()
     await actor.receive([], version=3)

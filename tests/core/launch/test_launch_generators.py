@@ -145,7 +145,7 @@ def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
     start_actor = cluster.start_actor
 
     def start(*args: Any, **options: Any) -> Any:
-        running.extend(given.max_running for given in args if isinstance(given, BackendSettings))
+        running.extend(given.config.max_running for given in args if isinstance(given, BackendSettings))
         return start_actor()
 
     monkeypatch.setattr(cluster, "start_actor", start)

@@ -9,13 +9,14 @@ import pytest
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
-from rollout.inference.backend import BackendSettings, MemoryFlag
+from rollout.inference.backend import BackendSettings, GeneratorConfig, MemoryFlag
 
 FLAG = MemoryFlag(name="share", default=0.85)
 
 
 def on_gpu(**flags: float | None) -> BackendSettings:
-    return BackendSettings(model_path="m", dtype="float32", device="cuda", max_running=24, flags=flags)
+    config = GeneratorConfig(max_running=24, flags=flags)
+    return BackendSettings(model_path="m", dtype="float32", device="cuda", config=config)
 
 
 def test_of_two_limits_the_lower_one_holds_after_a_restart() -> None:
@@ -61,8 +62,8 @@ def test_a_server_that_runs_out_of_memory_again_and_again_keeps_a_share_of_its_g
     for _ in range(8):
         memory.lower_generator(settings, FLAG)
         fitted = memory.fit_generator(settings, FLAG)
-        assert fitted.flags["page_size"] == 16
-        taken.append((fitted.max_running, fitted.flags["share"]))
+        assert fitted.config.flags["page_size"] == 16
+        taken.append((fitted.config.max_running, fitted.config.flags["share"]))
     fractions = [0.7, 0.6, 0.5, 0.4, 0.3] if given.get("share") else [0.75, 0.65, 0.55, 0.45, 0.35]
     assert taken == list(zip([12, 6, 3, 1, 1, 1, 1, 1], [*fractions, 0.3, 0.3, 0.3], strict=True))
     assert memory.state_dict() == {"max_running": 1, "share": 0.3}
@@ -73,4 +74,4 @@ def test_without_a_gpu_or_a_flag_only_the_number_of_sequences_shrinks() -> None:
         memory = MemoryLimits()
         memory.lower_generator(settings, flag)
         assert memory.state_dict() == {"max_running": 12}
-        assert memory.fit_generator(settings, flag).flags == settings.flags
+        assert memory.fit_generator(settings, flag).config.flags == settings.config.flags

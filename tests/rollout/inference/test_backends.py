@@ -14,7 +14,7 @@ import pytest
 
 from allocation import GENERATOR_BACKENDS
 from model_specs.hf_config import parse_config
-from rollout.inference.backend import BackendSettings, Interrupt, WeightFormat
+from rollout.inference.backend import BackendSettings, GeneratorConfig, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> str:
 
 
 def settings(model: str, **changes: Any) -> BackendSettings:
-    values: dict[str, Any] = {"model_path": model, "dtype": "float32", "device": "cpu", "max_running": 4}
+    values: dict[str, Any] = {"model_path": model, "dtype": "float32", "device": "cpu"}
     return BackendSettings(**values | changes)
 
 
@@ -124,13 +124,14 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
 
     monkeypatch.setattr(SGLangGenerator, "start", start)
     given = settings(
-        model, name="generator-3", log_file=tmp_path / "log", tp=2, gpus=(4, 5), device="cuda", interrupt="abort",
-        colocated=True, load_weights=load_weights, reports_experts=True, flags={"context_length": 7}, python="/py",
+        model, name="generator-3", log_file=tmp_path / "log", tp=2, gpus=(4, 5), device="cuda",
+        colocated=True, load_weights=load_weights, reports_experts=True,
+        config=GeneratorConfig(flags={"context_length": 7}, python="/py", max_running=4),
         host="10.0.0.1", key="abc", startup_timeout_seconds=9.0, dtype="bfloat16",
     )  # fmt: skip
     asyncio.run(BACKENDS["sglang"].start(given))
     ((server, options),) = started
-    assert options == {"interrupt": "abort"}
+    assert options == {"interrupt": "abort"}, "it cannot keep requests while the trainer has its memory"
     same = (
         "name",
         "model_path",
@@ -139,13 +140,12 @@ def test_settings_of_any_backend_become_arguments_of_a_server(
         "pp",
         "gpus",
         "dtype",
-        "max_running",
         "colocated",
-        "python",
         "host",
         "key",
     )
     assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
+    assert (server.max_running, server.python) == (4, "/py")
     assert server.reports_experts and server.startup_timeout_seconds == 9.0
     arguments = server_flags(server, parse_config(CONFIG), port=1, nccl_port=2)
     assert arguments.get("load_format") == (None if load_weights else "dummy")

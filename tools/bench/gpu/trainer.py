@@ -152,7 +152,7 @@ class Scene:
 
 def become_rank(*, num_ranks: int) -> None:
     """Give this process what a run gives one of `num_ranks` trainer ranks on a host: environment and CPU threads."""
-    from core.experiments.process_settings import threads_per_process
+    from core.experiments.workers import threads_per_process
     from core.launch.trainer_group import PAGE_LOCKING
 
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
