@@ -43,7 +43,7 @@ def section(model: type[Section], description: str = "", *, needs: Needs | None 
     return Field(model(**defaults), description=description, json_schema_extra=_extra(needs))
 
 
-def _extra(needs: Needs | None) -> dict[str, Any] | None:
+def _extra(needs: Needs | None) -> Any:  # pydantic takes what JSON has for it, and keeps it as it is
     return None if needs is None else {"needs": needs}
 
 

@@ -145,10 +145,9 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
 ALIASES = {
     "core/config/dialects/areal_v02.py": ("sglang",),
     "core/config/models.py": ("sglang: dict[str, FlagValue]",),
-    "core/config/runtime.py": ("added to actor.sglang",),
     "core/placement/rules.py": ("config.actor.sglang",),
     "core/checks/host.py": ("config.actor.sglang",),
-    "core/experiments/process_settings.py": ("config.actor.sglang",),
+    "core/experiments/workers.py": ("config.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""
 

@@ -93,7 +93,7 @@ def _unknown_option(name: str, known: Iterable[str]) -> str:
     return "unknown option" + (did_you_mean(name, known) or f"; options are {', '.join(known) or 'none'}")
 
 
-def read_options(section: type[T], options: Mapping[str, Any]) -> T:
+def read_options(section: type[T], options: Mapping[str, object]) -> T:
     """Return the frozen dataclass `section`, filled with algorithm.options. Raises ValueError for unknown names or
     types."""
     known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from core.algorithms.base import FIELDS, Algorithm, Metrics, Objective, Pass
@@ -31,7 +32,7 @@ class SavedSteps(Algorithm):
         every: int,
         step: int,
         name: str | None,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
     ) -> None:
         """`step`: the number of steps that are done. `name` and `settings` go into the cases."""
         self._algorithm, self._folder, self._every, self._step = algorithm, folder, every, step
@@ -82,15 +83,15 @@ class SavedSteps(Algorithm):
         self._step = state.get("saved_step", self._step)
 
 
-def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, Any]:
+def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, object]:
     """Return the sequences of a case, and the version that trains on them. The current policy is that of the start of
     the step: old_logprobs where they were computed, otherwise those of the generators."""
-    columns: dict[str, Any] = {"rollout_logprobs": batch.rollout_logprobs, "versions": batch.versions}
+    columns: dict[str, np.ndarray] = {"rollout_logprobs": batch.rollout_logprobs, "versions": batch.versions}
     columns |= {key: fields[name].numpy() for key, name in FIELDS.items() if name in fields}
     columns |= {"mask": batch.loss_mask.astype(int), "logprobs": columns.get("old_logprobs", batch.rollout_logprobs)}
     sequences = []
     for i, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
-        row: dict[str, Any] = {key: values[start:end].tolist() for key, values in columns.items()}
+        row: dict[str, object] = {key: values[start:end].tolist() for key, values in columns.items()}
         row |= {"reward": float(batch.rewards[i]), "group": int(batch.group_ids[i]), "truncated": bool(batch.no_eos[i])}
         sequences.append(row)
     sequences += _demonstrations(batch)
@@ -98,7 +99,7 @@ def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, A
     return {"version": version, "sequences": sequences}
 
 
-def _demonstrations(batch: RolloutBatch) -> list[dict[str, Any]]:
+def _demonstrations(batch: RolloutBatch) -> list[dict[str, object]]:
     """Return the demonstrations of a step. Their log-probabilities are known where the policy before the update was
     computed; elsewhere a case has none."""
     shown, policy = batch.demonstrations, FIELDS["old_logprobs"]

@@ -27,6 +27,8 @@ from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
 
+Check = Callable[[Any], Iterator[Problem]]
+"""(configuration) -> its problems. Some checks are for runs with generators alone."""
 _FEWEST_FILES = 512
 _SHORTEST_TOKENS = 32
 """Room of one request in the embedded generator, at least."""
@@ -205,7 +207,7 @@ def _connection(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="launch.ray_address", message=message)
 
 
-def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
+def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Check, ...]:
     """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway."""
     generators = not config.TRAINER_ONLY

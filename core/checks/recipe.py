@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
 from core.checks.facts import keys_of_conversations, not_used
+from core.checks.host import Check
 from core.checks.resumption import check_checkpoint, check_prompts, check_rows, check_settings
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.parsing.problems import Problem
-from core.data.offline import offline_data, open_sample, report_steps
+from core.data.offline import open_sample, opener, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from model_specs.block_fp8 import serving_problems
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Callable[[Any], Iterator[Problem]], ...]:
+def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
     measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths)
@@ -175,8 +176,7 @@ def _has_tokenizer(model: str) -> bool:
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
-    settings = offline_data(config)
-    columns, chats = settings.pair_columns, set[bool]()
+    columns, chats = config.dataset.pair_columns, set[bool]()
 
     def scan(source: DataSource) -> None:
         if columns is None:
@@ -184,17 +184,17 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool) -> Iterator[Problem]:
         else:
             chats.update(pair.chosen.messages is not None for pair in read_preferences(source, columns))
 
-    measures = lengths and _has_tokenizer(settings.model)
+    measures = lengths and _has_tokenizer(config.model.path)
     if not measures or keys_of_conversations(config):
         found = list(_data_sets(config, scan))
         _report_prompt_keys(config, chats)
         if not measures or found:
             yield from found
             return
-    opener, control = cache(settings.opener), config.exp_ctrl
+    open_one, control = cache(partial(opener, config)), config.exp_ctrl
     for number, (key, source) in enumerate(config.data_sources):
         try:
-            data = open_sample(opener(), source)
+            data = open_sample(open_one(), source)
         except DatasetError as error:
             yield _of_data(key, error)
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal, NotRequired, Self, TypedDict
 
 from config_schema.needs import equals
 from config_schema.section import Section, Violation, key, section
@@ -30,6 +30,15 @@ N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
 _NO_SLURM = "there is no SLURM mode; Ray places the processes"
 NO_LIMITS = "Ray places the processes without resource limits"
 NO_SERVICES = "generators and rollout service are Ray actors of the run"
+
+
+class Identity(TypedDict):
+    """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
+
+    train_bs_n_seqs: int
+    group_size: int
+    n_nodes: int
+    algorithm: NotRequired[str]
 
 
 class CommonExperimentConfig(Section):

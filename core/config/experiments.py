@@ -8,7 +8,7 @@ a null stands for is a property or a method, so that the rule is written once. E
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from allocation import TRAINER_ROLE
 from config_schema.needs import Value
@@ -17,6 +17,7 @@ from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     N_GPUS,
     CommonExperimentConfig,
+    Identity,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
@@ -105,7 +106,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return {}
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
         return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs, "group_size": 1, "n_nodes": self.n_nodes}
 

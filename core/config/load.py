@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -50,7 +49,10 @@ class LoadedConfig:
 
 
 def load(
-    experiment: str, path: str | Path | None, overrides: Sequence[str], rules: Callable[[Any], Iterable[Violation]]
+    experiment: str,
+    path: str | Path | None,
+    overrides: Sequence[str],
+    rules: Callable[[ExperimentConfig], Iterable[Violation]],
 ) -> LoadedConfig:
     """Return the configuration of `experiment` (a key of EXPERIMENTS) that keeps `rules`. Raises ConfigError with
     every problem there is."""
@@ -125,7 +127,7 @@ class _Binder:
         self.meant: set[str] = set()
         """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
 
-    def bind(self) -> dict[str, Any]:
+    def bind(self) -> dict[str, object]:
         """Return the valid values by key; `problems` lists those that were left out."""
         values = self._bind(self._model, self._tree, None, "")
         if self._num_unknown > MOST_UNKNOWN:
@@ -133,9 +135,9 @@ class _Binder:
             self.problems.append(Problem(key="", message=message))
         return values
 
-    def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, Any]:
+    def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, object]:
         known = fields_by_key(model)
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for name, node in table.children.items():
             path = prefix + name
             if name not in known:
@@ -164,7 +166,7 @@ class _Binder:
                 values[name] = {}  # so that pydantic names the keys that are missing in it
         return values
 
-    def _value(self, values: dict[str, Any], name: str, path: str, node: Node, annotation: Any) -> None:
+    def _value(self, values: dict[str, object], name: str, path: str, node: Node, annotation: object) -> None:
         try:
             # A scalar is resolved already, and must not be twice: its text may hold a literal ${.
             values[name] = coerce(node if isinstance(node, Scalar) else self._resolve_inside(node), annotation)
@@ -207,7 +209,7 @@ class _Binder:
 
     def _default_node(self, key: str) -> Node:
         """Return the default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
-        value: Any = None
+        value: object = None
         model: type[Section] | None = self._model
         for name in key.split("."):
             known = fields_by_key(model) if model else {}
@@ -216,7 +218,7 @@ class _Binder:
             attribute, info = known[name]
             if info.is_required() and sub_section(info) is None:
                 raise InterpolationError(f"${{{key}}} has no value")
-            value = default_of(value, attribute, info)
+            value = default_of(value if isinstance(value, Section) else None, attribute, info)
             model = sub_section(info)
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
 
@@ -243,8 +245,8 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
 
 
 def _validate(
-    model: type[ExperimentConfig], values: dict[str, Any], sources: Mapping[str, str], file: str
-) -> tuple[Any, list[Problem]]:
+    model: type[ExperimentConfig], values: dict[str, object], sources: Mapping[str, str], file: str
+) -> tuple[ExperimentConfig, list[Problem]]:
     """Return the configuration, and problems of single fields. Fields with problems hold defaults in the result."""
     problems: list[Problem] = []
     for _ in range(3):  # refused values become missing ones, missing ones are filled in
@@ -261,10 +263,12 @@ def _validate(
     raise AssertionError(f"defaults are valid, yet {problems}")
 
 
-def _repair(values: dict[str, Any], path: Sequence[str], missing: bool) -> None:
+def _repair(values: dict[str, object], path: Sequence[str], missing: bool) -> None:
     """Make a refused value valid, so that the other rules can still be checked."""
     for name in path[:-1]:
-        values = values[name]
+        below = values[name]
+        assert isinstance(below, dict), "sections are bound as dictionaries"
+        values = below
     if missing:
         values[path[-1]] = "missing"
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import model_validator
 
@@ -15,6 +15,7 @@ from core.config.algorithm import AlgorithmConfig, Correction
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
+    Identity,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
@@ -93,7 +94,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_preset(cls, tree: Any) -> Any:
+    def _fill_preset(cls, tree: object) -> object:
         """Fill in what algorithm.name stands for; keys that are given win."""
         return with_preset(tree) if isinstance(tree, Mapping) else tree
 
@@ -265,7 +266,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         return {
             "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
             "group_size": self.group_size,

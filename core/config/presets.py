@@ -7,7 +7,7 @@ defaults, which are those of PPO.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config_schema.needs import Value
 
@@ -119,7 +119,7 @@ PRESETS: Mapping[str, Preset] = {
 }  # fmt: skip
 
 
-def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_preset(tree: Mapping[str, object]) -> dict[str, object]:
     """Add the values of tree["algorithm"]["name"] to a tree of sections, where the tree has no own ones."""
     section = tree.get("algorithm")
     name = section.get("name") if isinstance(section, Mapping) else None
@@ -127,6 +127,7 @@ def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(name) if isinstance(name, str) else None
     for dotted, value in (preset.values if preset else {}).items():
         above, _, key = dotted.partition(".")
-        if isinstance(out.get(above, {}), Mapping):
-            out[above] = {key: value, **out.get(above, {})}
+        given = out.get(above, {})
+        if isinstance(given, Mapping):
+            out[above] = {key: value, **given}
     return out

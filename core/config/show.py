@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from config_schema.needs import as_yaml
 from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
@@ -40,9 +40,9 @@ def listing(config: ExperimentConfig) -> str:
     return "\n".join(lines)
 
 
-def recorded(config: ExperimentConfig) -> dict[str, Any]:
+def recorded(config: ExperimentConfig) -> dict[str, object]:
     """Return every key with its value, without secrets, so that it loads again as a configuration file."""
-    tree = config.masked().model_dump(mode="json", by_alias=True)
+    tree: dict[str, object] = config.masked().model_dump(mode="json", by_alias=True)
     if any(section.device_mapping is not None for section in config.placed_roles.values()):
         tree["allocation_mode"] = "manual"  # the roles' own mappings decide
     return tree
@@ -58,19 +58,20 @@ def _values(config: Section, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name} ({python_type(info.annotation)}) - {value}"
 
 
-def python_type(annotation: Any) -> str:
+def python_type(annotation: object) -> str:
     """Return the type as Python spells it (`int | None`); a choice has the type of its values."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return type(args[0]).__name__
     if origin in (Union, types.UnionType):
         return " | ".join(python_type(a) for a in args)
-    if origin is not None:
-        return origin.__name__
-    return "None" if annotation is type(None) else annotation.__name__
+    if annotation is type(None):
+        return "None"
+    named = annotation if origin is None else origin
+    return named.__name__ if isinstance(named, type) else str(named)
 
 
-def choices_of(annotation: Any) -> str:
+def choices_of(annotation: object) -> str:
     """Return the values of a choice, separated by commas; empty for any other type."""
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))

@@ -6,13 +6,11 @@ Loads no heavy library before a data set is opened.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.data.encoder import Encoder, PromptFormat
+from rollout.data.encoder import Encoder
 from rollout.data.left_out import SAMPLE
-from rollout.data.preferences import PreferenceFields
 from rollout.data.source import DatasetError, DataSource, NoneLeftError
 
 if TYPE_CHECKING:
@@ -22,56 +20,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfflineData:
-    """What decides which rows of a data set are trained on, and in which order."""
+class OpenData(Protocol):
+    """Opens a data set; with `sample` tokenises only so many rows of it. Raises DatasetError."""
 
-    model: str
-    """Folder of the tokenizer."""
-    prompt_format: PromptFormat
-    max_seqlen: int
-    seed: int
-    shuffle: bool
-    pair_columns: PreferenceFields | None
-    """Columns of preference pairs; None: rows are prompts with answers."""
-
-    def opener(self) -> Callable[..., EpochBatches[Any]]:
-        """Return what opens a data set: called with its source, and `sample` to tokenise only so many rows of it.
-
-        Raises DatasetError where the tokenizer or the chat template cannot be read."""
-        from core.data.answers import AnswerDataset
-        from core.data.preferences import PreferenceDataset
-        from rollout.data.tokenizer import load_tokenizer
-
-        try:
-            tokenizer = load_tokenizer(self.model)
-        except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
-            raise DatasetError(f"rows cannot be tokenised; the tokenizer of {self.model}: {error}") from error
-        encoder = Encoder(tokenizer, self.prompt_format, folder=self.model)
-
-        def open_one(source: DataSource, *, sample: int | None = None) -> EpochBatches[Any]:
-            limits: dict[str, Any] = {"max_seqlen": self.max_seqlen, "sample": sample}
-            order: dict[str, Any] = {"seed": self.seed, "shuffle": self.shuffle}
-            if self.pair_columns is None:
-                return AnswerDataset(source, encoder, **limits, **order)
-            return PreferenceDataset(source, encoder, fields=self.pair_columns, **limits, **order)
-
-        return open_one
+    def __call__(self, source: DataSource, *, sample: int | None = None) -> EpochBatches[Any]: ...
 
 
-def offline_data(config: SFTConfig | DPOConfig) -> OfflineData:
-    """Return what decides which rows of a data set the run trains on."""
-    return OfflineData(
-        model=config.model.path,
-        prompt_format=config.prompt.prompt_format(boxed=False),
-        max_seqlen=config.dataset.max_seqlen,
-        seed=config.seed,
-        shuffle=config.shuffle_dataset,
-        pair_columns=config.dataset.pair_columns,
-    )
+def opener(config: SFTConfig | DPOConfig) -> OpenData:
+    """Return what opens the data sets of a run. Raises DatasetError where the tokenizer or the chat template cannot be
+    read."""
+    from core.data.answers import AnswerDataset
+    from core.data.preferences import PreferenceDataset
+    from rollout.data.tokenizer import load_tokenizer
+
+    folder, columns = config.model.path, config.dataset.pair_columns
+    try:
+        tokenizer = load_tokenizer(folder)
+    except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
+        raise DatasetError(f"rows cannot be tokenised; the tokenizer of {folder}: {error}") from error
+    encoder = Encoder(tokenizer, config.prompt.prompt_format(boxed=False), folder=folder)
+    load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
+
+    def open_one(source: DataSource, *, sample: int | None = None) -> EpochBatches[Any]:
+        return load(
+            source,
+            encoder,
+            max_seqlen=config.dataset.max_seqlen,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+            sample=sample,
+        )
+
+    return open_one
 
 
-def open_sample(open_one: Callable[..., EpochBatches[Any]], source: DataSource) -> EpochBatches[Any]:
+def open_sample(open_one: OpenData, source: DataSource) -> EpochBatches[Any]:
     """Open a data set without a run: a sample of a large one. Raises DatasetError as a run does."""
     try:
         return open_one(source, sample=SAMPLE)

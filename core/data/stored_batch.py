@@ -99,8 +99,8 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
     count = shape.num_sequences
     readers: list[set[Reader]] = [set() for _ in range(count)]
     trainers: list[set[Reader]] = [set() for _ in range(count)]
-    pass_plans: dict[str, dict[Any, Any]] = {}
-    update_plans: dict[str, list[dict[Any, Any]]] = {}
+    pass_plans: dict[str, dict[tuple[Planner, int], list[list[list[int]]]]] = {}
+    update_plans: dict[str, list[dict[tuple[Planner, int], list[list[list[int]]]]]] = {}
     for use in sorted(uses, key=lambda use: not use.trains):
         if use.trains:
             plans = [use.plan(shape.select(part)) for part in minibatches]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -153,7 +153,7 @@ def _algorithm(config: PPOMATHConfig, context: RunContext) -> Algorithm:
     )  # fmt: skip
 
 
-def case_settings(config: PPOMATHConfig) -> dict[str, Any]:
+def case_settings(config: PPOMATHConfig) -> dict[str, object]:
     """Return the settings of this run as those of a case of `python -m tools.loss`, without the entropy bonus: no
     entropy is saved."""
     algorithm = config.algorithm.model_dump(exclude={"name"}) | {"entropy_coeff": 0.0}

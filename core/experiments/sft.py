@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from core.algorithms.base import Objective
 from core.algorithms.offline import SFT
-from core.data.offline import offline_data
+from core.data.offline import opener
 from core.experiments.common import Start
 from core.experiments.context import RunContext
 from core.experiments.sft_trainer import Data, SFTTrainer
@@ -93,7 +93,7 @@ def run_offline(
 
 def _open_data(config: SFTConfig | DPOConfig) -> tuple[Data, Data | None]:
     """Read the training set, and the validation set if there is one."""
-    data, open_one = config.dataset, offline_data(config).opener()
+    data, open_one = config.dataset, opener(config)
     train = open_one(data.source(data.train_path))
     return train, open_one(data.valid_source) if data.valid_source else None
 

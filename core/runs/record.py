@@ -46,7 +46,7 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     return [sys.executable, "-m", "core.quickstart", *argv]
 
 
-def write_record(experiment: str, config: Mapping[str, Any], paths: RunPaths, command: Sequence[str]) -> None:
+def write_record(experiment: str, config: Mapping[str, object], paths: RunPaths, command: Sequence[str]) -> None:
     """Write configuration, command line and versions of a start. A configuration that differed stays beside the new
     one. Raises OSError."""
     file = paths.logs / CONFIG
@@ -63,7 +63,7 @@ def write_record(experiment: str, config: Mapping[str, Any], paths: RunPaths, co
         starts.write(json.dumps(_start(command)).encode() + b"\n")
 
 
-def changes_since(paths: RunPaths, config: Mapping[str, Any]) -> list[str]:
+def changes_since(paths: RunPaths, config: Mapping[str, object]) -> list[str]:
     """Return what differs from the configuration of the last start, as "key: before -> now"."""
     before = _read(paths.logs / CONFIG)
     if before is None:
@@ -136,7 +136,7 @@ def _read(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -144,7 +144,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def _start(command: Sequence[str]) -> dict[str, Any]:
+def _start(command: Sequence[str]) -> dict[str, object]:
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(command),

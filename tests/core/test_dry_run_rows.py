@@ -16,7 +16,7 @@ import pytest
 from core.checks import run_checks
 from core.checks.rules import load_config
 from core.data import offline
-from core.data.offline import offline_data
+from core.data.offline import opener
 from core.quickstart import main
 from core.recovery.plain_state import write_state
 from core.runs.paths import RunPaths
@@ -103,7 +103,7 @@ def test_the_steps_are_those_of_the_run(dry_run: DryRun) -> None:
     words = ["dataset.train_bs_n_seqs=7", "dataset.max_seqlen=7", "exp_ctrl.total_train_epochs=3"]
     lines, _ = dry_run(*words)
     config = dry_run.config(*words)
-    train = offline_data(config).opener()(config.data_sources[0][1])
+    train = opener(config)(config.data_sources[0][1])
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=7)
     assert 0 < len(train) < 30
     assert (
@@ -116,7 +116,7 @@ def test_a_data_set_of_which_nothing_is_left_is_refused_with_the_error_of_the_ru
     _, error = dry_run("dataset.max_seqlen=4", code=2)
     config = dry_run.config("dataset.max_seqlen=4")
     with pytest.raises(DatasetError, match="none of 30 .* is left: ") as raised:
-        offline_data(config).opener()(config.data_sources[0][1])
+        opener(config)(config.data_sources[0][1])
     assert "dataset.train_path: " in error and str(raised.value) in error
     assert "30 " in str(raised.value) and "than dataset.max_seqlen=4 tokens (the shortest has 6), 0 have no" in error
 
@@ -182,7 +182,7 @@ def saved_with(dry_run: DryRun, *words: str) -> None:
     shutil.rmtree(recover, ignore_errors=True)
     recover.mkdir(parents=True)
     (recover / "run.json").write_text(json.dumps({"identity": config.identity, "state": {}}))
-    write_state(recover, "rollout", offline_data(config).opener()(config.data_sources[0][1]).state_dict())
+    write_state(recover, "rollout", opener(config)(config.data_sources[0][1]).state_dict())
 
 
 def test_rows_that_are_not_those_of_the_newest_checkpoint_are_refused(

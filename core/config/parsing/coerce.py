@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -25,7 +26,7 @@ class CoerceError(ValueError):
     """A value that a field's type cannot take. The message is the rule and the value."""
 
 
-def coerce(node: Node, annotation: Any) -> Any:
+def coerce(node: Node, annotation: object) -> object:
     """Return the value of `node` as `annotation`: bool, int, float, str, Literal, list, dict, or a union of them.
 
     Raises CoerceError."""
@@ -49,7 +50,7 @@ def coerce(node: Node, annotation: Any) -> Any:
     return _SCALARS[annotation](node.text)
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     """Return a type in the words of an error message."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -61,7 +62,7 @@ def type_name(annotation: Any) -> str:
         return "a mapping"
     if origin is list:
         return "a list"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[annotation]
+    return _NAMES[annotation]
 
 
 def describe(node: Node) -> str:
@@ -73,7 +74,7 @@ def describe(node: Node) -> str:
     return "null" if node.is_null else repr(node.text)
 
 
-def _coerce_union(node: Node, options: tuple[Any, ...]) -> Any:
+def _coerce_union(node: Node, options: tuple[object, ...]) -> object:
     is_null = isinstance(node, Scalar) and node.is_null
     if is_null and type(None) in options:
         return None
@@ -89,12 +90,12 @@ def _coerce_union(node: Node, options: tuple[Any, ...]) -> Any:
     raise CoerceError(f"must be {type_name(options[0] if len(options) == 1 else Union[options])}, got {describe(node)}")  # noqa: UP007
 
 
-def _coerce_dict(node: Node, value_type: Any) -> dict[str, Any]:
+def _coerce_dict(node: Node, value_type: object) -> dict[str, object]:
     if isinstance(node, Scalar) and node.is_null:
         return {}
     if not isinstance(node, Table):
         raise CoerceError(f"must be a mapping, got {describe(node)}")
-    out = {}
+    out: dict[str, object] = {}
     for name, child in node.children.items():
         try:
             out[name] = coerce(child, value_type)
@@ -138,10 +139,11 @@ def _text(text: str) -> str:
     return text
 
 
-_SCALARS: dict[Any, Any] = {bool: _bool, int: _int, float: _float, str: _text}
+_SCALARS: Mapping[object, Callable[[str], object]] = {bool: _bool, int: _int, float: _float, str: _text}
+_NAMES: Mapping[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
-def to_node(value: Any) -> Node:
+def to_node(value: object) -> Node:
     """Return a default of the schema as a node, for `${...}` references to keys that are not given."""
     if isinstance(value, dict):
         return Table("", {name: to_node(item) for name, item in value.items()})
