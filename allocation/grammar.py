@@ -165,7 +165,7 @@ def role_name(name: str) -> str:
     role = ROLE_ALIASES.get(name, name)
     if role not in ROLES and role not in (REST, UNPLACED_ROLE):
         raise AllocationError(
-            f"{name} is no role; roles: {', '.join(ROLES)}, or * for the rest" + did_you_mean(name, ROLES)
+            f"{name} is no role; roles: {', '.join(ROLES)}, or * for the rest" + did_you_mean(name, ROLES, cutoff=0.5)
         )
     return role
 

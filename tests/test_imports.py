@@ -195,7 +195,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.gpu.trl": "torch transformers",
         "tools.bench.data.convert": "mcore_adapter.hf.saving",
         "tools.bench.cpu.components": "mcore_adapter.engine mcore_adapter.parallel transformers",
-        "tools.bench.gpu.trainer": "core.launch.trainer_group "
+        "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "
         "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu.servers": "transformers",
     },
