@@ -36,12 +36,8 @@ def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
         "group_adv_norm": config.group_adv_norm,
         "max_new_tokens": config.ppo.gen.max_new_tokens,
     }
-    keys = {
-        name: getattr(section, name)
-        for section in (config.ppo, config.algorithm)
-        for name in AlgorithmSettings.model_fields.keys() & type(section).model_fields.keys()
-    }
-    return AlgorithmSettings(**keys | decided)
+    ppo, algorithm = config.ppo.model_dump(exclude={"gen"}), config.algorithm.model_dump(exclude={"name", "options"})
+    return AlgorithmSettings.model_validate({**ppo, **algorithm, **decided})
 
 
 def load_algorithm(name: str) -> Any:
