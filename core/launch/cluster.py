@@ -13,9 +13,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from core.placement.ray_address import JoinedCluster
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -83,7 +87,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.waiter = Waiter(log_folder)
         self._show_warnings = WorkerWarnings(log_folder)
         self.waiter.every_second(self._show_warnings)
-        self._actors: list[Any] = []
+        self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
 
     def __enter__(self) -> Cluster:
@@ -182,7 +186,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 states |= ray.get(ref)
         return states
 
-    def gather_started(self, refs: Sequence[Any], *, names: Sequence[str], timeout_seconds: float) -> list[Any]:
+    def gather_started(self, refs: Sequence[ObjectRef[T]], *, names: Sequence[str], timeout_seconds: float) -> list[T]:
         """Return the results of the calls that make workers ready."""
         key = "launch.startup_timeout_seconds"
         return self.waiter.gather(
@@ -191,7 +195,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def start_actor(
         self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
-    ) -> Any:
+    ) -> ActorHandle:
         """Create one actor on the bundle of `node`, writing to {log_folder}/{name}.log."""
         actor = actor_class.options(
             num_cpus=0,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.actor import ActorHandle
 
 from core.data.wire import completions_from_wire, completions_to_wire
 from core.launch.remote import Remote
@@ -113,7 +114,7 @@ class ActorGenerator(Generator):
     """A generator replica in another process. Requests of one turn of the event loop travel together, and so do the
     completions that are ready: two calls a batch, whatever its size."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: ActorHandle) -> None:
         self._actor = Remote[GeneratorActor](actor)
         self._outbox: list[GenerateRequest] = []
         self._pending: dict[str, asyncio.Future[Completion]] = {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from allocation import RoleAllocation, Slot
@@ -120,7 +121,7 @@ class GeneratorPool:
         return Remote(actor)
 
     @property
-    def actors(self) -> dict[str, Any]:
+    def actors(self) -> dict[str, ActorHandle]:
         """Ray's handles of all replicas, by name."""
         return {replica.name: replica.actor.handle for replica in self._replicas}
 
@@ -242,7 +243,7 @@ class GeneratorPool:
             self._lose(replica, why)
         return bool(named)
 
-    def participated(self) -> list[tuple[str, Any]]:
+    def participated(self) -> list[tuple[str, ActorHandle]]:
         """Return (name, actor) of the replicas that got their first weights by the push that has just succeeded, for
         the rollout side to use."""
         new, self._new = self._new, []
@@ -336,7 +337,7 @@ class GeneratorPool:
         replica.starting, replica.started_at = replica.actor.send(GeneratorActor.start), time.monotonic()
 
 
-def _answer(ref: Any) -> str | None:
+def _answer(ref: ObjectRef[R]) -> str | None:
     """Return None while there is no answer, "" for a healthy replica, otherwise the error."""
     if not ray.wait([ref], timeout=0)[0]:
         return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import numpy as np
 import ray
+from ray.actor import ActorHandle
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -62,7 +63,7 @@ class Remote(Generic[A]):
     A reference (ObjectRef) may be sent in place of a value; give that parameter a type that allows both.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: ActorHandle) -> None:
         self.handle = handle
         """Ray's handle, which may be sent to another process."""
 

@@ -51,7 +51,7 @@ class RolloutClient:
         actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
         self._actor = Remote[RolloutActor](actor)
         self._starting = self._actor.send(RolloutActor.start)
-        self._announced: list[Any] = []
+        self._announced: list[ObjectRef[None]] = []
         self._taking: Sequence[Any] = ()
 
     def _call(

@@ -69,8 +69,8 @@ class TrainerGroup:
         (point,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
         limit = cluster.deadlines.collective_seconds
         self._starting = self._send(TrainerRank.start, self.layout, point, limit)
-        self._pings: list[Any] = []
-        self._announced: list[Any] = []
+        self._pings: list[ObjectRef[None]] = []
+        self._announced: list[ObjectRef[None]] = []
         self._planners: dict[str, Planner] = {}
         self.memory: dict[str, float] = {}
         """Peak of the ranks' processes and GPUs, the largest of each: metrics after the last train_step."""
@@ -91,8 +91,9 @@ class TrainerGroup:
         """Return results of a call on every rank, in rank order. `push_seconds`: the deadline of a push, which has its
         own."""
         announced, self._announced = self._announced, []
+        both: list[ObjectRef[Any]] = [*announced, *calls]
         return self._cluster.waiter.gather(
-            [*announced, *calls],
+            both,
             names=[*self._names * (len(announced) // len(self._names)), *self._names],
             phase=phase,
             timeout_seconds=push_seconds or self._cluster.deadlines.call_seconds,

@@ -13,9 +13,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from core.errors import LaunchError, PushFailure, first_line
@@ -26,6 +27,10 @@ from rollout.inference.errors import GeneratorCallError, GeneratorGone, Generato
 from rollout.inference.router import NoGeneratorError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Names = dict[ObjectRef[Any], str]
+"""Call -> its worker."""
 
 _LOOK_EVERY_SECONDS = 1.0  # for a signal, while workers are waited for
 _OTHERS_SECONDS = 5.0  # for the news of a worker's death to arrive after what it did to another one
@@ -59,7 +64,7 @@ class Waiter:
 
     def gather(
         self,
-        refs: Sequence[Any],
+        refs: Sequence[ObjectRef[T]],
         *,
         names: Sequence[str],
         phase: str,
@@ -67,8 +72,8 @@ class Waiter:
         key: str,
         meanwhile: Callable[[], None] = lambda: None,
         logs_waiting: bool = False,
-        beside: list[Any] | None = None,
-    ) -> list[Any]:
+        beside: list[ObjectRef[None]] | None = None,
+    ) -> list[T]:
         """Return the results of `refs` in order; the first failure ends the wait. `names` are the workers', `key` the
         configuration key of the timeout; `meanwhile` is called about once a second. `logs_waiting`: log the workers
         that are waited for when that takes long. `beside`: calls of the first worker that need not end, but whose
@@ -77,11 +82,11 @@ class Waiter:
         Raises LaunchError when a worker, or a server of its, exited or did not answer in time; otherwise the worker's
         own exception, with a note that names the worker and holds its traceback."""
         beside = [] if beside is None else beside
-        by_ref = {**dict.fromkeys(beside, names[0]), **dict(zip(refs, names, strict=True))}
-        pending = [*beside, *refs]
+        by_ref: _Names = {**dict.fromkeys(beside, names[0]), **dict(zip(refs, names, strict=True))}
+        pending = list(by_ref)
         begin, log_after = time.monotonic(), _LOG_AFTER_SECONDS if logs_waiting else math.inf
         deadline = begin + timeout_seconds
-        results: dict[Any, Any] = {}
+        results: dict[ObjectRef[T], T] = {}
         while len(results) < len(refs):
             raise_if_interrupted()
             self._do_chores()
@@ -108,7 +113,7 @@ class Waiter:
             meanwhile()
         return [results[r] for r in refs]
 
-    def _failure(self, error: RayError, worker: str, phase: str, others: dict[Any, str]) -> Exception:
+    def _failure(self, error: RayError, worker: str, phase: str, others: _Names) -> Exception:
         """Return the error that ends the wait. A rank that fails may do so because another one has exited or
         stopped."""
         if isinstance(error, RayTaskError):
@@ -170,7 +175,7 @@ def as_driver_sees(error: RayTaskError, *, worker: str) -> Exception:
     return cause
 
 
-def _has_died(ref: Any) -> bool:
+def _has_died(ref: ObjectRef[T]) -> bool:
     try:
         ray.get(ref)
     except RayActorError:
