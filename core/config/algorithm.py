@@ -177,7 +177,9 @@ class AlgorithmKeys(Section):
         "reward", "Apply the KL penalty (ppo.kl_ctl) to the rewards, to the loss, or to both", needs=REFERENCE
     )
     kl_estimator: KLEstimator | None = key(
-        None, "Estimator of the per-token KL divergence. null: k1 in the reward, k3 in the loss", needs=REFERENCE
+        None,
+        "Estimator of the per-token KL divergence, in the reward and in the loss. null: k1 in the reward, k3 in the loss",
+        needs=REFERENCE,
     )
     kl_reward_level: Literal["token", "sequence"] = key(
         "token",
