@@ -36,8 +36,7 @@ from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
-from core.monitoring.logs import kept_records, log_to_terminal
-from core.monitoring.worker_warnings import DRIVER_LOG
+from core.monitoring.logs import DRIVER_LOG, kept_records, log_to_terminal
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import RAY_ADDRESS, not_joined_note
 from core.processes.supervise import (

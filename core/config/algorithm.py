@@ -178,7 +178,7 @@ class AlgorithmKeys(Section):
     )
     kl_estimator: KLEstimator | None = key(
         None,
-        "Estimator of the per-token KL divergence, in the reward and in the loss. null: k1 in the reward, k3 in the loss",
+        "Estimator of the per-token KL divergence, in reward and loss. null: k1 in the reward, k3 in the loss",
         needs=REFERENCE,
     )
     kl_reward_level: Literal["token", "sequence"] = key(

@@ -186,7 +186,7 @@ class DPOConfig(SFTConfig):
     """`dpo`: direct preference optimization on pairs of answers."""
 
     NAME: ClassVar[str] = "dpo"
-    RUN: ClassVar[str] = "core.experiments.dpo:run_dpo"
+    RUN: ClassVar[str] = "core.experiments.sft:run_dpo"
     LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("dataset.max_seqlen", "dataset.max_seqlen")
 
     dataset: PreferenceDatasetConfig = key(description="Preference pairs")  # type: ignore[assignment]

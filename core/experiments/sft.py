@@ -1,6 +1,7 @@
-"""Supervised fine-tuning: the same ranks, engine, checkpoints and log lines as PPO, without generators.
+"""Experiments on files: supervised fine-tuning, and direct preference optimization on pairs of answers.
 
-core/experiments/dpo.py runs the same loop on pairs of answers.
+The same ranks, engine, checkpoints and log lines as PPO, without generators. The reference of DPO has the ranks and the
+layout of the policy; its log-probabilities are computed for each batch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from core.algorithms.base import Objective
-from core.algorithms.offline import SFT
+from core.algorithms.offline import DPO, SFT
 from core.data.offline import opener
 from core.experiments.common import Start
 from core.experiments.context import RunContext
@@ -22,6 +25,10 @@ from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
+from mcore_adapter.data.batch import sequence_of_token
+from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.weights import weigh_tokens
+from mcore_adapter.models.forward import ModelOutput
 from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from core.config.models import ModelTrainEvalConfig
     from core.processes.supervise import Attempt
     from core.runs.paths import RunPaths
+    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -140,3 +148,34 @@ def _start_engines(
     ref = replace(engine, name="ref")
     ref.group.build(ref.name, EngineModel(config=reference[0], path=reference[1], seed=config.seed))
     return engine, ref
+
+
+class DPOTrainer(SFTTrainer):
+    """Take pairs, compute the reference's log-probabilities, update, report."""
+
+    HEADLINE = "preference_loss"
+
+    def sums(self, batch: PackedBatch, fields: dict[str, Tensor], logprobs: Tensor) -> tuple[dict[str, float], float]:
+        """Return the sums of loss and metrics over the pairs of a validation batch, and the number of pairs."""
+        weighed, divisors = weigh_tokens(batch.with_fields(**fields), self._objective.token_weights)
+        lens = batch.seq_lens
+        sequences = Sequences(of_token=sequence_of_token(lens), count=len(lens))
+        known = {**weighed.fields, "loss_mask": batch.loss_mask}
+        _, metrics = self._objective.loss(ModelOutput(logprobs=logprobs), known, sequences)
+        count = float(batch.num_sequences // 2)
+        return {name: float(value) / divisors.metrics * count for name, value in metrics.items()}, count
+
+    def summary(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a step or an evaluation from means over pairs."""
+        return {"loss": means["preference_loss"], **means}
+
+
+def run_dpo(config: DPOConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+    """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
+    dpo = config.dpo
+    run_offline(
+        config, paths, console, attempt,
+        trainer_type=DPOTrainer,
+        objective=DPO(beta=dpo.beta, kind=dpo.loss, label_smoothing=dpo.label_smoothing),
+        reference=(config.ref, config.ref_path),
+    )  # fmt: skip

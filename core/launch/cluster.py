@@ -27,8 +27,7 @@ from allocation import Allocation
 from core.errors import LaunchError, first_line
 from core.launch.connection import join, start_own
 from core.launch.wait import Waiter
-from core.monitoring.logs import worker_environment
-from core.monitoring.worker_warnings import WorkerWarnings
+from core.monitoring.logs import WorkerWarnings, worker_environment
 from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.actor import ActorHandle
 
-from core.data.wire import completions_from_wire, completions_to_wire
 from core.launch.remote import Remote
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
+from rollout.experience.serial import records_from_plain, records_to_plain
 from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
 from rollout.inference.registry import BACKENDS
 from rollout.types import Completion, GenerateRequest, Generator, Health
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
     from rollout.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
+
+
+def completions_to_wire(ended: Sequence[tuple[str, Completion | Exception]]) -> dict[str, Any]:
+    """Convert how requests have ended, by request id."""
+    done = [(name, end) for name, end in ended if isinstance(end, Completion)]
+    return {
+        "errors": [(name, end) for name, end in ended if not isinstance(end, Completion)],
+        "names": [name for name, _ in done],
+        "done": records_to_plain([end for _, end in done]),
+    }
+
+
+def completions_from_wire(wire: dict[str, Any]) -> list[tuple[str, Completion | Exception]]:
+    """Return the inverse of `completions_to_wire`, errors first; arrays are views."""
+    return [*wire["errors"], *zip(wire["names"], records_from_plain(Completion, wire["done"]), strict=True)]
 
 
 @spanned(leave_out=("submit", "drain", "endpoint", "health", "partial"))

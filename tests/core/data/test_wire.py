@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.data.wire import completions_from_wire, completions_to_wire
+from core.launch.generator_actor import completions_from_wire, completions_to_wire
 from rollout.types import Completion
 
 EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 2, 2)

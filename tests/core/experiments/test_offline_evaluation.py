@@ -16,7 +16,7 @@ from core.data.epochs import EpochBatches
 from core.data.passes import InferencePass
 from core.data.preferences import PreferenceDataset, _Pair
 from core.data.stored_batch import StoredBatch
-from core.experiments.dpo import DPOTrainer
+from core.experiments.sft import DPOTrainer
 from core.experiments.sft_trainer import SFTTrainer
 from core.monitoring.histogram import Row
 from core.monitoring.monitor import Monitor, StepTimer

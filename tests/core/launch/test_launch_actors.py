@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from core.data.wire import completions_from_wire, completions_to_wire
-from core.launch.generator_actor import ActorGenerator, GeneratorActor
+from core.launch.generator_actor import ActorGenerator, GeneratorActor, completions_from_wire, completions_to_wire
 from rollout.inference.mock.generator import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
@@ -114,7 +113,7 @@ MOCK_REPLICA = """
 import asyncio, sys
 from pathlib import Path
 
-from core.data.wire import completions_from_wire, completions_to_wire
+from core.launch.generator_actor import completions_from_wire, completions_to_wire
 from core.launch.generator_actor import GeneratorActor
 from rollout.inference.backend import BackendSettings
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.monitoring.logs import LineFormatter
-from core.monitoring.worker_warnings import WorkerWarnings
+from core.monitoring.logs import LineFormatter, WorkerWarnings
 
 
 def line(name: str, level: int, message: str) -> str:
