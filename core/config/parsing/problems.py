@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from pydantic_core import ErrorDetails
+from typing import Any
 
 MISSING = (": no such folder", ": no such file", ": No such file or directory")
 """Of a problem whose path is not there."""
@@ -57,7 +56,7 @@ _BOUNDS = {
 }
 
 
-def broken_bound(error: ErrorDetails) -> str:
+def broken_bound(error: Mapping[str, Any]) -> str:
     """Return an error of pydantic about one field in the words of a message."""
     # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
     bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
