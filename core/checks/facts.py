@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from config_schema.needs import Reason, Value, as_yaml
 from config_schema.section import Section, all_keys, default_of, fields_by_key, needs_of
@@ -42,7 +41,7 @@ class RunFacts:
         """Return a setting; one that null leaves open, as it was decided."""
         if path in self._decided:
             return self._decided[path]
-        found: Any = self._options if path.startswith(_OPTIONS) else self._config
+        found: object = self._options if path.startswith(_OPTIONS) else self._config
         for name in path.removeprefix(_OPTIONS).split("."):
             found = getattr(found, name)
         return found if isinstance(found, bool | int | float | str | None) else str(found)

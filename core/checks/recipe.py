@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
@@ -135,11 +135,8 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     boxed = config.reward.function == "math"
-    measured: dict[str, Any] = {
-        "model": Path(config.actor.path),
-        "prompt_format": config.prompt.prompt_format(boxed=boxed),
-        "max_prompt_len": config.dataset.max_prompt_len,
-    }
+    model, longest = Path(config.actor.path), config.dataset.max_prompt_len
+    prompt_format = config.prompt.prompt_format(boxed=boxed)
     trained: list[Row] = []
     chats: set[bool] = set()
     lengths = lengths and _has_tokenizer(config.actor.path)
@@ -150,12 +147,16 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
         if not trained:
             trained.extend(rows)
         if lengths:
-            check_lengths(source.path, rows, **measured)
+            check_lengths(source.path, rows, model=model, prompt_format=prompt_format, max_prompt_len=longest)
 
     found = list(_data_sets(config, scan))
     yield from found
     if not found:
-        yield from check_prompts(config, trained, lambda: num_surely_fitting(trained, **measured))
+        yield from check_prompts(
+            config,
+            trained,
+            lambda: num_surely_fitting(trained, model=model, prompt_format=prompt_format, max_prompt_len=longest),
+        )
     if config.demonstrations.path:
         try:
             chats.update(row.messages is not None for row in read_examples(config.demonstrations.path))

@@ -41,7 +41,7 @@ class OwnPackagesFirst(JobConfig):
     named core or tools there would hide Slipstream's.
     """
 
-    def _serialize(self) -> Any:
+    def _serialize(self) -> str:
         # A worker inserts one after the other at the front of its path.
         others = [folder for folder in self._py_driver_sys_path if folder != str(ROOT)]
         self._py_driver_sys_path = [*others, str(ROOT)]

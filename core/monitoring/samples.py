@@ -79,7 +79,7 @@ class Sample:
     evaluation: str = ""
     """Name of the evaluation set of its prompt; empty: an answer of training."""
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, object]:
         """Return the row of samples.jsonl, without its step."""
         row = asdict(self)
         del row["step"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 from allocation import (
     CPU,
@@ -37,8 +38,6 @@ def resolve_allocation(config: ExperimentConfig, checks: Checks | None = None) -
     default = _Default(config)
     allocation = _placed(
         config,
-        n_nodes=config.n_nodes,
-        n_gpus_per_node=config.n_gpus_per_node,
         default_backend=default.backend_of_none if config.TRAINER_ONLY else default.backend,
         checks=None if checks is None else on_devices(config, checks),
     )
@@ -67,10 +66,17 @@ def _on_devices(config: ExperimentConfig, allocation: Allocation, default: _Defa
     return allocation.with_devices(generator, _trainer_device(config, generator))
 
 
-def _placed(config: ExperimentConfig, *, checks: Checks | None, **where: Any) -> Allocation:
+def _placed(config: ExperimentConfig, *, checks: Checks | None, default_backend: Callable[[], Backend]) -> Allocation:
     mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
     if not mapped:
-        return parse(config.allocation_mode, trainer_only=config.TRAINER_ONLY, checks=checks, **where)
+        return parse(
+            config.allocation_mode,
+            n_nodes=config.n_nodes,
+            n_gpus_per_node=config.n_gpus_per_node,
+            default_backend=default_backend,
+            trainer_only=config.TRAINER_ONLY,
+            checks=checks,
+        )
     # A default value is not the user's choice.
     if "allocation_mode" in config.model_fields_set and config.allocation_mode not in _BY_MAPPING:
         raise AllocationError(
@@ -80,7 +86,13 @@ def _placed(config: ExperimentConfig, *, checks: Checks | None, **where: Any) ->
         )
     mappings: dict[str, DeviceMapping] = {role: (s.device_mapping or "", s.layout) for role, s in mapped.items()}
     try:
-        return parse_device_mappings(mappings, checks=checks, **where)
+        return parse_device_mappings(
+            mappings,
+            n_nodes=config.n_nodes,
+            n_gpus_per_node=config.n_gpus_per_node,
+            default_backend=default_backend,
+            checks=checks,
+        )
     except AllocationError as error:
         role, dot, name = error.key.partition(".")
         raise AllocationError(

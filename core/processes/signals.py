@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ _logged = False
 _shutdown_began: float | None = None
 """time.monotonic() at the last begin_shutdown() since Interrupts was entered; None without one."""
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], object]
 
 
 class EndNow(KeyboardInterrupt):
@@ -54,7 +53,7 @@ class EndNow(KeyboardInterrupt):
     state to be saved."""
 
 
-def handle(handler: Handler) -> dict[int, Any]:
+def handle(handler: Handler) -> dict[int, Handler | int | None]:
     """Install a handler of SIGNALS and return those before. SIGHUP and SIGUSR1 stay ignored where the caller's parent
     ignores them, as `nohup` does."""
     ignored = [n for n in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(n) is signal.SIG_IGN]

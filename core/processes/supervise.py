@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 
@@ -56,7 +56,7 @@ class Attempt:
     """One execution of all processes, and its reports."""
 
     number: int = 1
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
     """Memory limits of earlier attempts; see core/recovery/memory.py."""
     pipe: int | None = None
     began: int = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +102,7 @@ def _hash_block(path: Path, start: int) -> bytes:
     return checksum.digest()
 
 
-def _compare(path: Path, expected: Any, pool: Executor) -> None:
+def _compare(path: Path, expected: Mapping[str, object], pool: Executor) -> None:
     try:
         size, checksum = expected["size"], expected["checksum"]
         if path.stat().st_size != size:
