@@ -66,7 +66,7 @@ def test_an_algorithm_with_keys_of_its_own_is_one_file(tmp_path: Path) -> None:
 def test_its_keys_are_checked_all_at_once_with_their_lines(tmp_path: Path) -> None:
     _, wrong = found(tmp_path, "temperatur: 2\n    decay: 1\n    floor: low")
     assert wrong == [
-        "run.yaml:12: algorithm.options.temperatur: unknown option; did you mean 'temperature'?",
+        "run.yaml:12: algorithm.options.temperatur: unknown key; did you mean 'algorithm.options.temperature'?",
         "run.yaml:14: algorithm.options.floor: must be a number, got 'low'",
         "run.yaml:13: algorithm.options.decay: must be less than 1, got 1.0",
     ]

@@ -5,17 +5,14 @@ alone: the checks of a configuration import this file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
-
 from config_schema.nearest import did_you_mean
-from config_schema.section import Section, fields_by_key
+from config_schema.section import Section
 from core.config.algorithm import AlgorithmSettings
 from core.config.experiments import PPOMATHConfig
-from core.config.parsing.coerce import CoerceError, coerce, to_node
-from core.config.parsing.problems import ConfigError, Problem, broken_bound
+from core.config.load import bind
 from core.config.presets import PRESETS
 from rollout.plugins import load_plugin
 
@@ -59,34 +56,8 @@ def build_algorithm(config: PPOMATHConfig) -> Algorithm:
 def own_options(name: str, options: Mapping[str, object]) -> Section | None:
     """Return algorithm.options as the `Config` of the algorithm `name`; None where it has none. Raises ConfigError with
     every problem there is."""
-    own = getattr(load_algorithm(name), "Config", None)
-    if own is None:
-        return None
-    known, prefix = fields_by_key(own), "algorithm.options."
-    values: dict[str, object] = {}
-    problems: list[Problem] = []
-    for name, value in options.items():
-        try:
-            if name not in known:
-                raise CoerceError(_unknown_option(name, known))
-            values[name] = coerce(to_node(value), known[name][1].annotation)
-        except CoerceError as error:
-            problems.append(Problem(key=prefix + name, message=str(error)))
-    try:
-        section: Section = own.model_validate(values)
-    except ValidationError as error:
-        problems += [
-            Problem(key=prefix + str(item["loc"][0]), message=broken_bound(item))
-            for item in error.errors()
-            if item["loc"][0] in values or item["loc"][0] not in options
-        ]
-    if problems:
-        raise ConfigError(problems)
-    return section
-
-
-def _unknown_option(name: str, known: Iterable[str]) -> str:
-    return "unknown option" + (did_you_mean(name, known) or f"; options are {', '.join(known) or 'none'}")
+    own: type[Section] | None = getattr(load_algorithm(name), "Config", None)
+    return None if own is None else bind(own, options, "algorithm.options.")
 
 
 def read_options(section: type[T], options: Mapping[str, object]) -> T:
@@ -95,7 +66,8 @@ def read_options(section: type[T], options: Mapping[str, object]) -> T:
     known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"algorithm.options.{name}: {_unknown_option(name, known)}")
+            hint = did_you_mean(name, known) or f"; options are {', '.join(known) or 'none'}"
+            raise ValueError(f"algorithm.options.{name}: unknown option{hint}")
         default = known[name].default
         expected = (int, float) if isinstance(default, float) else (type(default),)
         if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, expected):

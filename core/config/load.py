@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -24,6 +25,8 @@ from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
+
+S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,26 @@ def load(
     )
 
 
+def bind(model: type[S], values: Mapping[str, object], prefix: str) -> S:
+    """Return a section of `values`, which were read already; `prefix`: of their keys. Raises ConfigError with every
+    problem there is."""
+    table = to_node(dict(values))
+    assert isinstance(table, Table), "a dictionary is a section"
+    binder = _Binder(model, table, table)
+    bound = binder.bind(prefix)
+    problems = binder.problems
+    try:
+        section = model.model_validate(bound)
+    except ValidationError as error:
+        for item in error.errors():
+            key = prefix + ".".join(map(str, item["loc"]))
+            if item["type"] != "missing" or key not in binder.sources:  # its value is a problem already
+                problems.append(Problem(key=key, message=broken_bound(item)))
+    if problems:
+        raise ConfigError(problems)
+    return section
+
+
 def _where(sources: Mapping[str, str], key: str) -> str:
     """Return the place of a key, or of the section around it; not an override of another key of that section."""
     section = key
@@ -127,9 +150,9 @@ class _Binder:
         self.meant: set[str] = set()
         """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
 
-    def bind(self) -> dict[str, object]:
+    def bind(self, prefix: str = "") -> dict[str, object]:
         """Return the valid values by key; `problems` lists those that were left out."""
-        values = self._bind(self._model, self._tree, None, "")
+        values = self._bind(self._model, self._tree, None, prefix)
         if self._num_unknown > MOST_UNKNOWN:
             message = f"{self._num_unknown - MOST_UNKNOWN} more keys are unknown; --help lists all keys"
             self.problems.append(Problem(key="", message=message))
@@ -241,7 +264,7 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     if near := nearest_names(path, everywhere, cutoff=0.7):
         return f"did you mean {near[0]!r}?"
     few = prefix and len(siblings) <= MOST_LISTED
-    return f"keys here are {', '.join(siblings)}" if few else "--help lists all keys"
+    return f"keys here are {', '.join(siblings) or 'none'}" if few else "--help lists all keys"
 
 
 def _validate(
