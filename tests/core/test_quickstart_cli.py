@@ -76,7 +76,7 @@ def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_
 def test_a_prompt_template_without_a_place_for_the_prompt_is_an_error(tmp_path: Path) -> None:
     done = run("ppo-math", "--config", str(write_run(tmp_path)), "--dry-run", "workflow.prompt_template=Solve")
     assert done.returncode == 2
-    assert "prompt.template" in done.stderr and "write it where the prompt belongs" in done.stderr
+    assert "workflow.prompt_template" in done.stderr and "write it where the prompt belongs" in done.stderr
 
 
 def test_a_dry_run_imports_nothing_that_loads_for_long(tmp_path: Path) -> None:

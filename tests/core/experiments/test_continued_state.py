@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 
 from core.checks.rules import load_config
 from core.experiments import context
-from core.experiments.common import Start
+from core.experiments.common import Start, find_start
 from core.processes.supervise import Attempt
+from core.recovery.manifest import seal
 from core.recovery.plain_state import write_state
-from core.recovery.recover import RecoverError, RecoverStore, RunState
+from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
 from core.runs.paths import RunPaths
 from helpers.config_inputs import write_run
@@ -36,12 +38,14 @@ def loaded(tmp_path: Path, before: str | None, now: str, *words: str) -> RunStat
         del identity["algorithm"]
     state = {"step": 3, "version": 3, "elapsed_seconds": 1.0, "extra": {"algorithm": {"mean": 1.5}, "memory": {}}}
     checkpoint = tmp_path / "globalstep3"
-    checkpoint.mkdir(exist_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    checkpoint.mkdir()
     (checkpoint / "run.json").write_text(json.dumps({"identity": identity, "state": state}))
     write_state(checkpoint, "rollout", None)
+    seal(checkpoint)
     config = configured(tmp_path, "group_size=4", f"algorithm.name={now}", *words)
     store = RecoverStore(tmp_path, RunIdentity(**config.identity))
-    return store.load(checkpoint, ignore_changes=config.recover_ignore_changes).state
+    return find_start(store, config, tmp_path).state
 
 
 @pytest.mark.parametrize(("before", "now"), [("grpo", "grpo"), ("ppo", "rloo"), (OWN, OWN)])
@@ -55,7 +59,7 @@ def test_a_foreign_state_is_refused_and_on_request_dropped(
 ) -> None:
     kind = {OWN: OWN, "grpo": "preset", None: "none"}
     changed = f"algorithm={kind[now]} (the checkpoint has {kind[before]})"
-    with pytest.raises(RecoverError, match=re.escape(changed) + ": .*globalstep3 cannot be continued .* Restore them"):
+    with pytest.raises(ValueError, match=re.escape(changed) + ": .*globalstep3 cannot be continued .* Restore them"):
         loaded(tmp_path, before, now)
     state = loaded(tmp_path, before, now, "recover_ignore_changes=true")
     assert "algorithm" not in state.extra and state.extra["memory"] == {} and state.step == 3
