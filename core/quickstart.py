@@ -99,7 +99,7 @@ def _main(argv: Sequence[str] | None) -> int:
         loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
         with kept_records("rollout.data", "core.data", "core.checks") as about_data:
-            problems = run_checks(loaded, connections=looks_only)
+            problems = run_checks(loaded, connections=looks_only, nodes=arguments.preflight)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
             raise ConfigError(problems, lacking)

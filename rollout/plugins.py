@@ -23,7 +23,18 @@ ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-_OWN = ("allocation", "core", "evaluation", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools", "tracing")
+_OWN = (
+    "allocation",
+    "config_schema",
+    "core",
+    "evaluation",
+    "mcore_adapter",
+    "model_specs",
+    "rollout",
+    "slipstream",
+    "tools",
+    "tracing",
+)
 _FRAME = re.compile(r'^[ |]*File "([^"<][^"]*)", line (\d+), in (.+)$', re.MULTILINE)
 
 

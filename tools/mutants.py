@@ -31,7 +31,17 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[1]
 CATALOGUE = "tests/mutants.toml"
 LEAST_SCORE = 0.95
-PACKAGES = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools", "tracing")
+PACKAGES = (
+    "allocation",
+    "config_schema",
+    "core",
+    "mcore_adapter",
+    "model_specs",
+    "rollout",
+    "slipstream",
+    "tools",
+    "tracing",
+)
 
 
 class CatalogueError(ValueError):

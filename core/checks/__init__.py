@@ -16,14 +16,14 @@ from core.config.parsing.problems import Problem
 __all__ = ["run_checks"]
 
 
-def run_checks(loaded: LoadedConfig, *, connections: bool = False) -> list[Problem]:
+def run_checks(loaded: LoadedConfig, *, connections: bool = False, nodes: bool = False) -> list[Problem]:
     """Return every problem of this host (`of_host`), the files and the model that this configuration meets.
 
-    `connections`: connect to the Ray cluster and measure
-    prompts or rows, too, which a start does anyway. Paths that do not exist are facts of this host if the run starts on
+    `connections`: connect to the Ray cluster and measure prompts or rows, too, which a start does anyway. `nodes`: ask
+    the cluster for its nodes and GPUs. Paths that do not exist are facts of this host if the run starts on
     other machines."""
     config = loaded.config
-    on_host = [p for check in host_checks(config, connections=connections) for p in check(config)]
+    on_host = [p for check in host_checks(config, connections=connections, nodes=nodes) for p in check(config)]
     recipe = [loaded.shown(p) for check in recipe_checks(config, lengths=connections) for p in check(config)]
     host = [loaded.shown(p, of_host=True) for p in on_host]
     if is_elsewhere(on_host):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import netrc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,9 +31,11 @@ from core.runs.paths import RunPaths
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
+from rollout.plugins import python_path
 
 Check = Callable[[Any], Iterator[Problem]]
 """(configuration) -> its problems. Some checks are for runs with generators alone."""
+_ANSWER_SECONDS = 60.0
 _FEWEST_FILES = 512
 _SHORTEST_TOKENS = 32
 """Room of one request in the embedded generator, at least."""
@@ -207,12 +214,43 @@ def _connection(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="launch.ray_address", message=message)
 
 
-def host_checks(config: ExperimentConfig, *, connections: bool) -> tuple[Check, ...]:
+def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
+    """Check that the Ray cluster to join has the nodes and GPUs of the run, and lets this host in."""
+    cluster = joined_cluster(config)
+    if cluster is None or cluster.address is None or connection_error(cluster):
+        return  # reported by _connection
+    try:
+        slots = resolve_allocation(config).gpu_slots
+    except AllocationError:
+        return  # reported with the configuration
+    command = [sys.executable, "-m", "core.launch.connection"]  # in a process of its own: Ray loads for seconds
+    env = {**os.environ, "PYTHONPATH": python_path()}
+    try:
+        asked = subprocess.run(
+            command, input=json.dumps(asdict(cluster)), env=env, capture_output=True, text=True, timeout=_ANSWER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        message = f"{cluster}: Ray does not answer within {_ANSWER_SECONDS:g} s; check `ray status` there"
+        yield Problem(key="launch.ray_address", message=message)
+        return
+    if asked.returncode:
+        yield Problem(key="launch.ray_address", message=asked.stderr.strip().rpartition("\n")[2])
+        return
+    found = sorted((int(node.get("GPU", 0)) for node in json.loads(asked.stdout)), reverse=True)
+    needed = sorted(Counter(slot.node for slot in slots).values(), reverse=True)
+    if len(found) < len(needed) or any(has < wants for has, wants in zip(found, needed, strict=False)):
+        has, wants = (" + ".join(map(str, counts)) for counts in (found, needed))
+        message = f"{cluster}: its nodes have {has} GPUs, the run needs {wants}; start Ray on more nodes, or lower "
+        yield Problem(key="launch.ray_address", message=message + "n_nodes and n_gpus_per_node")
+
+
+def host_checks(config: ExperimentConfig, *, connections: bool, nodes: bool) -> tuple[Check, ...]:
     """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
-    servers anyway."""
+    servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
     generators = not config.TRAINER_ONLY
     own = (_running,) if generators else ()
     looks = (_connection, *((_software,) if generators else ())) if connections else ()
+    looks += (_nodes,) if nodes else ()
     return (*own, _monitors, _fileroot, _temporary, _ray, _tracing, _limits, _port, _gpus, *looks)
 
 

@@ -1,13 +1,18 @@
 """The connection to Ray: a cluster of this run's own, which listens on this machine alone, or one that is joined.
 
+As a program (a JoinedCluster as JSON on stdin) it prints the resources of each node as JSON, or exits with a message on
+stderr.
+
 Ray 2.60 guards clusters with a token where it finds one (~/.ray/auth_token, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH), but
 requires RAY_AUTH_MODE=token from processes that join by address. Here the cluster determines the mode.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -123,3 +128,17 @@ def _refusal(cluster: JoinedCluster, why: str) -> str:
         f"{cluster}: Ray responds, but requires its authentication token, and {why}; copy ~/.ray/auth_token of the "
         "node that ran `ray start --head` to this one, with mode 0600"
     )
+
+
+def _print_nodes() -> None:
+    """Print the resources of every node of the cluster that stdin names."""
+    try:
+        join(JoinedCluster(**json.load(sys.stdin)), log_to_driver=False, logging_level=logging.CRITICAL)
+    except LaunchError as error:
+        sys.exit(str(error))
+    json.dump([node["Resources"] for node in ray.nodes() if node["Alive"]], sys.stdout)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    _print_nodes()

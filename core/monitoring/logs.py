@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LEVEL = "SLIPSTREAM_LOG_LEVEL"
 """Environment variable of worker processes: monitor.log_level."""
 
-_PACKAGES = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "tools")
+_PACKAGES = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "tools")
 
 
 class LineFormatter(logging.Formatter):

@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: str, *words: str) -> int:
 
 SLOW = ("torch", "megatron", "ray", "transformers", "matplotlib")
 """Libraries that take seconds to import."""
-OWN = ("allocation", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools")
+OWN = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools")
 
 
 @pytest.fixture
