@@ -127,7 +127,7 @@ def _largest_id(path: Path, content: Any) -> int:
     try:
         vocabulary = content["model"]["vocab"]
         return max(map(int, vocabulary.values())) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ModelFolderError(
             f"{path}: not a tokenizer: {type(error).__name__} {error}; it needs model.vocab, with tokens. Download the "
             "file again"

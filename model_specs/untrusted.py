@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 MAX_BYTES = 100_000_000
 """Of a file: what the safetensors library accepts as a header. The largest tokenizers have a third of it."""
@@ -72,6 +72,14 @@ def parse_json(content: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     if deep:
         raise json.JSONDecodeError(f"nested more than {max_depth} deep", text, 0)
     return value
+
+
+def is_inside(name: object) -> TypeGuard[str]:
+    """Return whether a value that a file holds is the name of a file in the folder of that file, or below it."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    parts = Path(name).parts
+    return bool(parts) and ".." not in parts and not Path(name).is_absolute()
 
 
 def _is_deeper(value: Any, max_depth: int) -> bool:

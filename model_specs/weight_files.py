@@ -15,7 +15,7 @@ from pathlib import Path
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.tensors import EMBEDDING, OUTPUT, VALUE_HEAD, iter_shapes
-from model_specs.untrusted import MAX_BYTES, UntrustedFileError, open_regular, parse_json, read_json_object
+from model_specs.untrusted import MAX_BYTES, UntrustedFileError, is_inside, open_regular, parse_json, read_json_object
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -178,7 +178,7 @@ def _weight_map(index: Path) -> Iterator[tuple[str, str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: not an index of safetensors files: it needs weight_map; {_DOWNLOAD}")
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        if not is_inside(name):
             raise WeightsError(f"{index}: {tensor} is in {name!r}, which is no file of the folder; {_DOWNLOAD}")
         yield tensor, name
 

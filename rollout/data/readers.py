@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from model_specs.untrusted import read_json
+from model_specs.untrusted import is_inside, read_json_object
 from rollout.data.files import Record, known_formats, read_file, suffix_of
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
 
@@ -83,7 +82,8 @@ def _files_of_folder(folder: Path, source: DataSource) -> list[Path]:
             raise DatasetError(f"{folder}: no subset {source.subset!r}; folders in it: {', '.join(below) or 'none'}")
         folder = folder / source.subset
     if (folder / "dataset_dict.json").is_file():  # of DatasetDict.save_to_disk
-        splits = {name: _saved_files(folder / name) for name in _json(folder / "dataset_dict.json")["splits"]}
+        names = _names(folder / "dataset_dict.json", "splits")
+        splits = {name: _saved_files(folder / name) for name in names}
     elif (folder / "state.json").is_file():  # of Dataset.save_to_disk
         _refuse_split(source)
         return _saved_files(folder)
@@ -109,14 +109,23 @@ def choose_split(source: DataSource, splits: Sequence[str]) -> str:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    return [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
+    return [folder / name for name in _names(folder / "state.json", "_data_files")]
 
 
-def _json(path: Path) -> Any:
+def _names(path: Path, key: str) -> list[str]:
+    """Return the names at a key of a file that save_to_disk() wrote, of files or folders beside it."""
     try:
-        return read_json(path)
+        listed = read_json_object(path).get(key)
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: not readable: {error}") from error
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]
+    inside = [name for name in names if is_inside(name)]
+    if not inside or len(inside) < len(names):
+        raise DatasetError(
+            f"{path}: {key} must list files of this folder, found {listed!r:.80}; save the data set again"
+        )
+    return inside
 
 
 def _by_split(folder: Path) -> dict[str, list[Path]]:

@@ -18,6 +18,8 @@ from core.config.parsing.problems import ConfigError, Problem
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""
+_DEEPEST = 100
+"""Parts of a dotted path: trees are walked by recursion."""
 _OVERRIDE = "override "
 """What the place of a value from an override begins with."""
 _STANDARD_TAG = "tag:yaml.org,2002:"
@@ -80,7 +82,7 @@ def apply_override(tree: Table, override: str, replaced: list[Problem]) -> list[
     where = f"{_OVERRIDE}{masked_override(override)!r}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > _DEEPEST:
         return [Problem(key="", message="must look like a.b.c=value", where=where)]
     reader = _Reader(where, with_lines=False)
     value = reader.read(text)
@@ -216,6 +218,8 @@ class _Reader:
         except yaml.YAMLError as error:
             message = f"not valid YAML: {' '.join(str(error).split())}"
             self.problems.append(Problem(key="", message=message, where=self._source))
+        except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+            self.problems.append(Problem(key="", message="not UTF-8 text", where=self._source))
         except RecursionError:
             self.problems.append(Problem(key="", message="nested too deeply to read", where=self._source))
         return Scalar("", self._source) if root is None else root

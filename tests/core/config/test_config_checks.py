@@ -62,6 +62,7 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
         ('{"model": {"vocab": {"a": ', "tokenizer.json: not valid JSON: Expecting value"),
         ('{"model": {"vocab": {}}}', "tokenizer.json: not a tokenizer: ValueError"),
         ('{"model": {"vocab": {"a": 64}}}', "its largest token id is 64, but vocab_size=64 in config.json"),
+        ('{"model": {"vocab": {"a": Infinity}}}', "tokenizer.json: not a tokenizer: OverflowError"),
         ('{"model": {"vocab": [["a", 0.1]]}}', ""),
     ],
 )
@@ -241,9 +242,10 @@ def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
     assert problems(path) == []
     (model / "model.safetensors.index.json").write_text("[]")
     assert "not an index of safetensors files" in problems(path)[0]
-    index["weight_map"]["model.norm.weight"] = "../../other.safetensors"
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model.norm.weight is in '../../other.safetensors', which is no file of the folder" in problems(path)[0]
+    for name in ("../../other.safetensors", "/other.safetensors", "", ".", "a\0b", "\ud800"):
+        index["weight_map"]["model.norm.weight"] = name
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert f"model.norm.weight is in {name!r}, which is no file of the folder" in problems(path)[0]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,20 @@ def test_a_small_file_of_a_large_row_is_refused(
         scan_rows(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "state",
+    ["{}", "[]", '{"_data_files": 5}']
+    + [f'{{"_data_files": [{entry}]}}' for entry in ("", "{}", '"."', '"../a"', '"/a"', '"a\\u0000"', '"\\ud800"')],
+)
+def test_a_damaged_saved_data_set_is_refused(tmp_path: Path, state: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DatasetError, match=r"state.json: (_data_files must list files of this folder|not readable)"):
+        scan_rows(tmp_path)
+    (tmp_path / "dataset_dict.json").write_text(state.replace("_data_files", "splits"))
+    with pytest.raises(DatasetError, match=r"dataset_dict.json: (splits must list files of this folder|not readable)"):
+        scan_rows(tmp_path)
+
+
 def test_names_of_columns_are_logged_without_control_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     row = {"question": "1+1", "answer": 2, "\x1b[31m": 1, "\ud800": 2}
