@@ -235,7 +235,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Tools = None, *, place: str, opens: bool = True) -> str:
         try:
             with _limits():
-                return str(
+                text = str(
                     self._tokenizer.apply_chat_template(
                         list(messages),
                         tools=list(tools) if tools else None,
@@ -245,6 +245,8 @@ class ChatTemplate:
                         **self._options,
                     )
                 )
+                text.encode()  # the tokenizer fails at lone surrogates, far from the row
+                return text
         except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
             roles = ", ".join(message["role"] for message in messages)
             reason = str(error) or type(error).__name__

@@ -77,6 +77,8 @@ def _tool_calls(value: Any, place: str) -> list[dict[str, Any]]:
     calls = []
     for call in value:
         function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{place}: a tool call must have a function with a name, found {str(call)[:60]!r}")
         given = function.get("arguments")
         arguments = parsed(given.strip() or "{}") if isinstance(given, str) else given or {}
         if not isinstance(arguments, Mapping):

@@ -87,6 +87,8 @@ def test_arguments_of_a_tool_call_are_written_once_however_a_row_has_them(
     [
         ([called("[1")], "arguments of a tool call must be a JSON object, found '\\[1'"),
         ("w(1)", "must be a list of calls"),
+        ([{"function": "w"}], "a tool call must have a function with a name, found"),
+        ([{"arguments": {}}], "a tool call must have a function with a name, found"),
     ],
 )
 def test_calls_that_are_none_are_refused(calls: Any, said: str) -> None:
@@ -199,6 +201,11 @@ def test_a_template_that_changes_the_prompt_when_the_answer_follows_is_refused()
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %} (last){% endif %}")
     with pytest.raises(DatasetError, match="d:1: the chat template changes what stands before the assistant's turn"):
         trained(template, ASK, said("assistant", "a"))
+
+
+def test_a_call_that_no_tokenizer_takes_is_refused_with_its_row() -> None:
+    with pytest.raises(DatasetError, match=r"d:1: the chat template does not take it .*: 'utf-8' codec can't encode"):
+        trained(TOOLS, ASK, said("assistant", "", tool_calls=[called({"a": "\ud800"})]))
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
