@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class PolicyGradient(Algorithm):
     """Update the policy on advantages of sampled answers, with a critic or without one."""
 
-    def __init__(self, settings: AlgorithmSettings, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, settings: AlgorithmSettings, options: Mapping[str, object] | None = None) -> None:
         """Raises ValueError for options: every setting has a key of its own."""
         if options:
             raise ValueError(f"algorithm.options.{next(iter(options))}: unknown option; write it as a key of algorithm")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
@@ -29,7 +29,7 @@ from rollout.data.rows import Row, identify
 from rollout.data.source import DatasetError
 
 if TYPE_CHECKING:
-    from core.data.epochs import EpochBatches
+    from core.data.epochs import Rows
 
 _OF_THE_STREAM: Mapping[str, str] = {
     "seed": "seed",
@@ -153,7 +153,7 @@ def check_prompts(config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Cal
     yield Problem(key="dataset.path", message=f"{what}: {cannot_continue(newest)}")
 
 
-def check_rows(config: SFTConfig | DPOConfig, data: EpochBatches[Any]) -> Iterator[Problem]:
+def check_rows(config: SFTConfig | DPOConfig, data: Rows) -> Iterator[Problem]:
     """Yield rows that are not those of the newest checkpoint, unless they are a sample of a large data set."""
     newest = checkpoint_to_continue(config)
     if newest is None or data.share < 1:

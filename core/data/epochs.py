@@ -80,6 +80,10 @@ class EpochBatches(ABC, Generic[Item]):
         return [self.pack(self._items[i : i + batch_size]) for i in range(0, len(self), batch_size)]
 
 
+Rows = EpochBatches[Any]
+"""Items of any kind."""
+
+
 def pack_sequences(sequences: Sequence[MaskedSequence]) -> PackedBatch:
     """Lay sequences end to end."""
     lens = torch.tensor([0] + [len(sequence.token_ids) for sequence in sequences])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import SAMPLE
@@ -15,7 +15,7 @@ from rollout.data.source import DatasetError, DataSource, NoneLeftError
 
 if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
-    from core.data.epochs import EpochBatches
+    from core.data.epochs import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class OpenData(Protocol):
     """Opens a data set; with `sample` tokenises only so many rows of it. Raises DatasetError."""
 
-    def __call__(self, source: DataSource, *, sample: int | None = None) -> EpochBatches[Any]: ...
+    def __call__(self, source: DataSource, *, sample: int | None = None) -> Rows: ...
 
 
 def opener(config: SFTConfig | DPOConfig) -> OpenData:
@@ -41,7 +41,7 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
     encoder = Encoder(tokenizer, config.prompt.prompt_format(boxed=False), folder=folder)
     load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
 
-    def open_one(source: DataSource, *, sample: int | None = None) -> EpochBatches[Any]:
+    def open_one(source: DataSource, *, sample: int | None = None) -> Rows:
         return load(
             source,
             encoder,
@@ -54,7 +54,7 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
     return open_one
 
 
-def open_sample(open_one: OpenData, source: DataSource) -> EpochBatches[Any]:
+def open_sample(open_one: OpenData, source: DataSource) -> Rows:
     """Open a data set without a run: a sample of a large one. Raises DatasetError as a run does."""
     try:
         return open_one(source, sample=SAMPLE)
@@ -63,7 +63,7 @@ def open_sample(open_one: OpenData, source: DataSource) -> EpochBatches[Any]:
         return open_one(source)
 
 
-def report_steps(data: EpochBatches[Any], path: str, *, batch_size: int, epochs: int, steps_limit: int | None) -> None:
+def report_steps(data: Rows, path: str, *, batch_size: int, epochs: int, steps_limit: int | None) -> None:
     """Log how many steps a run makes of a data set. `steps_limit` ends it before its epochs do."""
     from rollout.experience.schedule import Schedule
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from core.algorithms.base import Objective
 from core.algorithms.offline import DPO, SFT
+from core.data.epochs import Rows
 from core.data.offline import opener
 from core.experiments.common import Start
 from core.experiments.context import RunContext
-from core.experiments.sft_trainer import Data, SFTTrainer
+from core.experiments.sft_trainer import SFTTrainer
 from core.experiments.workers import TrainedEngines, TrainerGroups, threads_per_process
 from core.launch.cluster import Cluster
 from core.monitoring.skipped_updates import SkippedUpdates
@@ -99,14 +100,14 @@ def run_offline(
                 trainer.run(start.state, periodic)
 
 
-def _open_data(config: SFTConfig | DPOConfig) -> tuple[Data, Data | None]:
+def _open_data(config: SFTConfig | DPOConfig) -> tuple[Rows, Rows | None]:
     """Read the training set, and the validation set if there is one."""
     data, open_one = config.dataset, opener(config)
     train = open_one(data.source(data.train_path))
     return train, open_one(data.valid_source) if data.valid_source else None
 
 
-def _check_same_rows(train: Data, start: Start, *, ignore_changes: bool) -> None:
+def _check_same_rows(train: Rows, start: Start, *, ignore_changes: bool) -> None:
     """Raise DatasetError where the checkpoint has other rows or another order, unless recover_ignore_changes is set."""
     if start.rollout_state is None:
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from core.algorithms.base import Objective
 from core.data.batch_writer import BatchWriter, assemble
-from core.data.epochs import EpochBatches
+from core.data.epochs import Rows
 from core.monitoring.memory import DRIVER, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from mcore_adapter.data.batch import PackedBatch
 
-Data = EpochBatches[Any]
-
 
 class SFTTrainer:
     """Take a batch, update, report."""
@@ -37,8 +35,8 @@ class SFTTrainer:
         engine: EngineRef,
         reference: EngineRef | None,
         objective: Objective,
-        train: Data,
-        valid: Data | None,
+        train: Rows,
+        valid: Rows | None,
         schedule: Schedule,
         batch_size: int,
         valid_batch_size: int,

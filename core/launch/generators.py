@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from allocation import RoleAllocation, Slot
+from core.data.stored_batch import Ref
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
@@ -133,7 +134,7 @@ class GeneratorPool:
             replica.state, replica.in_use = "serving", True
         self._cluster.waiter.every_second(self.look)
 
-    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]:
+    def receive(self, buckets: Sequence[Ref], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
         handles = list(buckets)
         return self._everywhere(timeout_seconds, GeneratorActor.receive, handles, version)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import psutil
@@ -163,7 +163,7 @@ class TrainerRank:
             )
         )
 
-    def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Any], int]:
+    def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Ref], int]:
         """Put the buckets into the object store, on rank 0, and return their handles and how many bytes they hold;
         other ranks return nothing."""
         handles, num_bytes = [], 0

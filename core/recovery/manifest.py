@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from core.runs.checkpoints import MARKER
 from model_specs.untrusted import UntrustedFileError, read_json_object
@@ -115,7 +114,7 @@ def _compare(path: Path, expected: Mapping[str, object], pool: Executor) -> None
         raise DamagedError(f"{path.name} cannot be checked: {error!r}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     try:
         return read_json_object(path)
     except FileNotFoundError:

@@ -36,7 +36,7 @@ def write_state(folder: Path, name: str, state: object) -> None:
     (folder / f"{name}.json").write_text(text)
 
 
-def read_state(folder: Path, name: str) -> Any:
+def read_state(folder: Path, name: str) -> object:
     """Return the state that was written. Raises OSError, and StateError where the files do not hold one."""
     try:
         tree = read_json(folder / f"{name}.json", max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
