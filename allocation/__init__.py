@@ -18,6 +18,7 @@ from allocation.layout import (
     Backend,
     ParallelLayout,
     UndecidedBackendError,
+    layers_of_chunks,
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
@@ -48,6 +49,7 @@ __all__ = [
     "check_batch",
     "check_model",
     "format_allocation",
+    "layers_of_chunks",
     "model_errors",
     "nearest_minibatches",
     "parse",

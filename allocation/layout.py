@@ -87,6 +87,15 @@ class ParallelLayout:
         return f"(attn:{attn}|ffn:{experts})"
 
 
+def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
+    """Return the layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i //
+    pp-th. What does not divide evenly goes to the first ones, as the last one has the output layer."""
+    chunks = layout.pp * layout.vpp
+    base, extra = divmod(num_layers, chunks)
+    starts = [i * base + min(i, extra) for i in range(chunks + 1)]
+    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
+
+
 def generator_layout_for(trainer: ParallelLayout, backend: Backend) -> ParallelLayout:
     """Return the generator's layout where one layout is given for every role: the same slots, without what is training
     only.

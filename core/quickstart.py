@@ -39,6 +39,7 @@ from core.errors import could_not_write, first_line, is_of_disk, what_user_code_
 from core.monitoring.logs import DRIVER_LOG, kept_records, log_to_terminal
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import RAY_ADDRESS, not_joined_note
+from core.planning.advice import summary_lines
 from core.processes.supervise import (
     BAD_INPUT,
     DONE,
@@ -210,6 +211,8 @@ def _start(
     if complete:
         logger.info(_how_to_train_on(config, paths))
     if command is None:
+        for line in summary_lines(config):
+            logger.info(line)
         if lacking:
             logger.warning(host_section(lacking))
         logger.info("Dry run: every check%s passed; nothing was started.", " of the recipe" if lacking else "")

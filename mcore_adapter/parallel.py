@@ -131,12 +131,3 @@ def destroy_parallel() -> None:
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
-
-
-def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
-    """Return the layers of each model chunk in the order of the network: chunk i lies on stage i % pp, as its i //
-    pp-th. What does not divide evenly goes to the first ones, as the last one has the output layer."""
-    chunks = layout.pp * layout.vpp
-    base, extra = divmod(num_layers, chunks)
-    starts = [i * base + min(i, extra) for i in range(chunks + 1)]
-    return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]

@@ -53,6 +53,12 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+def gathers_tokens(num_ranks: int, top_k: int) -> bool:
+    """Return whether expert-parallel ranks gather each other's tokens, instead of the copies for their experts: those
+    take more bytes where each token has more experts than there are ranks."""
+    return 1 < num_ranks <= top_k
+
+
 def parse_experts(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of experts of a layer and of those that a token passes through. Raises ModelConfigError."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -1,4 +1,4 @@
-"""The console script: `slipstream {train,sft,dpo,dry-run,eval,compare,samples,timeline,convert,demo,chaos,bench} ...`.
+"""The console script: `slipstream {train,sft,dpo,dry-run,plan,eval,compare,samples,timeline,convert,demo,...} ...`.
 
 Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
 is that of this installation, also where the working folder has packages named core or tools, unless PYTHONPATH names
@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "sft": ("core.quickstart", ("sft",), "train on given answers"),
     "dpo": ("core.quickstart", ("dpo",), "train on pairs of answers"),
     "dry-run": ("core.quickstart", ("--dry-run",), "check a configuration: slipstream dry-run {ppo-math,sft,dpo} ..."),
+    "plan": ("tools.plan", (), "compute whether a configuration fits in memory, before it starts"),
     "eval": ("tools.eval", (), "evaluate a model on benchmarks"),
     "compare": ("tools.eval", ("compare",), "compare two evaluations"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),

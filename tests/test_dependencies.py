@@ -146,6 +146,7 @@ ALIASES = {
     "core/config/dialects/areal_v02.py": ("sglang",),
     "core/config/models.py": ("sglang: dict[str, FlagValue]",),
     "core/placement/rules.py": ("config.actor.sglang",),
+    "core/planning/scene.py": ("config.actor.sglang",),
     "core/checks/host.py": ("config.actor.sglang",),
     "core/experiments/workers.py": ("config.actor.sglang",),
 }

@@ -80,7 +80,7 @@ ORDER = {
         "monitoring",
         "data",
         "algorithms placement",
-        "schedule rollout_settings step_batch",
+        "schedule rollout_settings step_batch planning",
         "weight_sync recovery rollout_service",
         "checks",
         "periodic launch",
@@ -99,19 +99,20 @@ ORDER = {
     ),
     "core.config.parsing": ("masking problems", "yaml_tree", "coerce interpolate"),
     "config_schema": ("needs nearest", "section"),
+    "core.planning": ("gpus", "scene", "memory", "advice"),
     "core.placement": ("ray_address", "allocation", "rules"),
     "core.checks": ("facts algorithm host resumption", "rules recipe"),
     "slipstream": ("api", "cli"),
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo",
-        "curves convert samples timeline",
+        "curves convert plan samples timeline",
         "eval",
         "mutants conformance",
         "chaos bench",
     ),
     "tools.bench": ("figure reward workflow trl", "cpu", "data", "gpu", "__main__"),
-    "tools.bench.gpu": ("trainer", "runs servers widths", "experts long models push trl"),
+    "tools.bench.gpu": ("trainer", "runs servers widths", "experts long models plan push trl"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20
@@ -193,6 +194,8 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "a benchmark loads what its row measures": {
         "tools.bench.gpu.trl": "torch transformers",
+        "tools.bench.gpu.plan": "numpy torch rollout.inference.gpus mcore_adapter.device mcore_adapter.engine "
+        "mcore_adapter.parallel tools.bench.gpu.trainer mcore_adapter.data.batch",
         "tools.bench.data.convert": "mcore_adapter.hf.saving",
         "tools.bench.cpu.components": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from allocation import ParallelLayout
+from allocation import ParallelLayout, layers_of_chunks
 from mcore_adapter.checkpoint.checkpoint import converted_common, small_files
 from mcore_adapter.checkpoint.files import mark_complete, write_small_files
 from mcore_adapter.checkpoint.restricted import METADATA_FILE, load_common
@@ -38,7 +38,7 @@ from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, writ
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.gpt import check_layout
 from mcore_adapter.models.tables import EMBEDDING, outer_table
-from mcore_adapter.parallel import ParallelState, layers_of_chunks
+from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
 from model_specs.model_folder import TOKENIZER_FILES
 from model_specs.tensors import hf_shapes

@@ -152,7 +152,7 @@ class FusedLogprobs(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, grad.t(), hidden[rows], several)
-            kept = None
+            kept = grad = None  # before the next chunk has logits
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None

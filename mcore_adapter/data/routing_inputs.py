@@ -28,12 +28,6 @@ class RoutingInputs:
     """s of each expert-parallel rank; empty until the dispatcher of the first layer has exchanged them."""
 
 
-def gathers_tokens(num_ranks: int, top_k: int) -> bool:
-    """Return whether expert-parallel ranks gather each other's tokens, instead of the copies for their experts: those
-    take more bytes where each token has more experts than there are ranks."""
-    return 1 < num_ranks <= top_k
-
-
 def check_routed_experts(batch: PackedBatch, config: ModelConfig) -> None:
     """Check the experts that a batch prescribes, if it has any. Raises ValueError."""
     experts = batch.fields.get(ROUTED_EXPERTS)

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from allocation import layers_of_chunks
 from mcore_adapter.hf.pieces import Shapes, numel, parts_of, shapes_of, unwrap
 from mcore_adapter.models.conversions import Conversion, OfExpert
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.models.tables import EMBEDDING, layer_table, outer_table
-from mcore_adapter.parallel import ParallelState, layers_of_chunks
+from mcore_adapter.parallel import ParallelState
 from model_specs.tensors import CORRECTION_BIAS
 
 DEFAULT_BUCKET_BYTES = 1 << 30

@@ -16,19 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allocation import layers_of_chunks
 from mcore_adapter.device import Device
-from mcore_adapter.memory.estimate import Choice, UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.memory.estimate import SHARE_OF_HOST, SPARE, Choice, UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.memory.recompute import recompute_layers
 from mcore_adapter.optimizer.training import TrainOptimizer
-from mcore_adapter.parallel import ParallelState, layers_of_chunks
+from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-SPARE = 0.14
-"""Share of the memory that is left to fragmentation, where no limit is given. With 0.12, an update on a sequence of
-65,536 tokens ran out of memory on an H200, as did one of 131,072 without host memory."""
 GAIN = 0.05
 """Share of the limit that a measured peak must leave for less recomputation: a choice close to it may run out."""
 CORRECTIONS = 2
@@ -39,7 +37,6 @@ _MOST_CORRECTION = 3.0
 _LESS_AFTER_FAILURE = 0.92  # of what the choice that failed would have taken
 _LESS_AFTER_EXCESS = 0.98  # of what a choice that exceeded the limit was estimated to take
 _LESS_GIB = 1.0  # free than before: a choice is made anew
-_SHARE_OF_HOST = 0.6  # of what is available before the first update
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -81,7 +78,7 @@ class AutoRecompute:
         own = layers_of_chunks(config.num_layers, layout)[parallel.pp_rank :: layout.pp]
         self._fixed = dict(
             config=config, layout=layout, itemsize=itemsize, layers=max(own, key=len),
-            has_head=parallel.is_last_stage, is_critic=is_critic, fp8=fp8,
+            has_head=parallel.is_last_stage, has_embedding=parallel.is_first_stage, is_critic=is_critic, fp8=fp8,
         )  # fmt: skip
         self._shape: UpdateShape | None = None
         self._tokens = 0  # of the largest microbatch under way; the choice may be for more
@@ -208,7 +205,7 @@ class AutoRecompute:
             return 0.0  # it is the same memory
         if self._host_gib is not None:
             return self._host_gib * GIB
-        return _SHARE_OF_HOST * _available_on_host() / min(self._parallel.world_size, torch.accelerator.device_count())
+        return SHARE_OF_HOST * _available_on_host() / min(self._parallel.world_size, torch.accelerator.device_count())
 
     def _agree(self, value: float, how: dist.ReduceOp.RedOpType, *, of_stage: bool = True) -> float:
         """Return the smallest or largest value of the ranks of this stage, or of all."""

@@ -1,25 +1,32 @@
 """How much memory the activations of an update take on a rank, and the least recomputation that fits into a limit.
 
 An estimate from the shape of the model, for TransformerEngine's layers; auto.py corrects it by what was
-measured. Invariant: it depends on what all ranks of a pipeline stage have in common, and on nothing else.
+measured, and the planner (core/planning) reports it. Invariants: it depends on what all ranks of a pipeline stage have
+in common, and on nothing else; torch is not imported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from allocation import ParallelLayout
-from mcore_adapter.data.routing_inputs import gathers_tokens
 from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES
 from mcore_adapter.settings import LEVELS, Level
 from model_specs.config import ModelConfig
-from model_specs.moe import MoEConfig
+from model_specs.moe import MoEConfig, gathers_tokens
 
-_ON_THE_WAY = 2  # layers whose tensors are on their way to or from the host
+SPARE = 0.14
+"""Share of the memory that is left to fragmentation, where no limit is given. With 0.12, an update on a sequence of
+65,536 tokens ran out of memory on an H200, as did one of 131,072 without host memory."""
+SHARE_OF_HOST = 0.6
+"""Share of the host memory available before the first update that activations of its ranks may take."""
+_ON_THE_WAY = 2  # layers whose tensors are on their way from the host in a backward pass
 # For each expert: logits and scores in float32, and their gradient. On GPUs the scores are not kept.
 _ROUTER_BYTES = 12
+_HEAD_ROWS = 4  # of hidden states beside the logits, as was measured: input of the final norm, the loss's, gradients
+_FP8_HIDDEN = 2  # hidden states that a layer keeps in addition with FP8, as was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +45,12 @@ class UpdateShape:
     """Of the longest chunk of the rank."""
     has_head: bool
     """Whether the rank computes logits (or values)."""
+    has_embedding: bool = True
     is_critic: bool = False
     fp8: bool = False
     """Whether layers compute in 8-bit floating point."""
+    imbalance: float = 1.0
+    """Copies of tokens that a rank's experts receive, by the mean of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,34 +108,92 @@ def _pages(shape: UpdateShape, tokens: float, layer: int) -> float:
     """Return the bytes of page-locked memory for what a layer keeps: torch takes a power of two for each tensor."""
     hidden, output = shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]
     sizes = [tokens * width * shape.itemsize for width in (*[hidden] * _num_residuals(shape), output)]
-    rest = tokens * _kept(shape, "linear", layer) - sum(sizes)  # of experts: other ranks' tokens, routing
+    rest = tokens * _moved(shape, layer) - sum(sizes)  # of experts: other ranks' tokens, routing
     return sum(1 << max(1, math.ceil(size) - 1).bit_length() for size in sizes) + 2 * max(0.0, rest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What activations take at one point of an update: bytes by purpose."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
 def activation_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
-    """Return the peak of the activations: what is kept from forward to backward pass, and the larger of what the
-    backward passes of the output layer and of one layer need beside it."""
+    """Return the peak of the activations."""
+    return peak(shape, levels).total
+
+
+def peak(shape: UpdateShape, levels: Sequence[Level]) -> Moment:
+    """Return the moment of the update at which activations take most."""
+    return max(moments(shape, levels), key=lambda moment: moment.total)
+
+
+def moments(shape: UpdateShape, levels: Sequence[Level]) -> Iterator[Moment]:
+    """Yield the moments of a backward pass that may be its peak: output layer, both halves of each layer from the last
+    one on, embedding. At each, what earlier layers keep is still there, and that of later ones is gone."""
     tokens = shape.tokens / shape.layout.cp
-    kept = sum(_kept(shape, level, layer) for level, layer in zip(levels, shape.layers, strict=True))
-    passing = max(
-        _passing(shape, level, layer) * tokens + _expert_gradients(shape, layer)
-        for level, layer in zip(levels, shape.layers, strict=True)
-    )
-    head = _head(shape, tokens) if shape.has_head else 0.0
-    if "offload" in levels:  # on the way
-        passing += _ON_THE_WAY * tokens * max(_kept(shape, "linear", layer) for layer in shape.layers)
-    return tokens * shape.in_flight * kept + max(passing, head)
+    kept = [_kept_parts(shape, level, layer) for level, layer in zip(levels, shape.layers, strict=True)]
+    held = {name: tokens * shape.in_flight * sum(parts[name] for parts in kept) for name in _PARTS}
+    if shape.layout.pp > 1 and not shape.has_head:  # the output of the stage
+        held["residual stream"] += shape.in_flight * tokens * shape.itemsize * _hidden(shape)
+    if shape.has_head:
+        yield Moment(name="output layer", parts={**held, "logits and loss": _head(shape, tokens)})
+    waiting = _tied_gradient(shape)
+    for i in reversed(range(len(levels))):
+        level, layer = levels[i], shape.layers[i]
+        arriving = 0.0
+        if level == "offload":  # the layer itself and, with its gradient, the one before
+            near = range(max(0, i + 1 - _ON_THE_WAY), i + 1)
+            arriving = tokens * sum(_moved(shape, shape.layers[j]) for j in near if levels[j] == "offload")
+        extra = {"from the host": arriving, "gradient of the embedding": waiting}
+        passing = tokens * _passing_mlp(shape, level, layer) + _expert_gradients(shape, layer)
+        yield Moment(name=f"MLP of layer {layer}", parts={**held, **extra, "backward pass": passing})
+        held["MLP"] -= tokens * kept[i]["MLP"]
+        if level not in ("full", "offload"):
+            held["residual stream"] -= tokens * shape.itemsize * _hidden(shape)  # the input of the MLP's norm
+        passing = tokens * _passing_attention(shape, level, layer)
+        yield Moment(name=f"attention of layer {layer}", parts={**held, **extra, "backward pass": passing})
+        for name in ("residual stream", "attention"):
+            held[name] -= tokens * kept[i][name]
+        if level not in ("full", "offload"):
+            held["residual stream"] += tokens * shape.itemsize * _hidden(shape)
+    if shape.has_embedding:
+        rows = shape.config.vocab_size / shape.layout.tp * shape.config.hidden_size * shape.itemsize
+        yield Moment(name="embedding", parts={**held, "gradient of the embedding": rows + waiting})
 
 
-def _kept(shape: UpdateShape, level: Level, layer: int) -> float:
-    """Return the bytes of a token that a layer keeps from forward to backward pass."""
-    hidden = shape.config.hidden_size / shape.layout.tp  # sequence parallelism is on with tensor parallelism
-    if level == "offload":
-        return 0.0
+_PARTS = ("residual stream", "attention", "MLP")
+
+
+def _hidden(shape: UpdateShape) -> float:
+    """Return the elements of a token of the residual stream: sequence parallelism is on with tensor parallelism."""
+    return shape.config.hidden_size / shape.layout.tp
+
+
+def _moved(shape: UpdateShape, layer: int) -> float:
+    """Return the bytes of a token of what a layer may keep on the host."""
+    return sum(_kept_parts(shape, "linear", layer).values()) - _copied_keys(shape, "linear")
+
+
+def _kept_parts(shape: UpdateShape, level: Level, layer: int) -> dict[str, float]:
+    """Return the bytes of a token that a layer keeps from forward to backward pass, by purpose."""
+    hidden = shape.itemsize * _hidden(shape)
     if level == "full":
-        return shape.itemsize * hidden
-    residuals = shape.itemsize * _num_residuals(shape) * hidden
-    return residuals + _kept_by_attention(shape, level) + _kept_by_mlp(shape, level, layer)
+        return {"residual stream": hidden, "attention": 0.0, "MLP": 0.0}
+    copies = _copied_keys(shape, level)
+    if level == "offload":
+        return {"residual stream": 0.0, "attention": copies, "MLP": 0.0}
+    return {
+        "residual stream": _num_residuals(shape) * hidden + (_FP8_HIDDEN * hidden if shape.fp8 else 0.0),
+        "attention": _kept_by_attention(shape, level) + copies,
+        "MLP": _kept_by_mlp(shape, level, layer),
+    }
 
 
 def _num_residuals(shape: UpdateShape) -> int:
@@ -139,18 +207,27 @@ def _kept_by_attention(shape: UpdateShape, level: Level) -> float:
     return shape.itemsize * (output + (0.0 if recomputed else inputs))
 
 
+def _copied_keys(shape: UpdateShape, level: Level) -> float:
+    """Return the bytes of keys and values that context-parallel attention keeps in tensors of its own, which nothing
+    drops; without recomputation, those are the only ones."""
+    recomputed = level in ("qkv", "linear", "offload") and shape.config.mla is None
+    if shape.layout.cp == 1 or not recomputed:
+        return 0.0
+    return shape.itemsize * 2 * shape.config.num_kv_heads * shape.config.head_dim / shape.layout.tp
+
+
 def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
     config, size = shape.config, shape.itemsize
-    hidden = config.hidden_size / shape.layout.tp
+    hidden = _hidden(shape)
     moe = _moe(shape, layer)
     if moe is None:
         width = config.intermediate_size / shape.layout.tp
         return size * {"none": hidden + 3 * width, "linear": 0.0}.get(level, hidden + 2 * width)
-    copies = moe.top_k / shape.layout.tp
+    copies = _copies(shape, moe)
     total = hidden + 3 * moe.shared_intermediate_size / shape.layout.tp
     if gathers_tokens(shape.layout.ep, moe.top_k):
         # Tokens, and for each copy its weight in float32 and its row.
-        total += shape.layout.ep * (hidden + 8 * copies / size)
+        total += shape.layout.ep * (hidden + 8 * copies / shape.imbalance / size)
     elif shape.layout.ep > 1:  # each copy that came from another rank
         total += copies * config.hidden_size
     if level != "linear":
@@ -158,36 +235,57 @@ def _kept_by_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
     return size * total + _ROUTER_BYTES * moe.num_experts / shape.layout.tp
 
 
-def _passing(shape: UpdateShape, level: Level, layer: int) -> float:
-    """Return the bytes of a token that the backward pass of a layer takes while it runs: what it computes again, and
-    gradients. The MLP comes first; what it alone computed again is gone when attention begins, and of a long sequence
-    is there for a chunk of tokens at a time."""
-    config, size = shape.config, shape.itemsize
-    level = "linear" if level == "offload" else level
-    hidden = config.hidden_size / shape.layout.tp
-    inputs, output = _attention_widths(shape)
-    moe, share = _moe(shape, layer), _share_of_chunk(shape, level, layer)
-    in_chunks = share < 1
+def _copies(shape: UpdateShape, moe: MoEConfig) -> float:
+    """Return for how many experts of the rank one of its tokens is computed."""
+    return shape.imbalance * moe.top_k / shape.layout.tp
+
+
+def _passing_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
+    """Return the bytes of a token that the backward pass of an MLP takes while it runs: what it computes again, of a
+    long sequence for a chunk of tokens at a time, and gradients."""
+    config, size, again = shape.config, shape.itemsize, _levels_again(level)
+    hidden = _hidden(shape)
+    moe, share = _moe(shape, layer), _share_of_chunk(shape, again, layer)
     if moe is None:
-        in_place = level == "linear" or in_chunks
-        mlp = size * (1 if in_place else 3) * config.intermediate_size / shape.layout.tp
+        in_place = again == "linear" or share < 1
+        # The product is gone when the gradient of the halves is computed.
+        mlp = size * (1 if in_place else 2) * config.intermediate_size / shape.layout.tp
     else:
-        copies = moe.top_k / shape.layout.tp
+        copies = _copies(shape, moe)
         inner = 3 * copies * moe.intermediate_size
         if gathers_tokens(shape.layout.ep, moe.top_k):  # a gradient of all ranks' tokens, before these and after
-            kept = 0 if level == "linear" else 2 * copies * moe.intermediate_size
+            kept = 0 if again == "linear" else 2 * copies * moe.intermediate_size
             inner = max(inner, kept + shape.layout.ep * hidden)
         mlp = size * (2 * copies * config.hidden_size + inner)
-    attention = size * (inputs + 3 * output)  # gradients of queries (summed in float32), keys and values
-    if level == "full":
-        again = _kept(shape, "none", layer) - _kept(shape, "full", layer)
-        if in_chunks:
-            again -= _kept_by_mlp(shape, "none", layer)
-            mlp += _kept_by_mlp(shape, "none", layer)
-        return again + max(share * mlp, attention) + 3 * size * hidden
-    mlp += _kept_by_mlp(shape, "none", layer) - _kept_by_mlp(shape, level, layer)
-    attention += _kept_by_attention(shape, "none") - _kept_by_attention(shape, level)
-    return max(share * mlp, attention) + 3 * size * hidden
+    mlp += _kept_by_mlp(shape, "none", layer) - (0.0 if again == "full" else _kept_by_mlp(shape, again, layer))
+    whole = 0.0
+    if again == "full":
+        whole = size * hidden * (_num_residuals(shape) - 1) + _kept_by_attention(shape, "none")
+    return whole + share * mlp + _stream(shape)
+
+
+def _passing_attention(shape: UpdateShape, level: Level, layer: int) -> float:
+    """Return the same of the attention, which comes after the MLP: gradients of its output, of queries (summed in
+    float32), keys and values, and of those of every query head where several share them."""
+    config, again = shape.config, _levels_again(level)
+    inputs, output = _attention_widths(shape)
+    kept = 0.0 if again == "full" else _kept_by_attention(shape, again)
+    keys = inputs if config.mla is not None else (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    shares_heads = config.mla is None and config.num_kv_heads < config.num_heads
+    gradients = (keys if config.mla is not None else keys / shape.layout.tp) + (7 if shares_heads else 3) * output
+    return shape.itemsize * gradients + _kept_by_attention(shape, "none") - kept + _stream(shape)
+
+
+def _stream(shape: UpdateShape) -> float:
+    """Return the bytes of a token of gradients of the residual stream, and with tensor parallelism of the gathered
+    input of a linear layer and its gradient."""
+    gathered = 2 * shape.config.hidden_size if shape.layout.tp > 1 else 0
+    return shape.itemsize * (3 * _hidden(shape) + gathered)
+
+
+def _levels_again(level: Level) -> Level:
+    """Return what a layer computes again; whether its activations were on the host makes no difference."""
+    return "linear" if level == "offload" else level
 
 
 def _share_of_chunk(shape: UpdateShape, level: Level, layer: int) -> float:
@@ -221,17 +319,24 @@ def _expert_gradients(shape: UpdateShape, layer: int) -> float:
 
 
 def _head(shape: UpdateShape, tokens: float) -> float:
-    """Return the bytes of the backward pass of the output layer."""
+    """Return the bytes of the output layer, in its backward pass or, where one row is larger, its forward pass."""
     config, size = shape.config, shape.itemsize
     if shape.is_critic:
         return (size + 4) * 3 * tokens * config.hidden_size
-    hidden = 7 * tokens * config.hidden_size  # as was measured: the final norm's, the loss's, and their gradients
+    hidden = (_HEAD_ROWS - 1 + 1 / shape.layout.tp) * tokens * config.hidden_size
     rows = config.vocab_size / shape.layout.tp
-    logits = tokens * rows * size
-    gradient = rows * config.hidden_size * size
-    if logits > LOGITS_BYTES:  # beside the sum of the chunks in float32
-        logits, gradient = SEVERAL_LOGITS_BYTES, gradient + 4 * rows * config.hidden_size
-    return size * hidden + logits + 4 * FP32_ROWS * rows + gradient
+    logits, gradient = tokens * rows * size, rows * config.hidden_size * size
+    if logits > LOGITS_BYTES:  # the chunks' gradients are summed in float32, and rounded at the end
+        total = 4 * rows * config.hidden_size
+        return size * hidden + total + max(SEVERAL_LOGITS_BYTES, gradient)
+    return size * hidden + logits + max(4 * FP32_ROWS * rows, gradient)
+
+
+def _tied_gradient(shape: UpdateShape) -> float:
+    """Return the bytes of the gradient of the output layer that waits for that of the embedding, the same weight."""
+    if not (shape.has_head and shape.has_embedding and shape.config.tied) or shape.is_critic:
+        return 0.0
+    return shape.itemsize * shape.config.vocab_size / shape.layout.tp * shape.config.hidden_size
 
 
 def _moe(shape: UpdateShape, layer: int) -> MoEConfig | None:

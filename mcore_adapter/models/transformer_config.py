@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from allocation import ParallelLayout
+from allocation import ParallelLayout, layers_of_chunks
 from mcore_adapter.device import Device
-from mcore_adapter.parallel import ParallelState, layers_of_chunks
+from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.config import ModelConfig
 from model_specs.moe import MLAConfig, MoEConfig

@@ -68,6 +68,8 @@ class MemoryFlag:
     name: str
     default: float
     """About what a replica takes where the flag is not given."""
+    colocated: float
+    """The same of one that shares its GPU with the trainer."""
 
 
 class GeneratorConfig(Section):

@@ -65,6 +65,7 @@ MEASUREMENTS = {
         "update": "gpu.trainer:update",
         "experts": "gpu.experts:experts",
         "long": "gpu.long:long",
+        "plan": "gpu.plan:plan",
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
         "push": "gpu.push:push",

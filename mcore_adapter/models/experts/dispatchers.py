@@ -15,9 +15,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcore_adapter.data.routing_inputs import RoutingInputs, gathers_tokens
+from mcore_adapter.data.routing_inputs import RoutingInputs
 from mcore_adapter.models.experts.exchange import Pending, begin_gather
 from mcore_adapter.models.experts.products import Rows, SharedRows, sorted_rows
+from model_specs.moe import gathers_tokens
 
 
 def dispatcher_for(

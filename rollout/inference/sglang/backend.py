@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from model_specs.families import FAMILIES
 from rollout.inference.backend import BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
-from rollout.inference.sglang.arguments import decided_elsewhere, host_problems
+from rollout.inference.sglang.arguments import COLOCATED_MEM_FRACTION, decided_elsewhere, host_problems
 
 if TYPE_CHECKING:
     from model_specs.config import ModelConfig
@@ -27,7 +27,7 @@ class SGLangBackend:
         routed_experts=True,
         colocates=True,
     )
-    memory_flag = MemoryFlag(name="mem_fraction_static", default=0.85)
+    memory_flag = MemoryFlag(name="mem_fraction_static", default=0.85, colocated=COLOCATED_MEM_FRACTION)
     shared_memory_names = ("sglang",)
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ from model_specs.families import FAMILIES
 from rollout.inference.backend import FlagValue, Quantization
 from rollout.inference.errors import GeneratorStartError
 from rollout.inference.gpus import check_gpus, device_names
-from rollout.inference.sglang.arguments import decided_elsewhere
+from rollout.inference.sglang.arguments import COLOCATED_MEM_FRACTION, decided_elsewhere
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.start.command_line import EXIT_USAGE, USAGE_ERRORS
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 FA3_HEAD_DIMS = (64, 96, 128, 256)
 """Head dimensions that the FlashAttention 3 kernels have in bfloat16."""
-COLOCATED_MEM_FRACTION = 0.6
-"""Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
-generators' turn must fit beside it."""
 BATCHED_PREFILLS: dict[str, FlagValue] = {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 128}
 """In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph and takes as
 long as two or three decode steps, after every few of these. While a server is nearly full, new prompts wait until a

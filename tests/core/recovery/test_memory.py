@@ -11,7 +11,7 @@ from core.recovery.memory import MemoryLimits
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, GeneratorConfig, MemoryFlag
 
-FLAG = MemoryFlag(name="share", default=0.85)
+FLAG = MemoryFlag(name="share", default=0.85, colocated=0.6)
 
 
 def on_gpu(**flags: float | None) -> BackendSettings:

@@ -10,7 +10,7 @@ import pytest
 from allocation import ParallelLayout
 from mcore_adapter.data.token_chunks import MLP_TOKENS
 from mcore_adapter.memory import estimate as estimates
-from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight
+from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight, moments
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
 from tools.bench.gpu.experts import SLICE
@@ -36,6 +36,11 @@ def shape(raw: dict[str, Any], tokens: int, **changes: Any) -> UpdateShape:
     return replace(one, **changes)
 
 
+def at(one: UpdateShape, levels: list[Any], name: str) -> float:
+    """The bytes of one moment."""
+    return next(moment.total for moment in moments(one, levels) if moment.name == name)
+
+
 @pytest.mark.parametrize(
     ("raw", "tokens", "measured"),
     [
@@ -45,14 +50,15 @@ def shape(raw: dict[str, Any], tokens: int, **changes: Any) -> UpdateShape:
 )  # fmt: skip
 def test_the_estimate_is_near_what_was_measured(raw: dict[str, Any], tokens: int, measured: float) -> None:
     one = shape(raw, tokens)
-    assert activation_bytes(one, ["selective"] * len(one.layers)) / 1e9 == pytest.approx(measured, rel=0.12)
+    assert activation_bytes(one, ["selective"] * len(one.layers)) / 1e9 == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("tokens", "levels", "chunk", "measured"),
     [
         # In GiB, as the log of `tools.bench gpu --only long` has it; those of whole MLPs from before there were chunks.
-        (65536, ["linear"] * 34 + ["qkv"] * 2, MLP_TOKENS, 52.6),
+        # The first one was 2 GiB more, with two buffers of logits at once.
+        (65536, ["linear"] * 34 + ["qkv"] * 2, MLP_TOKENS, 50.6),
         (131072, ["offload"] * 21 + ["linear"] * 15, MLP_TOKENS, 47.0),
         (131072, ["full"] * 26 + ["linear"] * 10, MLP_TOKENS, 51.6),
         (131072, ["full"] * 35 + ["linear"], 131072, 41.5), (131072, ["offload"] * 20 + ["linear"] * 16, 131072, 49.2),
@@ -63,7 +69,7 @@ def test_the_estimate_for_long_sequences_is_near_what_was_measured(
 ) -> None:
     monkeypatch.setattr(estimates, "MLP_TOKENS", chunk)
     estimate = activation_bytes(shape(LONG, tokens), levels) / 2**30
-    assert estimate == pytest.approx(measured, rel=0.12)
+    assert estimate == pytest.approx(measured, rel=0.04)
     assert estimate > 0.99 * measured, "with less, memory would run out"
 
 
@@ -72,7 +78,12 @@ def test_the_backward_pass_of_a_layer_takes_what_its_mlp_computes_again_and_the_
     kept = 36 * (2 * hidden + queries)  # residuals, output of attention
     again, gradients = hidden + 3 * width, width + 3 * hidden
     expected = 2 * tokens * (kept + again + gradients)
-    assert activation_bytes(shape(LONG, tokens, has_head=False), ["linear"] * 36) == pytest.approx(expected)
+    one = shape(LONG, tokens, has_head=False)
+    assert at(one, ["linear"] * 36, "MLP of layer 35") == pytest.approx(expected)
+    # The MLP's input is gone; gradients of the output, of queries (twice in float32), keys and values for every query.
+    inputs, keys = hidden + 2 * queries, 8 * 128
+    attention = inputs + 3 * keys - hidden + (queries + 2 * keys) + 7 * queries + 3 * hidden
+    assert at(one, ["linear"] * 36, "attention of layer 35") == pytest.approx(2 * tokens * (kept + attention))
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(tp=2)], ids=str)
@@ -82,10 +93,15 @@ def test_of_a_long_sequence_the_mlp_takes_what_a_chunk_of_it_does(layout: Parall
     share = tokens / (layout.cp * layout.tp)  # the tokens of a rank, or their widths
     chunk = MLP_TOKENS * (4 * width + hidden)  # input, both products, gradient; with tp=2, twice the tokens
     linear = 36 * (2 * hidden + queries) + 3 * hidden  # residuals, output of attention; gradients
-    assert activation_bytes(one, ["linear"] * 36) == pytest.approx(2 * (share * linear + chunk))
     normed, keys = queries + 8 * 128, 8 * 128
+    if layout.cp > 1:  # context-parallel attention has copies of keys and values
+        linear += 36 * 2 * keys
+    gathered = 2 * hidden * tokens if layout.tp > 1 else 0  # the input of a linear layer, and its gradient
+    expected = 2 * (share * linear + chunk + gathered)
+    assert at(one, ["linear"] * 36, "MLP of layer 35") == pytest.approx(expected)
     again = 2 * hidden + normed + 2 * queries + 2 * keys  # the MLP's input and attention: all but its own
-    assert activation_bytes(one, ["full"] * 36) == pytest.approx(2 * (share * (39 * hidden + again) + chunk))
+    expected = 2 * (share * (39 * hidden + again) + chunk + gathered)
+    assert at(one, ["full"] * 36, "MLP of layer 35") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("level", ["linear", "full"])
@@ -153,7 +169,8 @@ def test_a_smaller_limit_means_more_recomputation_that_fits(raw: dict[str, Any],
     one = shape(raw, 8192, layout=layout)
     sizes = [activation_bytes(one, [level] * len(one.layers)) for level in LEVELS]
     least, most = choose(one, sizes[0]), choose(one, sizes[-1])
-    assert set(least.levels) == {"none"} and set(most.levels) == {"full"} and least.fits and most.fits
+    assert set(least.levels) == {"none"} and least.fits and most.fits
+    assert activation_bytes(one, most.levels) <= sizes[-1]
     before = 0
     for part in range(21):
         limit = sizes[0] + (sizes[-1] - sizes[0]) * part / 20
@@ -203,8 +220,10 @@ def test_ranks_that_share_the_tokens_or_the_widths_keep_half() -> None:
     one = shape(DENSE, 8192, has_head=False)
     for layout in (ParallelLayout(tp=2), ParallelLayout(cp=2)):
         halved = replace(one, layout=layout)
-        for level in LEVELS:
-            assert activation_bytes(halved, [level] * 28) == pytest.approx(activation_bytes(one, [level] * 28) / 2)
+        for level in ("none", "selective", "full"):
+            halves, wholes = (next(moments(each, [level] * 28)).parts for each in (halved, one))
+            for name in ("residual stream", "attention", "MLP"):
+                assert halves[name] == pytest.approx(wholes[name] / 2)
 
 
 @pytest.mark.parametrize(

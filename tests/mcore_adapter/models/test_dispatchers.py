@@ -15,8 +15,8 @@ from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, actor_run, assert_same_steps, make_engine, policy_loss, random_batch, whole
 from helpers.expert_layers import dispatched, make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
-from mcore_adapter.data.routing_inputs import gathers_tokens
 from mcore_adapter.models.experts.products import experts_output, sorted_rows
+from model_specs.moe import gathers_tokens
 
 NUM_EXPERTS, K, HIDDEN, WIDTH = 6, 3, 16, 24
 CASES = {

@@ -1,0 +1,61 @@
+"""Sizes and speeds of GPUs, by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollout.inference.gpus import query_gpus
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made. The message names what is wrong and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as torch sees it."""
+
+    name: str
+    gib: float
+    """Memory in total."""
+    flops: float
+    """Dense bfloat16 operations per second by the data sheet; 0: unknown."""
+    bandwidth: float
+    """Bytes per second of its memory by the data sheet."""
+    link: float
+    """Bytes per second to another GPU of the host, in one direction."""
+
+
+GPUS: dict[str, Gpu] = {
+    "H100": Gpu(name="H100", gib=79.1, flops=989e12, bandwidth=3.35e12, link=371e9),
+    "H200": Gpu(name="H200", gib=139.8, flops=989e12, bandwidth=4.8e12, link=371e9),
+    "A100": Gpu(name="A100", gib=79.1, flops=312e12, bandwidth=2.0e12, link=240e9),
+}
+"""Key: name as in --gpu. `link` of H100 and H200 is the measured rate of an NCCL broadcast."""
+_FORMAT = re.compile(r"(?P<name>[A-Za-z0-9-]+):(?P<gib>\d+(\.\d+)?)")
+
+
+def gpu_of_machine() -> Gpu | None:
+    """Return the first GPU of this machine, one that is not in the table with its memory alone; None without any."""
+    found = query_gpus()
+    if not found:
+        return None
+    try:
+        return find_gpu(found[0].name)
+    except PlanError:
+        return Gpu(name=found[0].name, gib=found[0].total_mib / 1024, flops=0.0, bandwidth=0.0, link=0.0)
+
+
+def find_gpu(text: str) -> Gpu:
+    """Return the GPU of a name, "H100" or as the driver writes it, "NVIDIA H100 80GB HBM3"; or of NAME:GIB. Raises
+    PlanError for another one."""
+    for name, gpu in GPUS.items():
+        if re.search(rf"\b{name}\b", text, re.IGNORECASE):
+            return gpu
+    if match := _FORMAT.fullmatch(text):
+        return Gpu(name=match["name"], gib=float(match["gib"]), flops=0.0, bandwidth=0.0, link=0.0)
+    raise PlanError(
+        f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
+        "`slipstream plan --calibrate` on a host with it adds times"
+    )

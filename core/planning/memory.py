@@ -1,0 +1,360 @@
+"""Memory of a run by rank and phase, before anything starts: what is held, its peak, and what would lower it.
+
+The arithmetic of a rank is that of mcore_adapter/memory, which the engine itself uses. Invariant: bytes are what torch
+allocates, but for "context", which the driver holds beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from allocation import ParallelLayout, layers_of_chunks
+from core.planning.scene import Engine, Scene, Servers
+from mcore_adapter.data.token_chunks import FP32_ROWS, MLP_TOKENS
+from mcore_adapter.memory.estimate import SPARE, UpdateShape, choose, in_flight, peak
+from mcore_adapter.memory.states import States, rank_states
+from mcore_adapter.settings import Level
+from model_specs.config import ModelConfig
+
+GIB = 2**30
+CONTEXT_BYTES = 0.7 * GIB
+"""CUDA's context with the loaded kernels of a process."""
+_GROUP_BYTES = 0.4 * GIB  # NCCL's buffers of one group of ranks
+_BLAS_BYTES = 3 * (32 << 20)  # workspaces of matrix products
+_BUCKETS = 3  # of a weight update, at least
+_MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
+_RANK_BYTES, _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 3.4e9, 1.5e9, 0.9e9, 6e9  # of processes, in host memory
+_MANY = 1 << 20  # microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Memory of a GPU in one phase of a step."""
+
+    name: str
+    parts: Mapping[str, float]
+    """Bytes by purpose, "context" beside what torch allocates."""
+    detail: str = ""
+    """Where in the phase the peak is, and what is recomputed."""
+
+    @property
+    def allocated(self) -> float:
+        """Bytes that torch has allocated at the peak."""
+        return sum(size for name, size in self.parts.items() if name != "context")
+
+    @property
+    def total(self) -> float:
+        """The same with the context and the share that the allocator needs beside it."""
+        return self.allocated / (1 - SPARE) + self.parts.get("context", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """The ranks of one pipeline stage of the trainer, which are alike."""
+
+    stage: int
+    num_ranks: int
+    layers: int
+    """Of the actor."""
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """One GPU of a server."""
+
+    weights: float
+    cache: float
+    """Bytes of keys and values of tokens; negative: the weights do not fit."""
+    tokens: int
+    """Tokens whose keys and values fit into the server."""
+    longest: int
+    """Sequences of the longest length that fit."""
+    rest: float
+    """What is left for CUDA graphs and activations."""
+    context: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Memory of a whole run."""
+
+    ranks: tuple[RankPlan, ...]
+    servers: ServerPlan | None
+    host: Mapping[str, float]
+    """Bytes of each node, by purpose."""
+    limit: float
+    """Bytes of a GPU."""
+
+    @property
+    def peak(self) -> Phase:
+        return max((rank.peak for rank in self.ranks), key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total <= self.limit and not self.server_problem
+
+    @property
+    def server_problem(self) -> str:
+        """Why the servers cannot start, or empty."""
+        if self.servers is None or self.servers.tokens > 0:
+            return ""
+        return "The weights of a server leave no memory for its cache"
+
+
+def plan_memory(scene: Scene) -> MemoryPlan:
+    """Return the memory of every rank, server and node of a run."""
+    ranks = tuple(_rank(scene, stage) for stage in range(scene.actor.layout.pp))
+    on_gpu = scene.servers is not None and scene.servers.on_gpu
+    servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
+    limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
+    return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene), limit=limit)
+
+
+def _rank(scene: Scene, stage: int) -> RankPlan:
+    layout = scene.actor.layout
+    per_stage = layout.world_size // layout.pp
+    own = layers_of_chunks(scene.actor.config.num_layers, layout)[stage :: layout.pp]
+    phases = tuple(_phases(scene, stage * per_stage))
+    return RankPlan(stage=stage, num_ranks=per_stage, layers=sum(map(len, own)), phases=phases)
+
+
+def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
+    """Yield the phases of a rank of the trainer. All engines are on the device in its turn."""
+    held: dict[str, float] = {}
+    stages = {engine.name: _stage(engine, rank) for engine in scene.engines}
+    states = {engine.name: states_of(engine, stages[engine.name]) for engine in scene.engines}
+    for engine in scene.engines:
+        for part, size in _held(engine, states[engine.name]).items():
+            held[part] = held.get(part, 0.0) + size
+    groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
+    context = {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
+    for engine in scene.engines:
+        held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
+    for engine in scene.engines:
+        stage = stages[engine.name]
+        if engine.trains:
+            yield _update(scene, engine, stage, held, context)
+            if step := _optimizer_step(engine, states[engine.name]):
+                parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **context}
+                yield Phase(name=f"{engine.name} optimizer", parts=parts)
+        else:
+            parts = {**held, "activations": _inference_bytes(engine, stage), **context}
+            yield Phase(name=f"{engine.name} log-probs", parts=parts)
+    if scene.servers is not None:
+        yield Phase(name="weight update", parts={**held, "buckets": float(_BUCKETS * scene.bucket_bytes), **context})
+
+
+def _degrees(engine: Engine) -> tuple[int, ...]:
+    layout = engine.layout
+    return layout.tp, layout.pp, layout.cp, layout.dp, layout.ep
+
+
+def engine_peak(engine: Engine, stage: int, *, longest: int) -> float:
+    """Return the bytes that torch allocates at the peak of an update or optimizer step of one engine alone."""
+    state = states_of(engine, stage)
+    held = sum(_held(engine, state).values()) + _workspaces(engine, longest)
+    levels: tuple[Level, ...] = ("none",)
+    if engine.recompute != "auto":
+        levels = (engine.recompute,)
+    shape = update_shape(engine, stage)
+    update = held + peak(shape, levels * len(shape.layers)).total
+    return max(update, held + sum(_optimizer_step(engine, state).values()))
+
+
+def _optimizer_step(engine: Engine, state: States) -> dict[str, float]:
+    """Return the bytes that an optimizer step takes beside what is held."""
+    step = {"masters": float(state.masters), "moments": float(_MOMENTS_ON_THE_WAY)} if engine.offload else {}
+    if engine.gradient_itemsize < 4:  # copied to fp32
+        step["gradients in fp32"] = float(state.masters)
+    return step
+
+
+def _stage(engine: Engine, rank: int) -> int:
+    return rank // (engine.layout.world_size // engine.layout.pp) % engine.layout.pp
+
+
+def states_of(engine: Engine, stage: int) -> States:
+    """Return what an engine holds on the ranks of a stage."""
+    return rank_states(
+        engine.config, engine.layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize,
+        gradient_itemsize=engine.gradient_itemsize, trains=engine.trains,
+    )  # fmt: skip
+
+
+def _held(engine: Engine, states: States) -> dict[str, float]:
+    held = {"weights": float(states.weights), "gradients": float(states.gradients)}
+    if not engine.offload:
+        held |= {"masters": float(states.masters), "moments": float(states.moments)}
+    if engine.fp8:  # two copies of each matrix, by rows and by columns
+        held["FP8 copies"] = 2.0 * sum(states.parameters.get(kind, 0) for kind in ("attention", "MLP", "experts"))
+    return held
+
+
+def _workspaces(engine: Engine, longest: int) -> float:
+    """Return the bytes of workspaces of matrix products, angles of positions, and the placeholder gradients that
+    TransformerEngine keeps for each shape of a weight."""
+    config, tp = engine.config, engine.layout.tp
+    rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    sizes = [rows * config.hidden_size, config.num_heads * config.head_dim * config.hidden_size]
+    sizes.append(3 * config.intermediate_size * config.hidden_size if config.moe is None else 0)
+    angles = 2 * 4 * config.head_dim * (1 << max(1, longest - 1).bit_length())  # of two lengths, the second of half
+    return _BLAS_BYTES + angles + (engine.itemsize * sum(sizes) / tp if engine.trains else 0.0)
+
+
+def update_shape(engine: Engine, stage: int, *, imbalance: float = 1.0) -> UpdateShape:
+    """Return what a rank of a stage computes of an update."""
+    layout = engine.layout
+    own = layers_of_chunks(engine.config.num_layers, layout)[stage :: layout.pp]
+    return UpdateShape(
+        config=engine.config, layout=layout, itemsize=engine.itemsize, tokens=engine.tokens,
+        in_flight=in_flight(layout, stage, _MANY), layers=max(own, key=len), has_head=stage == layout.pp - 1,
+        has_embedding=stage == 0, is_critic=engine.is_critic, fp8=engine.fp8, imbalance=imbalance,
+    )  # fmt: skip
+
+
+def _update(scene: Scene, engine: Engine, stage: int, held: Mapping[str, float], context: Mapping[str, float]) -> Phase:
+    shape = update_shape(engine, stage)
+    levels, words = _levels(scene, engine, shape, sum(held.values()), context["context"])
+    moment = peak(shape, levels)
+    detail = f"at the {moment.name}; recomputed: {words}"
+    if engine.config.moe is not None and engine.layout.ep > 1:
+        worst = peak(replace(shape, imbalance=worst_imbalance(engine)), levels).total - moment.total
+        detail += f"; with all tokens for the experts of one rank {worst / GIB:.1f} GiB more"
+    return Phase(name=f"{engine.name} update", parts={**held, **moment.parts, **context}, detail=detail)
+
+
+def worst_imbalance(engine: Engine) -> float:
+    """Return the copies that a rank receives, by the mean, where every token of all ranks goes to its experts."""
+    moe = engine.config.moe
+    assert moe is not None, "the caller has a model with experts"
+    local = moe.num_experts // engine.layout.ep
+    return engine.layout.ep * min(moe.top_k, local) / moe.top_k
+
+
+def _levels(
+    scene: Scene, engine: Engine, shape: UpdateShape, held: float, context: float
+) -> tuple[tuple[Level, ...], str]:
+    """Return what each layer recomputes, and that in words; with auto as the engine will choose it."""
+    if engine.recompute != "auto":
+        return (engine.recompute,) * len(shape.layers), engine.recompute
+    whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - context)
+    if not scene.on_gpu:
+        whole = float("inf")
+    host = (engine.host_gib or 0.0) * GIB if scene.on_gpu else 0.0
+    choice = choose(shape, whole - held, host_limit_bytes=host)
+    return choice.levels, f"auto, {choice}"
+
+
+def _inference_bytes(engine: Engine, stage: int) -> float:
+    """Return the bytes of activations of a pass without gradients."""
+    config, layout = engine.config, engine.layout
+    tokens = engine.tokens / layout.cp
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim / layout.tp
+    width = 3 * config.intermediate_size / layout.tp
+    inner = max(2 * heads * tokens, width * tokens if config.moe else width * min(tokens, MLP_TOKENS))
+    head = 4 * FP32_ROWS * config.vocab_size / layout.tp if stage == layout.pp - 1 and not engine.is_critic else 0.0
+    return engine.itemsize * (3 * tokens * config.hidden_size + inner) + head
+
+
+def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
+    """Return the memory of a GPU of a server: it takes its share of what is free before it loads the weights."""
+    weights = server_weights(servers)
+    free = scene.gpu.gib * GIB - CONTEXT_BYTES
+    cache = free * servers.share - weights
+    per_token = cache_bytes_per_token(servers)
+    most = 2 * servers.max_running * servers.config.max_position_embeddings
+    tokens = max(0, min(int(cache / per_token), most))
+    return ServerPlan(
+        weights=weights,
+        cache=min(cache, tokens * per_token) if tokens else cache,
+        tokens=tokens,
+        longest=tokens // max(1, scene.longest),
+        rest=free * (1 - servers.share),
+        context=CONTEXT_BYTES,
+    )
+
+
+def server_weights(servers: Servers) -> float:
+    """Return the bytes of the weights of one GPU of a server, of its largest stage."""
+    layout = ParallelLayout(tp=servers.layout.tp, pp=servers.layout.pp, ep=servers.layout.ep)
+    config = servers.config
+    if config.mla is None and config.num_kv_heads % layout.tp:  # each rank has one, several have the same
+        config = replace(config, num_kv_heads=layout.tp)
+    largest = 0.0
+    for stage in range(layout.pp):
+        parameters = rank_states(config, layout, pp_rank=stage, trains=False).parameters
+        linear = sum(parameters.get(kind, 0) for kind in ("attention", "MLP"))
+        experts = parameters.get("experts", 0) * layout.ep / layout.tp  # without ep, each expert is split
+        rest = sum(parameters.get(kind, 0) for kind in ("embedding", "head"))
+        largest = max(largest, (linear + experts) * (1 if servers.fp8 else servers.itemsize) + rest * servers.itemsize)
+    return largest
+
+
+def cache_bytes_per_token(servers: Servers) -> float:
+    """Return the bytes of keys and values that one GPU of a server keeps for a token."""
+    config, layout = servers.config, servers.layout
+    layers = -(-config.num_layers // layout.pp)
+    if config.mla is not None:
+        return float(layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * servers.itemsize)
+    heads = max(1, config.num_kv_heads // layout.tp)
+    return float(layers * 2 * heads * config.head_dim * servers.itemsize)
+
+
+def _host(scene: Scene) -> dict[str, float]:
+    """Return the host memory of the node that has most."""
+    ranks = min(scene.actor.layout.world_size, scene.n_gpus_per_node)
+    host = {"driver and rollout": _DRIVER_BYTES + _ROLLOUT_BYTES, "trainer ranks": ranks * _RANK_BYTES}
+    if scene.servers is not None:
+        on_node = min(scene.servers.layout.world_size, scene.n_gpus_per_node)
+        host["servers"] = on_node * _SERVER_BYTES
+    copies = offloaded = away = 0.0
+    for engine in scene.engines:
+        states = [states_of(engine, stage) for stage in range(engine.layout.pp)]
+        largest = max(states, key=lambda s: s.total)
+        size = engine.layout.dp * engine.layout.cp
+        copies += ranks * (largest.masters + largest.moments + largest.weights / size) if engine.trains else 0.0
+        offloaded += ranks * (largest.masters + largest.moments) if engine.offload else 0.0
+        if scene.shares_gpus and not engine.offload:
+            away += ranks * (largest.masters + largest.moments + (0 if engine is scene.actor else largest.weights))
+    if scene.writes_checkpoints:
+        host["recover checkpoint"] = copies
+    if offloaded:
+        host["optimizer in host memory"] = offloaded
+    if away:
+        host["trainer while servers sample"] = away
+    return host
+
+
+def smallest_world(scene: Scene, config: ModelConfig) -> int | None:
+    """Return the smallest number of GPUs, a power of two, on which the trainer of a scene fits with recomputation of
+    whole layers and any layout; None up to 4096."""
+    world = 1
+    while world <= 4096:
+        for layout in small_layouts(config, world):
+            smaller = replace(scene, servers=None).with_engines(recompute="full", layout=layout)
+            others = tuple(e if e.trains else replace(e, layout=layout) for e in smaller.engines)
+            if plan_memory(replace(smaller, engines=others)).fits:
+                return world
+        world *= 2
+    return None
+
+
+def small_layouts(config: ModelConfig, world: int) -> Iterator[ParallelLayout]:
+    """Yield layouts of so many ranks that cut the model into as many parts as possible, or over data-parallel ranks."""
+    for tp in (1, 2, 4, 8):
+        if world % tp or config.num_heads % tp or config.num_kv_heads % tp or config.vocab_size % tp:
+            continue
+        for pp in (1, 2, 4, 8, 16):
+            if (world // tp) % pp or pp > config.num_layers:
+                continue
+            dp = world // tp // pp
+            eps = [1] if config.moe is None else [n for n in (1, 2, 4, 8, 16, 32) if config.moe.num_experts % n == 0]
+            for ep in eps:
+                if dp * tp % ep == 0:
+                    yield ParallelLayout(dp=dp, tp=tp, pp=pp, ep=ep)

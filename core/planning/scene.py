@@ -1,0 +1,204 @@
+"""What is planned: engines of the trainer, servers and batch of a run, as plain numbers.
+
+Invariant: a `Scene` has everything that the other files of this folder read; they take no configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.models import ModelUse
+from core.placement.allocation import resolve_allocation
+from core.planning.gpus import Gpu, PlanError
+from mcore_adapter.settings import Level
+from model_specs.config import ModelConfig
+from model_specs.model_folder import ModelFolderError, read_model_folder
+from rollout.inference.registry import BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A model on the ranks of the trainer."""
+
+    name: str
+    """Section of the configuration: actor, critic, ref, model."""
+    config: ModelConfig
+    layout: ParallelLayout
+    trains: bool
+    is_critic: bool
+    itemsize: int
+    gradient_itemsize: int
+    recompute: Level | Literal["auto"]
+    fp8: bool
+    offload: bool
+    """Masters and moments are in host memory."""
+    tokens: int
+    """Most of a microbatch."""
+    limit_gib: float | None
+    host_gib: float | None
+
+    @property
+    def keys(self) -> str:
+        """Prefix of its keys."""
+        return f"{self.name}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The generators."""
+
+    backend: str
+    config: ModelConfig
+    layout: ParallelLayout
+    itemsize: int
+    fp8: bool
+    max_running: int
+    share: float
+    """Of the memory of a GPU for weights and cache (mem_fraction_static)."""
+    on_gpu: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A run to be planned."""
+
+    gpu: Gpu
+    on_gpu: bool
+    """The trainer computes on GPUs."""
+    engines: tuple[Engine, ...]
+    """The trained policy first."""
+    servers: Servers | None
+    shares_gpus: bool
+    n_nodes: int
+    n_gpus_per_node: int
+    bucket_bytes: int
+    sequences: int
+    """Of a training step."""
+    prompts: int
+    group_size: int
+    minibatches: int
+    prompt_tokens: int
+    """Longest prompt."""
+    answer_tokens: int
+    """Longest answer; 0: what is trained on are whole sequences of prompt_tokens."""
+    max_staleness: int
+    writes_checkpoints: bool
+
+    @property
+    def actor(self) -> Engine:
+        return self.engines[0]
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
+
+    def with_engines(self, **changes: object) -> Scene:
+        """Return the scene with changes of every trained engine."""
+        engines = tuple(replace(e, **changes) if e.trains else e for e in self.engines)  # type: ignore[arg-type]
+        return replace(self, engines=engines)
+
+
+def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
+    """Return what a configuration runs. Raises PlanError for a model that cannot be read or sequences beyond its
+    positions, AllocationError for an impossible allocation."""
+    allocation = resolve_allocation(config)
+    on_gpu = allocation.trainer.on_gpu
+    engines = tuple(_engine(config, use, allocation) for use in config.model_uses)
+    prompt_tokens, answer_tokens = _lengths(config)
+    scene = Scene(
+        gpu=gpu,
+        on_gpu=on_gpu,
+        engines=engines,
+        servers=_servers(config, engines[0].config, allocation) if isinstance(config, PPOMATHConfig) else None,
+        shares_gpus=allocation.shares_gpus and not config.TRAINER_ONLY,
+        n_nodes=config.n_nodes,
+        n_gpus_per_node=config.n_gpus_per_node,
+        bucket_bytes=0 if config.pushes is None else config.pushes.bucket_mib << 20,
+        sequences=_sequences(config),
+        prompts=config.batch_shape["train_bs_n_seqs"],
+        group_size=config.batch_shape.get("group_size", 1),
+        minibatches=config.batch_shape.get("ppo_n_minibatches", 1),
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        max_staleness=config.staleness.max_staleness if isinstance(config, PPOMATHConfig) else 0,
+        writes_checkpoints=config.recover_mode != "disabled",
+    )
+    for problem in position_problems(scene):
+        raise PlanError(problem)
+    return scene
+
+
+def position_problems(scene: Scene) -> Iterator[str]:
+    """Yield why the longest sequence does not fit into the positions of a model."""
+    for engine in scene.engines:
+        limit = engine.config.max_position_embeddings
+        if scene.longest > limit:
+            yield (
+                f"{engine.name}: the longest sequence has {scene.prompt_tokens} + {scene.answer_tokens} = "
+                f"{scene.longest} tokens, max_position_embeddings={limit}; lower dataset.max_prompt_len or "
+                "ppo.gen.max_new_tokens, or take a model for longer sequences"
+            )
+
+
+def _lengths(config: ExperimentConfig) -> tuple[int, int]:
+    if isinstance(config, PPOMATHConfig):
+        return config.dataset.max_prompt_len, config.ppo.gen.max_new_tokens
+    return config.dataset.max_seqlen, 0
+
+
+def _sequences(config: ExperimentConfig) -> int:
+    shape = config.batch_shape
+    pairs = 2 if config.NAME == "dpo" else 1
+    return pairs * shape["train_bs_n_seqs"] * shape.get("group_size", 1)
+
+
+def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> Engine:
+    try:
+        model = read_model_folder(use.path, weights=False, tokenizer=False)
+    except ModelFolderError as error:
+        raise PlanError(f"{use.key}.path: {error}") from None
+    placed = [role for role in use.roles if role != GENERATOR_ROLE]
+    on_gpu, trains = allocation.trainer.on_gpu, use.key != "ref"
+    section = use.section
+    role = placed[0] if not config.TRAINER_ONLY else "allocation"
+    dtype = section.dtype(on_gpu=on_gpu)
+    return Engine(
+        name=use.key,
+        config=model,
+        layout=allocation.roles[placed[0] if not config.TRAINER_ONLY else TRAINER_ROLE].layout,
+        trains=trains,
+        is_critic=use.key == "critic",
+        itemsize=2 if dtype == "bfloat16" else 4,
+        gradient_itemsize=4 if section.grad_reduce_in_fp32 or dtype != "bfloat16" else 2,
+        recompute=section.recompute(on_gpu=on_gpu) if trains else "none",
+        fp8=section.fp8_recipe is not None,
+        offload=section.optimizer.offload,
+        tokens=config.max_tokens_per_mb(role),
+        limit_gib=section.gradient_checkpointing_limit_gib,
+        host_gib=section.gradient_checkpointing_host_gib,
+    )
+
+
+def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) -> Servers:
+    placed = allocation.generator
+    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    flag = BACKENDS[placed.backend].memory_flag
+    share = 1.0
+    if flag:
+        share = flag.colocated if allocation.shares_gpus else flag.default
+        given = {name.replace("-", "_"): v for name, v in {**config.actor.sglang, **config.generator.flags}.items()}
+        share = float(str(given.get(flag.name, share)))
+    return Servers(
+        backend=placed.backend,
+        config=model,
+        layout=placed.layout,
+        itemsize=2 if dtype == "bfloat16" else 4,
+        fp8=config.generator.weight_format != "auto",
+        max_running=config.generator.max_running,
+        share=share,
+        on_gpu=placed.on_gpu,
+    )

@@ -1,0 +1,154 @@
+"""Memory of a run by rank and phase, from a configuration file and models that have nothing but config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.checks.load import load_config
+from core.planning.advice import advice, verdict
+from core.planning.gpus import GPUS, PlanError, find_gpu
+from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
+from core.planning.scene import Scene, scene_of
+from mcore_adapter.memory.estimate import SPARE
+from tools.bench.gpu.experts import SLICE
+from tools.bench.gpu.trainer import config_of
+
+RECIPE = """\
+experiment_name: planned
+trial_name: one
+allocation_mode: sglang.d8m1p1+d4m2p1
+n_nodes: 2
+n_gpus_per_node: 8
+actor: {path: MODEL}
+actor_train: {mb_spec: {max_tokens_per_mb: 16384}}
+dataset: {path: prompts.jsonl, max_prompt_len: 1024, train_bs_n_seqs: 64}
+group_size: 8
+ppo:
+  gen: {max_new_tokens: 7168}
+  kl_ctl: 0.0
+  disable_value: true
+"""
+
+
+def write_recipe(folder: Path, raw: dict[str, Any]) -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model/config.json").write_text(json.dumps(raw))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("MODEL", str(folder / "model")))
+    return path
+
+
+def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:
+    path = write_recipe(folder, raw or config_of("7B"))
+    return scene_of(load_config("ppo-math", path, words).config, find_gpu(gpu))
+
+
+def test_a_rank_holds_what_its_parts_say(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    (rank,) = plan_memory(scene).ranks
+    states, parts = states_of(scene.actor, 0), rank.phases[0].parts
+    assert rank.num_ranks == 8 and rank.layers == 28
+    parameters = sum(states.parameters.values())
+    assert parts["weights"] == pytest.approx(2 * parameters, rel=1e-6)
+    assert parts["gradients"] == pytest.approx(4 * parameters, rel=1e-6)
+    assert parts["masters"] + parts["moments"] == pytest.approx(12 * parameters / 4, rel=1e-6)
+    phase = rank.phases[0]
+    assert phase.total == pytest.approx(phase.allocated / (1 - SPARE) + parts["context"])
+
+
+def test_roles_share_the_memory_of_a_rank(tmp_path: Path) -> None:
+    alone = plan_memory(make_scene(tmp_path))
+    words = ("ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo")
+    scene = make_scene(tmp_path, *words)
+    phases = {phase.name: phase for phase in plan_memory(scene).ranks[0].phases}
+    assert set(phases) == {"actor update", "critic update", "ref log-probs", "weight update"}
+    more = sum(states_of(engine, 0).total for engine in scene.engines[1:])
+    beside = phases["actor update"].allocated - alone.ranks[0].phases[0].allocated
+    assert beside == pytest.approx(more, rel=0.03), "workspaces of their own"
+
+
+@pytest.mark.parametrize(
+    ("words", "less"),
+    [
+        ("actor.gradient_checkpointing=true", "kept"),
+        ("actor.optimizer.offload=true", "optimizer"),
+        ("actor.grad_reduce_in_fp32=false", "gradients"),
+    ],
+)
+def test_each_key_lowers_its_part_alone(tmp_path: Path, words: str, less: str) -> None:
+    def parts(*given: str) -> dict[str, float]:
+        found = dict(plan_memory(make_scene(tmp_path, *given)).ranks[0].phases[0].parts)
+        kept = sum(found.pop(name, 0.0) for name in ("residual stream", "attention", "MLP"))
+        optimizer = found.pop("masters", 0.0) + found.pop("moments", 0.0)
+        return {"kept": kept, "optimizer": optimizer, **{k: found[k] for k in ("weights", "gradients", "context")}}
+
+    before, after = parts(), parts(words)
+    assert {name for name in before if after[name] != before[name]} == {less} and after[less] < before[less]
+
+
+def test_an_earlier_stage_holds_more_passes_and_the_last_one_the_logits(tmp_path: Path) -> None:
+    plan = plan_memory(make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d4p2m1"))
+    first, last = (rank.phases[0].parts for rank in plan.ranks)
+    assert first["MLP"] == pytest.approx(2 * last["MLP"])
+    assert "logits and loss" not in first and plan.ranks[1].peak.detail.startswith("at the output layer")
+
+
+def test_a_server_caches_what_its_share_leaves_beside_the_weights(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, "allocation_mode=sglang.d4m2p1+d4m2p1", "actor.sglang.mem_fraction_static=0.8")
+    plan = plan_memory(scene).servers
+    assert scene.servers is not None and plan is not None
+    assert server_weights(scene.servers) == pytest.approx(15.231e9 / 2, rel=0.001)
+    per_token = 28 * 2 * (4 // 2) * 128 * 2
+    assert cache_bytes_per_token(scene.servers) == per_token
+    assert plan.tokens == int((0.8 * (79.1 * GIB - plan.context) - plan.weights) / per_token)
+    assert plan.longest == plan.tokens // 8192
+    small = replace(scene, servers=replace(scene.servers, max_running=2))
+    capped = plan_memory(small).servers
+    assert capped is not None and capped.tokens == 2 * 2 * 32768, "as the server is started"
+
+
+def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path) -> None:
+    layout = "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)"
+    plan = plan_memory(make_scene(tmp_path, layout, raw=SLICE, gpu="H200"))
+    assert "with all tokens for the experts of one rank" in plan.ranks[0].peak.detail
+
+
+def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tmp_path: Path) -> None:
+    fitting = make_scene(tmp_path, gpu="H200")
+    plan = plan_memory(fitting)
+    assert plan.fits and advice(fitting, plan) == [] and verdict(fitting, plan).startswith("It fits")
+    tight = make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "actor_train.mb_spec.max_tokens_per_mb=32768")
+    plan = plan_memory(tight)
+    changes = advice(tight, plan)
+    assert not plan.fits and changes and changes[0].plan.fits
+    as_advised = make_scene(
+        tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "actor_train.mb_spec.max_tokens_per_mb=32768",
+        *changes[0].keys.split(),
+    )  # fmt: skip
+    assert plan_memory(as_advised).peak.total == pytest.approx(changes[0].plan.peak.total)
+
+
+def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:
+    one = ("allocation_mode=sglang.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
+    huge = {**config_of("7B"), "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
+    huge |= {"num_key_value_heads": 8, "intermediate_size": 28672}
+    scene = make_scene(tmp_path, *one, raw=huge)
+    text = verdict(scene, plan_memory(scene))
+    assert "does not fit" in text and "The trainer needs at least 32 GPUs" in text
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*--calibrate"):
+        find_gpu("B300")
+    assert find_gpu("B200:178").gib == 178 and find_gpu("NVIDIA H100 80GB HBM3") == GPUS["H100"]
+    with pytest.raises(PlanError, match=r"1024 \+ 40000 = 41024 tokens, max_position_embeddings=32768; lower"):
+        make_scene(tmp_path, "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000")
+    path = write_recipe(tmp_path, config_of("7B"))
+    (tmp_path / "model/config.json").write_text('{"model_type": ')
+    with pytest.raises(PlanError, match=r"actor.path: .*config.json"):
+        scene_of(load_config("ppo-math", path).config, GPUS["H100"])

@@ -1,0 +1,167 @@
+"""Compute memory, time and layout of a run before any GPU is touched.
+
+    python -m tools.plan --config examples/configs/ppo-gsm8k.yaml --gpu H100
+    python -m tools.plan sft --config X.yaml actor.gradient_checkpointing=auto --json
+
+Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits where what torch
+allocates, 14 % for its allocator and the context of the GPU are below the memory of the GPU. Only config.json of the
+models is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from allocation import GPU, AllocationError
+from core.checks.load import load_config
+from core.config.base import ConfigError
+from core.config.experiments import EXPERIMENTS
+from core.planning.advice import advice, verdict
+from core.planning.gpus import Gpu, PlanError, find_gpu, gpu_of_machine
+from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
+from core.planning.scene import Scene, scene_of
+from tools.arguments import program
+
+_COLUMNS = {
+    "weights": ("weights", "FP8 copies"),
+    "grads": ("gradients", "gradients in fp32"),
+    "Adam": ("masters", "moments"),
+    "kept": ("residual stream", "attention", "MLP", "from the host"),
+    "passing": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets"),
+    "other": ("workspaces", "context"),
+}
+"""Column of the table -> the parts of a phase that it sums."""
+_BAD_INPUT, _DOES_NOT_FIT = 2, 1
+_WIDTH = 96
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; return 0 where the run fits, 1 where it does not, 2 for bad input."""
+    given = _parser().parse_intermixed_args(argv)
+    words = list(given.words)
+    experiment = words.pop(0) if words and words[0] in EXPERIMENTS else "ppo-math"
+    try:
+        gpu = chosen_gpu(given.gpu)
+        if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
+            words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
+        scene = scene_of(load_config(experiment, given.config, words).config, gpu)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _BAD_INPUT
+    except (PlanError, AllocationError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _BAD_INPUT
+    plan = plan_memory(scene)
+    if given.json:
+        print(json.dumps(as_json(scene, plan), indent=1))
+    else:
+        width = max(_WIDTH, Console().width)
+        show(scene, plan, Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False))
+    return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def chosen_gpu(name: str | None) -> Gpu:
+    """Return the GPU that is named, or that of this machine; without one an H100. Raises PlanError."""
+    if name is not None:
+        return find_gpu(name)
+    return gpu_of_machine() or find_gpu("H100")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("tools.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="EXPERIMENT or a.b.c=value", help="ppo-math (default), sft or dpo, and keys to set"
+    )
+    parser.add_argument("--config", metavar="X.yaml", help="configuration file")
+    parser.add_argument("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
+    parser.add_argument("--json", action="store_true", help="print the plan for programs")
+    return parser
+
+
+def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
+    """Print the tables, the verdict and what to change."""
+    where = f"{scene.gpu.name}, {scene.gpu.gib:.1f} GiB" if scene.on_gpu else "CPU"
+    console.print(memory_table(plan, f"Memory of a trainer rank in GiB ({where})"))
+    for rank in plan.ranks:
+        if rank.peak.detail and (rank is plan.ranks[0] or rank.peak.detail != plan.ranks[0].peak.detail):
+            console.print(f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
+    if plan.servers is not None and scene.servers is not None:
+        s, one = plan.servers, scene.servers
+        console.print(
+            f"Server ({one.layout}), each GPU: weights {s.weights / GIB:.1f}, cache {max(0.0, s.cache) / GIB:.1f}, "
+            f"graphs and activations up to {s.rest / GIB:.1f} GiB. The cache holds {s.tokens:,} tokens: "
+            f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}."
+        )
+    total = sum(plan.host.values())
+    parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items())
+    console.print(f"Host memory of a node, about: {total / GIB:.0f} GiB ({parts}).")
+    console.print(verdict(scene, plan))
+    for change in advice(scene, plan):
+        fits = "fits" if change.plan.peak.total <= plan.limit else "does not fit"
+        console.print(f"  {change.keys}: peak {change.peak_gib:.1f} GiB, {fits}")
+
+
+def memory_table(plan: MemoryPlan, title: str) -> Table:
+    """Return a row for each phase of each stage."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("phase", *_COLUMNS, "peak", "needed"):
+        table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
+    for rank in plan.ranks:
+        for phase in rank.phases:
+            stage = f"stage {rank.stage}: " if len(plan.ranks) > 1 else ""
+            table.add_row(stage + phase.name, *_cells(phase))
+        table.add_section()
+    return table
+
+
+def _cells(phase: Phase) -> list[str]:
+    sums = [sum(phase.parts.get(part, 0.0) for part in parts) for parts in _COLUMNS.values()]
+    return [f"{size / GIB:.1f}" if size else "" for size in (*sums, phase.allocated, phase.total)]
+
+
+def as_json(scene: Scene, plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as plain values; sizes are bytes."""
+    return {
+        "gpu": {"name": scene.gpu.name, "bytes": int(scene.gpu.gib * GIB)},
+        "fits": plan.fits,
+        "verdict": verdict(scene, plan),
+        "ranks": [
+            {
+                "stage": rank.stage,
+                "num_ranks": rank.num_ranks,
+                "layers": rank.layers,
+                "peak": rank.peak.name,
+                "phases": [_phase_json(phase) for phase in rank.phases],
+            }
+            for rank in plan.ranks
+        ],
+        "servers": None if plan.servers is None else vars(plan.servers),
+        "host": dict(plan.host),
+        "advice": [
+            {"keys": c.keys, "peak_bytes": int(c.plan.peak.total), "fits": c.plan.fits} for c in advice(scene, plan)
+        ],
+    }
+
+
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "detail": phase.detail,
+        "parts": {name: int(size) for name, size in phase.parts.items()},
+        "allocated": int(phase.allocated),
+        "total": int(phase.total),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
