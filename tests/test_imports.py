@@ -99,7 +99,7 @@ ORDER = {
     ),
     "core.config.parsing": ("masking problems", "yaml_tree", "coerce interpolate"),
     "config_schema": ("needs nearest", "section"),
-    "core.planning": ("gpus", "scene", "memory", "advice"),
+    "core.planning": ("gpus", "scene", "memory", "advice rates", "search"),
     "core.placement": ("ray_address", "allocation", "rules"),
     "core.checks": ("facts algorithm host resumption", "rules recipe"),
     "slipstream": ("api", "cli"),

@@ -1,11 +1,13 @@
 """Compute memory, time and layout of a run before any GPU is touched.
 
     python -m tools.plan --config examples/configs/ppo-gsm8k.yaml --gpu H100
-    python -m tools.plan sft --config X.yaml actor.gradient_checkpointing=auto --json
+    python -m tools.plan sft --config X.yaml model.gradient_checkpointing=auto --json
+    python -m tools.plan --config X.yaml --gpu H100 --gpus 16 --search --mean-tokens 4000
 
 Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits where what torch
 allocates, 14 % for its allocator and the context of the GPU are below the memory of the GPU. Only config.json of the
-models is read.
+models is read. Times need a calibration of the GPU (core/planning/calibrations). --search ranks the allocations of a
+number of GPUs by trained tokens per second, and proposes none that a dry run would refuse.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from core.config.experiments import EXPERIMENTS
 from core.planning.advice import advice, verdict
 from core.planning.gpus import Gpu, PlanError, find_gpu, gpu_of_machine
 from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
+from core.planning.rates import StepTime, calibration_of, step_time
 from core.planning.scene import Scene, scene_of
-from tools.arguments import program
+from core.planning.search import Proposal, search
+from tools.arguments import integer, program
 
 _COLUMNS = {
     "weights": ("weights", "FP8 copies"),
@@ -59,13 +63,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PlanError, AllocationError) as error:
         sys.stderr.write(f"error: {error}\n")
         return _BAD_INPUT
-    plan = plan_memory(scene)
+    width = max(_WIDTH, Console().width)
+    console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    mean = given.mean_tokens or max(1, scene.answer_tokens // 3)
+    if given.search:
+        return _search(scene, given, experiment, words, mean, console)
+    plan, time = plan_memory(scene), timed(scene, mean)
     if given.json:
-        print(json.dumps(as_json(scene, plan), indent=1))
+        print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
-        width = max(_WIDTH, Console().width)
-        show(scene, plan, Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False))
+        show(scene, plan, console)
+        console.print(time_line(scene, time, mean))
     return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def _search(
+    scene: Scene, given: argparse.Namespace, experiment: str, words: list[str], mean: int, console: Console
+) -> int:
+    """Print the fastest allocations; return the exit code."""
+    calibration = calibration_of(scene.gpu.name)
+    if calibration is None or scene.servers is None or not scene.servers.on_gpu:
+        why = f"no calibration for {scene.gpu.name}" if calibration is None else "the run has no servers on GPUs"
+        sys.stderr.write(f"error: --search: {why}; without --search the plan has memory alone\n")
+        return _BAD_INPUT
+
+    def accepts(proposal: Proposal) -> bool:
+        try:
+            load_config(experiment, given.config, [*words, *proposal.overrides])
+        except ConfigError:
+            return False
+        return True
+
+    num_gpus = given.gpus or scene.n_nodes * scene.n_gpus_per_node
+    found = search(scene, calibration, num_gpus=num_gpus, mean_answer=mean, accepts=accepts)
+    if given.json:
+        print(json.dumps([_proposal_json(proposal) for proposal in found], indent=1))
+        return 0 if found else _DOES_NOT_FIT
+    if not found:
+        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {verdict(scene, plan_memory(scene))}")
+        return _DOES_NOT_FIT
+    console.print(f"Fastest on {num_gpus} {scene.gpu.name}, answers of {mean:,} tokens on average:")
+    for number, proposal in enumerate(found, start=1):
+        console.print(f"{number}. {proposal.time.tokens_per_second:,.0f} trained tokens/s: {proposal.why}")
+        console.print(f"   {' '.join(proposal.overrides)}")
+    return 0
+
+
+def timed(scene: Scene, mean: int) -> StepTime | None:
+    """Return the time of a step, None where something for it is lacking."""
+    calibration = calibration_of(scene.gpu.name)
+    return None if calibration is None else step_time(scene, calibration, mean_answer=mean)
+
+
+def time_line(scene: Scene, time: StepTime | None, mean: int) -> str:
+    """Return the time of a step in words."""
+    if time is None:
+        if calibration_of(scene.gpu.name) is None:
+            return f"No calibration for {scene.gpu.name}: memory only."
+        return "No time: that of runs without servers on GPUs is not computed."
+    return (
+        f"A step with answers of {mean:,} tokens on average (--mean-tokens): {time.step:.1f} s, "
+        f"{time.tokens_per_second:,.0f} trained tokens/s; update {time.update:.1f}, "
+        f"log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, weight update {time.push:.2f} s. Limited by the {time.limited_by}."
+    )
+
+
+def _proposal_json(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "overrides": list(proposal.overrides),
+        "tokens_per_second": proposal.time.tokens_per_second,
+        "seconds": vars(proposal.time),
+        "peak_bytes": int(proposal.memory.peak.total),
+    }
 
 
 def chosen_gpu(name: str | None) -> Gpu:
@@ -84,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="X.yaml", help="configuration file")
     parser.add_argument("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
+    parser.add_argument("--search", action="store_true", help="propose the fastest allocations")
+    parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
+    parser.add_argument(
+        "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan for programs")
     return parser
 
@@ -129,7 +203,7 @@ def _cells(phase: Phase) -> list[str]:
     return [f"{size / GIB:.1f}" if size else "" for size in (*sums, phase.allocated, phase.total)]
 
 
-def as_json(scene: Scene, plan: MemoryPlan) -> dict[str, Any]:
+def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, Any]:
     """Return the plan as plain values; sizes are bytes."""
     return {
         "gpu": {"name": scene.gpu.name, "bytes": int(scene.gpu.gib * GIB)},
@@ -147,6 +221,7 @@ def as_json(scene: Scene, plan: MemoryPlan) -> dict[str, Any]:
         ],
         "servers": None if plan.servers is None else vars(plan.servers),
         "host": dict(plan.host),
+        "seconds": None if time is None else vars(time),
         "advice": [
             {"keys": c.keys, "peak_bytes": int(c.plan.peak.total), "fits": c.plan.fits} for c in advice(scene, plan)
         ],

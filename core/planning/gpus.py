@@ -57,5 +57,5 @@ def find_gpu(text: str) -> Gpu:
         return Gpu(name=match["name"], gib=float(match["gib"]), flops=0.0, bandwidth=0.0, link=0.0)
     raise PlanError(
         f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
-        "`slipstream plan --calibrate` on a host with it adds times"
+        "times need its data sheet and a calibration, see docs/planner.md"
     )

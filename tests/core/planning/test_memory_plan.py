@@ -143,7 +143,7 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*--calibrate"):
+    with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*calibration"):
         find_gpu("B300")
     assert find_gpu("B200:178").gib == 178 and find_gpu("NVIDIA H100 80GB HBM3") == GPUS["H100"]
     with pytest.raises(PlanError, match=r"1024 \+ 40000 = 41024 tokens, max_position_embeddings=32768; lower"):

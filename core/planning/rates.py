@@ -1,0 +1,234 @@
+"""Time of a step: update, log-probabilities, generation and weight update, by operations and measured efficiencies.
+
+Invariant: a time is a count (operations, bytes) over the data sheet of the GPU times a share that was measured, which
+is in calibrations/; without a calibration there is no time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of
+from core.planning.scene import Engine, Scene, Servers
+from mcore_adapter.data.token_chunks import LOGITS_BYTES
+from mcore_adapter.settings import Level
+from model_specs.config import ModelConfig
+
+FOLDER = Path(__file__).with_name("calibrations")
+NODE_LINK = 45e9
+"""Bytes per second between two GPUs of different nodes (400 Gbit/s each), not measured."""
+_WIDTH_PASSES, _HIDDEN_PASSES, _COPY_PASSES = 22, 66, 32
+"""Elements that are read or written, for each element of the MLP's width, of the residual stream, and of the copies of
+tokens for experts: fitted to profiles of updates."""
+_RECOMPUTED_PASSES, _RECOMPUTED_BY_EXPERTS = 1.7, 1.1
+_OPTIMIZER_BYTES = 34  # of each parameter of the shard, read or written
+_OFFLOADED_BYTES, _HOST_LINK = 24, 56e9  # of each parameter; bytes per second to and from the host, measured
+_SAMPLED_BYTES = 40  # of each entry of the vocabulary, read or written to sample a token
+_SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
+_TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured shares of the data sheet of a GPU."""
+
+    gpu: str
+    source: str
+    products: float
+    expert_products: float
+    attention_forward: float
+    attention_backward: float
+    attention_half_length: float
+    """Tokens of a sequence with which attention has half of its share."""
+    memory: float
+    decode_products: float
+    decode_step_seconds: float
+    """What a decode step takes with the smallest model and no request."""
+    decode_layer_link_seconds: float
+    """Of a layer of a server of several ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one training step, and trained tokens per second."""
+
+    update: float
+    passes: float
+    """Log-probabilities and values before the update."""
+    rollout: float
+    push: float
+    turn: float
+    """Colocated: memory changes sides."""
+    step: float
+    tokens: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step
+
+    @property
+    def limited_by(self) -> str:
+        return "generators" if self.rollout > self.update + self.passes else "trainer"
+
+
+def calibration_of(gpu: str) -> Calibration | None:
+    """Return the calibration of a GPU, or None."""
+    path = FOLDER / f"{gpu}.json"
+    return Calibration(**json.loads(path.read_text())) if path.is_file() else None
+
+
+def step_time(scene: Scene, calibration: Calibration, *, mean_answer: float) -> StepTime | None:
+    """Return the time of a step whose answers have so many tokens on average; None without generators on GPUs."""
+    servers = scene.servers
+    if servers is None or not servers.on_gpu or not scene.on_gpu:
+        return None
+    length = scene.prompt_tokens / 2 + mean_answer
+    tokens = scene.sequences * length
+    update = sum(
+        update_seconds(scene, e, calibration, tokens=tokens, length=length, level=assumed_level(e))
+        for e in scene.engines
+        if e.trains
+    )
+    passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines)
+    running = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / length)))
+    rate = server_rate(scene, servers, calibration, running=running, context=length)
+    sampled = scene.sequences * mean_answer
+    rollout = sampled / (rate * servers.layout.dp)
+    push = 0.03 + server_weights(servers) / scene.gpu.link
+    turn = _TURN_SECONDS if scene.shares_gpus else 0.0
+    if scene.shares_gpus or scene.max_staleness == 0:
+        longest = scene.answer_tokens - mean_answer  # the last answers are alone
+        rollout += longest * decode_seconds(scene, servers, calibration, running=8, context=length)
+        step = rollout + update + passes + push + turn
+    else:
+        step = max(rollout, update + passes) * _SLACK + push
+    return StepTime(update=update, passes=passes, rollout=rollout, push=push, turn=turn, step=step, tokens=tokens)
+
+
+def assumed_level(engine: Engine) -> Level:
+    """Return the level whose time is taken for an engine: with auto, that of most of its layers in most runs."""
+    return "linear" if engine.recompute == "auto" else engine.recompute
+
+
+def update_seconds(
+    scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float, level: Level
+) -> float:
+    """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`."""
+    c, layout, gpu = calibration, engine.layout, scene.gpu
+    share = tokens / layout.dp / layout.cp / layout.tp / layout.pp
+    layer, experts = layer_operations(engine.config)
+    head = 2.0 * engine.config.hidden_size * (1 if engine.is_critic else engine.config.vocab_size)
+    again = _computed_again(engine.config, level)
+    forward = (layer - experts) * engine.config.num_layers
+    products = (3 + again) * forward + 3 * head
+    if engine.tokens / layout.cp * engine.config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
+        products += head  # logits are computed again
+    experts_again = {"full": 1.0, "linear": 2 / 3, "offload": 2 / 3}.get(level, 0.0)
+    of_experts = (3 + experts_again) * experts * engine.config.num_layers
+    attention = 2.0 * _attention_width(engine.config) * length * engine.config.num_layers
+    block = length / layout.cp**2  # queries and keys of one product of context-parallel ranks
+    reached = block / (block + c.attention_half_length)
+    seconds = products / (gpu.flops * c.products) + of_experts / (gpu.flops * c.expert_products)
+    seconds += attention * (2 if level == "full" else 1) / (gpu.flops * c.attention_forward * reached)
+    seconds += 2.5 * attention / (gpu.flops * c.attention_backward * reached)
+    seconds += elementwise_bytes(engine, level) / (gpu.bandwidth * c.memory)
+    seconds *= share
+    seconds += _communication(scene, engine, tokens)
+    microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
+    seconds *= 1 + (layout.pp - 1) / layout.vpp / microbatches
+    held = sum(states_of(engine, 0).parameters.values()) / (layout.dp * layout.cp)
+    step = held * _OPTIMIZER_BYTES / (gpu.bandwidth * c.memory)
+    if engine.offload:
+        step += held * _OFFLOADED_BYTES / _HOST_LINK
+    return seconds + scene.minibatches * step
+
+
+def pass_seconds(scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float) -> float:
+    """Return the seconds of a pass without gradients over a batch."""
+    return 0.29 * update_seconds(scene, engine, calibration, tokens=tokens, length=length, level="none")
+
+
+def layer_operations(config: ModelConfig) -> tuple[float, float]:
+    """Return the operations of the matrix products of a layer for one token, forward, and those of its experts."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    if config.mla is not None:
+        mla = config.mla
+        heads = config.num_heads * (2 * mla.v_head_dim + mla.qk_head_dim + mla.qk_nope_head_dim)
+    attention = 2.0 * config.hidden_size * heads
+    if config.moe is None:
+        return attention + 6.0 * config.hidden_size * config.intermediate_size, 0.0
+    shared = 6.0 * config.hidden_size * config.moe.shared_intermediate_size
+    experts = 6.0 * config.hidden_size * config.moe.top_k * config.moe.intermediate_size
+    return attention + shared + experts + 2.0 * config.hidden_size * config.moe.num_experts, experts
+
+
+def _attention_width(config: ModelConfig) -> float:
+    if config.mla is not None:
+        return config.num_heads * (config.mla.qk_head_dim + config.mla.v_head_dim) / 2
+    return float(config.num_heads * config.head_dim)
+
+
+def _computed_again(config: ModelConfig, level: Level) -> float:
+    """Return the share of a layer's products, without experts, that the backward pass computes again."""
+    if level in ("none", "selective"):
+        return 0.0
+    if level == "full":
+        return 1.0
+    layer, experts = layer_operations(config)
+    inputs = 2.0 * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    first = 4.0 * config.hidden_size * config.intermediate_size if config.moe is None and level != "qkv" else 0.0
+    return (inputs + first) / (layer - experts)
+
+
+def elementwise_bytes(engine: Engine, level: Level) -> float:
+    """Return the bytes that operations other than products read and write for one token of an update."""
+    config, moe = engine.config, engine.config.moe
+    width = config.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    copies = 0 if moe is None else moe.top_k * config.hidden_size
+    elements = _WIDTH_PASSES * width + _HIDDEN_PASSES * config.hidden_size + _COPY_PASSES * copies
+    again = 1.0
+    if level not in ("none", "selective"):
+        again = _RECOMPUTED_PASSES if moe is None else _RECOMPUTED_BY_EXPERTS
+    return engine.itemsize * config.num_layers * elements * again
+
+
+def _communication(scene: Scene, engine: Engine, tokens: float) -> float:
+    """Return the seconds of communication that no computation hides."""
+    layout, config = engine.layout, engine.config
+    rows = tokens / layout.dp / layout.cp * config.hidden_size * engine.itemsize
+    per_node = scene.n_gpus_per_node
+    seconds = 0.0
+    if layout.tp > 1:  # nine gathers or sums of each layer
+        link = scene.gpu.link if layout.tp <= per_node else NODE_LINK
+        seconds += 9 * config.num_layers / layout.pp * rows * (layout.tp - 1) / layout.tp / link
+    if layout.ep > 1 and config.moe is not None:  # gathers and sums of tokens, half of them hidden
+        link = scene.gpu.link if layout.ep <= per_node else NODE_LINK
+        sent = min(layout.ep - 1, config.moe.top_k)
+        seconds += 2 * config.num_layers / layout.pp * rows / layout.tp * sent / link
+    if layout.pp > 1:
+        seconds += 2 * rows / layout.tp / (scene.gpu.link if layout.world_size <= per_node else NODE_LINK)
+    if layout.dp * layout.cp > 1:  # a tenth of the gradients' sum and the weights' gather is not hidden
+        states = states_of(engine, 0)
+        link = scene.gpu.link if layout.world_size <= per_node else NODE_LINK
+        seconds += 0.1 * scene.minibatches * (states.gradients + states.weights) / link
+    return seconds
+
+
+def server_rate(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
+    """Return the tokens per second of one full server."""
+    return running / decode_seconds(scene, servers, calibration, running=running, context=context)
+
+
+def decode_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
+    """Return the seconds of a decode step of a server with so many requests of `context` tokens on average."""
+    c, gpu, config = calibration, scene.gpu, servers.config
+    tp = servers.layout.tp
+    bandwidth = gpu.bandwidth * c.memory
+    layer, _ = layer_operations(config)
+    operations = layer * config.num_layers + 2.0 * config.hidden_size * config.vocab_size
+    request = operations / tp / (gpu.flops * c.decode_products) + _SAMPLED_BYTES * config.vocab_size / bandwidth
+    request += context * cache_bytes_per_token(servers) / bandwidth
+    links = c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0
+    return c.decode_step_seconds + links + server_weights(servers) * servers.layout.pp / bandwidth + running * request
