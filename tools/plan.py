@@ -121,10 +121,13 @@ def time_line(scene: Scene, time: StepTime | None, mean: int) -> str:
         if calibration_of(scene.gpu.name) is None:
             return f"No calibration for {scene.gpu.name}: memory only."
         return "No time: that of runs without servers on GPUs is not computed."
+    parts = (
+        f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, "
+        f"weight update {time.push:.2f} s"
+    )
     return (
-        f"A step with answers of {mean:,} tokens on average (--mean-tokens): {time.step:.1f} s, "
-        f"{time.tokens_per_second:,.0f} trained tokens/s; update {time.update:.1f}, "
-        f"log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, weight update {time.push:.2f} s. Limited by the {time.limited_by}."
+        f"A step with answers of {mean:,} tokens on average (--mean-tokens) takes {time.step:.1f} s: {parts}. "
+        f"{time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}."
     )
 
 

@@ -98,7 +98,7 @@ def search(
 
 def _split(scene: Scene) -> tuple[int, ParallelLayout | None]:
     """Return what proposals differ in: GPUs of the trainer, and servers."""
-    return scene.actor.layout.world_size, scene.servers and scene.servers.layout
+    return scene.actor.layout.world_size, scene.servers.layout if scene.servers else None
 
 
 def _candidates(
