@@ -78,7 +78,10 @@ def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(ranks: RankPoo
     if where.pp == 1:  # limits are those of every rank's own estimate
         for result in results:
             levels = {name: chosen for name, (_, chosen) in result["steps"].items()}
-            assert levels == {"roomy": ("none",) * 4, "linear": ("linear",) * 4, "full": ("full",) * 4}
+            assert levels["roomy"] == ("none",) * 4
+            # The last layer, whose backward pass comes first, may keep more: its activations are gone at the peak.
+            assert levels["linear"][:3] == ("linear",) * 3 and levels["linear"][3] in ("linear", "qkv")
+            assert levels["full"][:3] == ("full",) * 3 and levels["full"][3] in ("full", "linear")
 
 
 def corrected(rank: Rank, model: str) -> list[int]:
@@ -105,7 +108,7 @@ def corrected(rank: Rank, model: str) -> list[int]:
 def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: RankPool, tmp_path: Any) -> None:
     write_model("qwen3", tmp_path / "model")
     ((first, second, third, larger),) = ranks.run(corrected, 1, str(tmp_path / "model"))
-    assert first == 3 * 4 and second < first, "after the first update it is corrected"
+    assert first in (3 * 4, 3 * 3 + 2) and second < first, "after the first update it is corrected"
     assert third == second, "and settles"
     assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
 

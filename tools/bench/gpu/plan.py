@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any
 from allocation import ParallelLayout
 from core.planning.memory import engine_peak, states_of
 from core.planning.scene import Engine
-from mcore_adapter.settings import Level
+from mcore_adapter.settings import EngineSettings, Level, OptimizerSettings
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 
@@ -169,15 +170,12 @@ def measured(cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[dict[str, flo
 
 def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, float]:
     """On a rank: run updates; return bytes at the peak of the last one, before it and reserved, and tokens/s."""
-    import os
-
     os.environ["LOCAL_RANK"] = str(rank)
     import torch
 
     from mcore_adapter.device import get_device
     from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
     from tools.bench.gpu.trainer import become_rank, seconds_of
 
     world = case.layout.world_size
