@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import GPU, AllocationError
-from core.checks.load import load_config
-from core.config.base import ConfigError
+from core.checks.rules import load_config
 from core.config.experiments import EXPERIMENTS
+from core.config.parsing.problems import ConfigError
 from core.planning.advice import advice, verdict
 from core.planning.gpus import Gpu, PlanError, find_gpu, gpu_of_machine
 from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(scene, plan, console)
         console.print(time_line(scene, time, mean))
-    return 0 if plan.fits else _DOES_NOT_FIT
+    return 0 if plan.fits or plan.is_tight else _DOES_NOT_FIT
 
 
 def _search(

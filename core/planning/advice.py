@@ -41,6 +41,14 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
 def verdict(scene: Scene, plan: MemoryPlan) -> str:
     """Return whether the run fits and, where no change would help, the smallest number of GPUs."""
     peak = plan.peak
+    if not scene.on_gpu:
+        return f"The trainer computes on the CPU: a rank needs {peak.allocated / GIB:.1f} GiB of host memory."
+    if plan.is_tight:
+        spare = plan.limit - peak.allocated - peak.parts["context"]
+        return (
+            f"It is tight: in the {peak.name} {spare / GIB:.1f} GiB are left to the allocator, "
+            f"{(peak.total - peak.allocated - peak.parts['context']) / GIB:.1f} are safe."
+        )
     if plan.fits:
         if any(engine.recompute == "auto" and engine.trains for engine in scene.engines):
             return "It fits; gradient_checkpointing=auto uses what other parts leave."

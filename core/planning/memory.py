@@ -97,7 +97,14 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether the allocator has its spare memory at every peak."""
         return self.peak.total <= self.limit and not self.server_problem
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with less spare memory, and may run out of it by fragmentation."""
+        peak = max(p.allocated + p.parts.get("context", 0.0) for rank in self.ranks for p in rank.phases)
+        return not self.fits and peak <= self.limit and not self.server_problem
 
     @property
     def server_problem(self) -> str:

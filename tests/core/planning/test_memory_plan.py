@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.planning.advice import advice, verdict
 from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
@@ -131,6 +131,20 @@ def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tm
         *changes[0].keys.split(),
     )  # fmt: skip
     assert plan_memory(as_advised).peak.total == pytest.approx(changes[0].plan.peak.total)
+
+
+def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    peak = plan_memory(scene).peak
+    context = peak.parts["context"]
+
+    def of(gib: float) -> tuple[bool, bool]:
+        plan = plan_memory(replace(scene, gpu=replace(scene.gpu, gib=gib), servers=None))
+        return plan.fits, plan.is_tight
+
+    assert of(peak.total / GIB + 0.1) == (True, False)
+    assert of(peak.total / GIB - 0.1) == (False, True)
+    assert of((peak.allocated + context) / GIB - 0.1) == (False, False)
 
 
 def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:

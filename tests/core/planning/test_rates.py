@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allocation import ParallelLayout
-from core.checks.load import load_config
+from core.checks.rules import load_config
 from core.planning.gpus import GPUS
 from core.planning.rates import calibration_of, decode_seconds, server_rate, step_time, update_seconds
 from core.planning.scene import Engine, Scene, Servers, scene_of

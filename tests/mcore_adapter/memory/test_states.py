@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from allocation import ParallelLayout
+from helpers.engine_cases import make_engine
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
 from helpers.tiny_models import EXPERT_MODELS, MODELS
 from mcore_adapter.memory.states import rank_states
@@ -26,18 +27,9 @@ def held(rank: Rank, layout: ParallelLayout, folder: Path, dtype: str, is_critic
     import torch
 
     from mcore_adapter.data.batch import PackedBatch
-    from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.settings import EngineSettings, OptimizerSettings
 
     with rank.joined(layout) as (parallel, device):
-        settings = EngineSettings(
-            hf_path=str(folder),
-            init_from_scratch=True,
-            dtype=dtype,
-            is_critic=is_critic,  # type: ignore[arg-type]
-        )
-        optimizer = OptimizerSettings(lr=1e-4, total_steps=2)
-        engine = MegatronEngine(parallel=parallel, device=device, settings=settings, optimizer=optimizer)
+        engine = make_engine(parallel, device, str(folder), init_from_scratch=True, dtype=dtype, is_critic=is_critic)
         count = 2 * layout.dp
         batch = PackedBatch(
             token_ids=torch.arange(8 * count) % 90,

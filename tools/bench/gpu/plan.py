@@ -24,7 +24,7 @@ from typing import Any
 from allocation import ParallelLayout
 from core.planning.memory import engine_peak, states_of
 from core.planning.scene import Engine
-from mcore_adapter.settings import EngineSettings, Level, OptimizerSettings
+from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.hf_config import parse_config
 from tools.bench.figure import Figure
 
@@ -186,15 +186,13 @@ def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, floa
         parallel = initialize_parallel(
             case.layout, rank=rank, world_size=world, init_method=f"file://{folder}/store", device=device, seed=1
         )
-        engine = MegatronEngine(
-            parallel=parallel,
-            device=device,
-            settings=EngineSettings(
-                hf_path=folder, init_from_scratch=True, dtype="bfloat16", recompute=case.recompute,
-                is_critic=case.is_critic, grad_reduce_in_fp32=case.fp32_gradients,
-            ),
-            optimizer=OptimizerSettings(lr=1e-6, total_steps=100, offload=case.offload),
-        )  # fmt: skip
+        adam = OptimizerConfig(lr=1e-6, warmup_steps_proportion=0.0, offload=case.offload)
+        config = EngineConfig(
+            init_from_scratch=True, bf16=True, optimizer=adam, grad_reduce_in_fp32=case.fp32_gradients
+        )
+        config = config.model_copy(update={"gradient_checkpointing": case.recompute})  # also those of "auto" alone
+        model = EngineModel(config=config, path=folder, is_critic=case.is_critic, total_updates=100)
+        engine = MegatronEngine(model, parallel=parallel, device=device)
         batch, step = _update(case, engine)
         seconds = [seconds_of(device, step)]  # kernels, moments
         for _ in range(3):
