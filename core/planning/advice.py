@@ -42,7 +42,7 @@ def verdict(scene: Scene, plan: MemoryPlan) -> str:
     """Return whether the run fits and, where no change would help, the smallest number of GPUs."""
     peak = plan.peak
     if not scene.on_gpu:
-        return f"The trainer computes on the CPU: a rank needs {peak.allocated / GIB:.1f} GiB of host memory."
+        return f"The trainer computes on the CPU: a rank needs about {peak.allocated / GIB:.1f} GiB of host memory."
     if plan.is_tight:
         spare = plan.limit - peak.allocated - peak.parts["context"]
         return (

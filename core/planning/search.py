@@ -40,7 +40,8 @@ class Proposal:
             layout = self.scene.actor.layout
             attention = replace(layout, ep=1)
             trainer = f"(attn:{attention}|ffn:d{layout.expert_dp}m1p{layout.pp}e{layout.ep})"
-        return f"sglang.{self.scene.servers.layout}{separator}{trainer}".replace("sglang", self.scene.servers.backend)
+        servers = self.scene.servers
+        return f"{servers.backend}.{servers.layout}{separator}{trainer}"
 
     @property
     def overrides(self) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def measured(cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[dict[str, flo
 
 
 def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, float]:
-    """On a rank: run updates; return bytes at the peak of the last one, before it and reserved, and tokens/s."""
+    """Run updates on a rank; return bytes at the peak of the last one, before it and reserved, and tokens/s."""
     os.environ["LOCAL_RANK"] = str(rank)
     import torch
 
@@ -199,7 +199,8 @@ def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, floa
             device.forget_peak()
             held = device.memory_stats()["allocated_gib"] * 2**30
             seconds.append(seconds_of(device, step))
-        reserved = float(torch.cuda.max_memory_reserved()) if on_gpu else 0.0
+        module: Any = torch.get_device_module(device.torch_device)
+        reserved = float(module.max_memory_reserved()) if on_gpu else 0.0
         row = {
             "peak": device.memory_stats()["peak_gib"] * 2**30,
             "held": held,
