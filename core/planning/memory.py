@@ -273,7 +273,8 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
     """Return the memory of a GPU of a server: it takes its share of what is free before it loads the weights."""
     weights = server_weights(servers)
     free = scene.gpu.gib * GIB - CONTEXT_BYTES
-    cache = free * servers.share - weights
+    share = servers.colocated_share if scene.shares_gpus else servers.share
+    cache = free * share - weights
     per_token = cache_bytes_per_token(servers)
     most = 2 * servers.max_running * servers.config.max_position_embeddings
     tokens = max(0, min(int(cache / per_token), most))
@@ -282,7 +283,7 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
         cache=min(cache, tokens * per_token) if tokens else cache,
         tokens=tokens,
         longest=tokens // max(1, scene.longest),
-        rest=free * (1 - servers.share),
+        rest=free * (1 - share),
         context=CONTEXT_BYTES,
     )
 

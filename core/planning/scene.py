@@ -59,6 +59,8 @@ class Servers:
     max_running: int
     share: float
     """Of the memory of a GPU for weights and cache (mem_fraction_static)."""
+    colocated_share: float
+    """The same where they share the GPUs with the trainer."""
     on_gpu: bool
 
 
@@ -187,11 +189,11 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
     placed = allocation.generator
     dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
     flag = BACKENDS[placed.backend].memory_flag
-    share = 1.0
+    share = colocated_share = 1.0
     if flag:
-        share = flag.colocated if allocation.shares_gpus else flag.default
+        share, colocated_share = flag.default, flag.colocated
         given = {name.replace("-", "_"): v for name, v in {**config.actor.sglang, **config.generator.flags}.items()}
-        share = float(str(given.get(flag.name, share)))
+        share, colocated_share = (float(str(given.get(flag.name, one))) for one in (share, colocated_share))
     return Servers(
         backend=placed.backend,
         config=model,
@@ -200,5 +202,6 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
         fp8=config.generator.weight_format != "auto",
         max_running=config.generator.max_running,
         share=share,
+        colocated_share=colocated_share,
         on_gpu=placed.on_gpu,
     )

@@ -34,7 +34,7 @@ def make_scene(raw: dict[str, Any], layout: ParallelLayout = ONE, *, tokens: int
     )  # fmt: skip
     servers = Servers(
         backend="sglang", config=parse_config(raw), layout=ONE, itemsize=2, fp8=False, max_running=256, share=0.85,
-        on_gpu=True,
+        colocated_share=0.6, on_gpu=True,
     )  # fmt: skip
     return Scene(
         gpu=GPUS["H200"], on_gpu=True, engines=(engine,), servers=servers, shares_gpus=False, n_nodes=1,
