@@ -34,13 +34,13 @@ def rows_of(folder: Path, *words: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(tmp_path: Path) -> None:
-    rows_before = [{"name": "other", "value": 1.0}, {"name": "allocation.parse_10000_gpus", "value": 0.0}]
+    rows_before = [{"name": "other", "value": 1.0}, {"name": "config.dry_run", "value": 0.0}]
     (tmp_path / f"cpu-{os.cpu_count()}core-{date.today().isoformat()}.json").write_text(json.dumps(rows_before))
-    rows = rows_of(tmp_path, "cpu", "--only", "allocation")
-    assert list(rows) == ["other", "allocation.parse_10000_gpus"]
-    row = rows["allocation.parse_10000_gpus"]
+    rows = rows_of(tmp_path, "cpu", "--only", "config")
+    assert list(rows) == ["other", "config.dry_run"]
+    row = rows["config.dry_run"]
     assert row["value"] > 0
-    assert row["command"] == "python -m tools.bench cpu --only allocation" and row["versions"]["torch"]
+    assert row["command"] == "python -m tools.bench cpu --only config" and row["versions"]["torch"]
 
 
 @pytest.mark.nightly

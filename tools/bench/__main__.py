@@ -49,12 +49,9 @@ class Row:
 
 MEASUREMENTS = {
     "cpu": {
-        "allocation": "cpu.components:allocation",
         "config": "cpu.runs:dry_run",
         "update": "cpu.components:train_step",
-        "shared_prompts": "cpu.components:shared_prompts",
         "rollout": "cpu.components:generator",
-        "producer": "cpu.components:producer",
         "async": "cpu.runs:sync_and_async",
         "loop": "cpu.runs:loop",
         "memory": "cpu.runs:memory",

@@ -6,28 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from allocation import ParallelLayout, parse
+from allocation import ParallelLayout
 from core.algorithms.losses import sft_loss
-from core.data.passes import Unit, deal_minibatches, units_of
-from core.data.rollout_batch import pack_trajectories
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
-from rollout.data.encoder import Encoder
-from rollout.data.prompts import PromptDataset
-from rollout.experience import Lessee, MemoryExperience, make_rules
 from rollout.inference.embedded.generator import EmbeddedGenerator
-from rollout.inference.mock.generator import MockGenerator
-from rollout.producer import RolloutProducer
-from rollout.rewards.pool import RewardPool
 from rollout.types import GenerateRequest, SamplingParams
-from rollout.workflows import make_workflow
 from tools.bench.figure import Figure
 from tools.demo.data import make_tokenizer, write_jsonl
 
@@ -78,22 +68,6 @@ def alternate(first: Callable[[], float], second: Callable[[], float], rounds: i
     return float(np.median([a for a, _ in pairs])), float(np.median([b for _, b in pairs]))
 
 
-def allocation(scene: Scene) -> Iterator[Figure]:
-    """Yield the time to parse a device map for 10,000 GPUs."""
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        parse("sglang.d600m8p1+d65m8p10", n_nodes=1250, n_gpus_per_node=8)
-        seconds.append(time.perf_counter() - start)
-    yield Figure(
-        name="allocation.parse_10000_gpus",
-        value=1e3 * float(np.median(seconds)),
-        unit="ms",
-        baseline=None,
-        target="< 50",
-    )
-
-
 def train_step(scene: Scene) -> Iterator[Figure]:
     """Run one optimizer update against the plain Hugging Face step on the same padded-free batch."""
     from mcore_adapter.engine import MegatronEngine
@@ -130,48 +104,6 @@ def train_step(scene: Scene) -> Iterator[Figure]:
                 name=f"update.train_step_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 0.9x"
             )
         destroy_parallel()
-
-
-def shared_prompts(scene: Scene) -> Iterator[Figure]:
-    """Yield four updates on a step of 64 prompts of 32 tokens, 8 completions of 16 tokens each: minibatches of whole
-    groups, of which each prompt is computed once, against groups that are dealt over all minibatches."""
-    from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
-
-    prompts, answers, prompt, answer, parts = 64, 8, 32, 16, 4
-    generator = torch.Generator().manual_seed(0)
-    heads = torch.randint(2, 16, (prompts, prompt), generator=generator).repeat_interleave(answers, 0)
-    tokens = torch.cat((heads, torch.randint(2, 16, (prompts * answers, answer), generator=generator)), 1)
-    count, length = tokens.shape
-    mask = torch.arange(length).expand(count, length) >= prompt
-    batch = PackedBatch(
-        token_ids=tokens.flatten(), cu_seqlens=torch.arange(count + 1) * length, loss_mask=mask.flatten()
-    )
-    groups = np.arange(count) // answers
-    units: tuple[Unit, Unit] = ("group", "sequence")
-    dealt = {unit: deal_minibatches(units_of(groups, unit), parts, seed=1) for unit in units}
-    minibatches = {unit: [batch.select(part) for part in dealt[unit]] for unit in units}
-    device = get_device("cpu")
-    with device.activate():
-        rendezvous = f"file://{scene.folder / 'rendezvous-shared'}"
-        parallel = initialize_parallel(
-            ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
-        )
-        engine = MegatronEngine(
-            trained_model(scene.model("0.8M", hidden_size=128, num_layers=4)),
-            parallel=parallel,
-            device=device,
-        )
-
-        def rate(unit: Unit) -> float:
-            start = time.perf_counter()
-            for part in minibatches[unit]:
-                engine.train_step(part, sft_loss, max_tokens_per_mb=16384)
-            return batch.num_tokens / (time.perf_counter() - start)
-
-        whole, split = alternate(partial(rate, "group"), partial(rate, "sequence"))
-        destroy_parallel()
-    yield Figure(name="update.whole_groups", value=whole, unit="tokens/s", baseline=split, target=">= 1.0x")
 
 
 def trained_model(path: Path) -> EngineModel:
@@ -252,38 +184,3 @@ async def compare_generators(path: Path) -> tuple[float, float]:
     await engine.close()
     ours, theirs = np.median(rates[1:], axis=0)
     return float(ours), float(theirs)
-
-
-def producer(scene: Scene) -> Iterator[Figure]:
-    """Yield the trajectories/s of producer, buffer and packed batch, with a generator that answers at once."""
-    from transformers import AutoTokenizer
-
-    path = scene.model("0.8M", hidden_size=128, num_layers=4)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    dataset = PromptDataset.load(scene.prompts(), Encoder(tokenizer), max_prompt_len=16, seed=1)
-
-    async def measure() -> float:
-        async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:
-            sampling = SamplingParams(max_new_tokens=16, stop_token_ids=(1,))
-            workflow = make_workflow(
-                "math", tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=8, seed=1
-            )
-            null = MockGenerator(str(path))
-            experience = MemoryExperience()
-            rules = make_rules(num_prompts=len(dataset), batch_size=128, max_staleness=2)
-            lessee = Lessee(experience, rules)
-            made = RolloutProducer(dataset, workflow, null, experience, rules, max_in_flight=2048, group_size=8)
-            async with made:
-                for step in range(30):
-                    if step == 5:
-                        start = time.perf_counter()
-                    taken = await lessee.take(step)
-                    pack_trajectories([e.trajectories for e in taken], [e.tags.id for e in taken])
-                    await null.resume(step + 1)
-                    lessee.trained(step + 1)
-                    made.set_version(step + 1)
-                return 25 * 128 * 8 / (time.perf_counter() - start)
-
-    yield Figure(
-        name="rollout.producer", value=asyncio.run(measure()), unit="trajectories/s", baseline=None, target=">= 5000"
-    )

@@ -166,52 +166,7 @@ async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
             buckets = partial(engine.iter_hf_weights, mib << 20)
             pushes = [await push_once([served], sending, buckets, i + 1, verify=i == 0) for i in range(6)]
             figures += push_figures(f"push.{scene.shape}_colocated_{mib}mib", pushes[2:], None, "<= 100")
-        figures += await _turns(scene, served, sending, engine, device)
     return figures
-
-
-async def _turns(scene: Scene, served: SGLangGenerator, sending: Any, engine: Any, device: Any) -> list[Figure]:
-    """Return the seconds of each half of a turn, and what each side leaves on the GPU."""
-    seconds: dict[str, list[float]] = {"release": [], "reload": [], "offload": [], "resume": []}
-    used: dict[str, float] = {}
-    for turn in range(4):
-        start = time.perf_counter()
-        await served.pause()
-        await served.release_memory(["kv_cache", "weights"])
-        seconds["release"].append(time.perf_counter() - start)
-        used["released"] = query_gpus()[scene.first_gpu].used_mib / 1024
-        start = time.perf_counter()
-        engine.reload()
-        device.synchronize()
-        seconds["reload"].append(time.perf_counter() - start)
-        sending.prepare(engine.iter_hf_weights(4096 << 20), verify=False)
-        start = time.perf_counter()
-        await served.resume_memory(["weights"])
-        seconds["resume"].append(time.perf_counter() - start)
-        await asyncio.to_thread(sending.send)
-        start = time.perf_counter()
-        engine.offload()
-        free(device)
-        seconds["offload"].append(time.perf_counter() - start)
-        used["offloaded"] = device.memory_stats()["allocated_gib"]
-        start = time.perf_counter()
-        await served.resume_memory(["kv_cache"])
-        await served.resume(100 + turn)
-        seconds["resume"][-1] += time.perf_counter() - start
-        used["generating"] = query_gpus()[scene.first_gpu].used_mib / 1024
-    figures = [
-        Figure(name=f"push.colocated_{name}", value=float(np.median(s[1:])), unit="s", baseline=None, target="")
-        for name, s in seconds.items()
-    ]
-    labels = {
-        "released": "whole_gpu_with_the_server_released_and_the_trainer_offloaded",
-        "offloaded": "trainer_allocated_when_offloaded",
-        "generating": "whole_gpu_while_generating",
-    }
-    return figures + [
-        Figure(name=f"memory.colocated_{labels[name]}", value=value, unit="GiB", baseline=None, target="")
-        for name, value in used.items()
-    ]
 
 
 def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, target: str) -> list[Figure]:
