@@ -111,8 +111,8 @@ ORDER = {
         "mutants conformance",
         "chaos bench",
     ),
-    "tools.bench": ("figure reward workflow trl", "cpu", "data", "gpu", "__main__"),
-    "tools.bench.gpu": ("trainer", "runs servers widths", "experts long models plan push trl"),
+    "tools.bench": ("workload", "cpu", "convert datapath", "gpu", "__main__"),
+    "tools.bench.gpu": ("trainer", "runs servers large", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 20
@@ -193,11 +193,11 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.eval.report": "matplotlib",
     },
     "a benchmark loads what its row measures": {
-        "tools.bench.gpu.trl": "torch transformers",
+        "tools.bench.gpu.runs": "torch transformers",
         "tools.bench.gpu.plan": "numpy torch rollout.inference.gpus mcore_adapter.device mcore_adapter.engine "
         "mcore_adapter.parallel tools.bench.gpu.trainer mcore_adapter.data.batch",
-        "tools.bench.data.convert": "mcore_adapter.hf.saving",
-        "tools.bench.cpu.components": "mcore_adapter.engine mcore_adapter.parallel transformers",
+        "tools.bench.convert": "mcore_adapter.hf.saving",
+        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "
         "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu.servers": "transformers",

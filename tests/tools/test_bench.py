@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tools.bench import Figure
 from tools.bench.__main__ import end_on_sigterm, kept_or_temporary
-from tools.bench.figure import Figure
 from tools.bench.gpu.push import drive
-from tools.bench.trl.peer import output_of
+from tools.bench.gpu.runs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

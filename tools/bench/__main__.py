@@ -49,33 +49,33 @@ class Row:
 
 MEASUREMENTS = {
     "cpu": {
-        "config": "cpu.runs:dry_run",
-        "update": "cpu.components:train_step",
-        "rollout": "cpu.components:generator",
-        "async": "cpu.runs:sync_and_async",
-        "loop": "cpu.runs:loop",
-        "memory": "cpu.runs:memory",
-        "datapath": "data.datapath:datapath",
-        "convert": "data.convert:both_ways",
+        "config": "cpu:dry_run",
+        "update": "cpu:train_step",
+        "rollout": "cpu:generator",
+        "async": "cpu:sync_and_async",
+        "loop": "cpu:loop",
+        "memory": "cpu:memory",
+        "datapath": "datapath:datapath",
+        "convert": "convert:both_ways",
     },
     "gpu": {
         "update": "gpu.trainer:update",
-        "experts": "gpu.experts:experts",
-        "long": "gpu.long:long",
+        "experts": "gpu.large:experts",
+        "long": "gpu.large:long",
         "plan": "gpu.plan:plan",
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
         "push": "gpu.push:push",
         "async": "gpu.runs:asynchronous",
-        "checkpoint": "gpu.models:checkpoint",
-        "convert": "gpu.models:convert",
-        "trl": "gpu.trl:against_trl",
+        "checkpoint": "gpu.trainer:checkpoint",
+        "convert": "gpu.trainer:convert",
+        "trl": "gpu.runs:against_trl",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
 SHAPES = ("1.5B", "7B", "tiny")
 """The shapes of tools/bench/gpu/trainer.py, repeated because that module is slow to import."""
-SCENES = {"cpu": "cpu.components:Scene", "gpu": "gpu.trainer:Scene"}
+SCENES = {"cpu": "cpu:Scene", "gpu": "gpu.trainer:Scene"}
 NUM_GPUS = {"async": 2}
 """GPUs that a measurement needs where one is not enough."""
 

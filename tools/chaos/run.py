@@ -220,7 +220,7 @@ def _sampling(trial: Trial) -> dict:
         },
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
+        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
     }
 
 

@@ -33,7 +33,7 @@ from core.trainer import EngineRef, PPOTrainer
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.device import get_device
 from rollout.experience import Schedule
-from tools.bench.data.datapath import Clock, MockService, NullEngine, NullPush, Size, settings
+from tools.bench.datapath import Clock, MockService, NullEngine, NullPush, Size, settings
 
 RANKS, STEPS = 2, 2
 

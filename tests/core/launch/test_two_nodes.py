@@ -128,7 +128,7 @@ def test_a_run_over_two_nodes_survives_the_loss_of_one(nodes: Nodes, assets: Any
         "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
         "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 6, "max_prompt_len": 8},
         "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
-        "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
+        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
         "exp_ctrl": {"total_train_steps": STEPS, "ckpt_freq_steps": 1},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -36,7 +36,7 @@ def ppo(assets, **changes) -> dict:
         "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
         "staleness": {"max_staleness": 2, "in_order": True},
         "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench.reward:coin_reward", "num_workers": 1},
+        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
         "exp_ctrl": {"ckpt_freq_steps": 1},
     }
     for key, value in changes.items():

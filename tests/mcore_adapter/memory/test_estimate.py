@@ -13,8 +13,8 @@ from mcore_adapter.memory import estimate as estimates
 from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight, moments
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
-from tools.bench.gpu.experts import SLICE
-from tools.bench.gpu.long import WIDTHS as LONG
+from tools.bench.gpu.large import SLICE
+from tools.bench.gpu.large import WIDTHS as LONG
 from tools.bench.gpu.trainer import config_of
 
 DENSE = config_of("1.5B")

@@ -26,7 +26,7 @@ from core.planning.memory import engine_peak, states_of
 from core.planning.scene import Engine
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.hf_config import parse_config
-from tools.bench.figure import Figure
+from tools.bench import Figure
 
 GB = 1e9
 _QWEN2 = dict(

@@ -21,7 +21,7 @@ from core.weight_sync.senders import SenderPlan, make_sender
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.transports import choose_transport
-from tools.bench.figure import Figure
+from tools.bench import Figure
 from tools.bench.gpu.servers import generator, load, prompts, server_settings
 from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
 

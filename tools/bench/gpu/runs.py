@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.monitoring.journal import read_rows
 from rollout.inference.gpus import device_names, query_gpus
-from tools.bench.figure import Figure
+from tools.bench import TRL_SCRIPT, Figure
+from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.trainer import Scene
 from tools.demo.data import write_jsonl
+
+END_SECONDS = 10.0
+"""A process that is ended while it uses a GPU can stay for minutes; it is not waited for longer."""
+
+
+def output_of(command: list[str], limit: float) -> str:
+    """Return what a command prints; after `limit` seconds end it and what it has started. Its standard error is ours.
+
+    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
+    """
+    # With LOCAL_RANK, which benchmarks on a GPU set for their engine, accelerate expects a distributed run.
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
+
 
 _RUNNING_PER_TRAINER = 384
 """Requests that run at once for each GPU of the trainer: the server samples as much as that one trains."""
@@ -97,7 +125,7 @@ def _config(scene: Scene, staleness: int) -> dict[str, Any]:
         "group_adv_norm": True,
         "ppo.gen.max_new_tokens": 64 if small else 4096,
         "ppo.disable_value": True,
-        "workflow.type": "tools.bench.workflow:LognormalLengths",
+        "workflow.type": "tools.bench.workload:LognormalLengths",
     }
     if staleness:
         return config | {
@@ -127,7 +155,7 @@ def common_config(scene: Scene) -> dict[str, Any]:
         "dataset.max_prompt_len": 32,
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,
-        "reward.function": "tools.bench.reward:coin_reward",
+        "reward.function": "tools.bench.workload:coin_reward",
         "push.bucket_mib": 1024,
         "monitor.tensorboard": False,
         "launch.startup_timeout_seconds": 400,
@@ -145,21 +173,8 @@ def _tokens_per_second(rows: list[dict[str, float]]) -> float:
 
 def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str, float]]:
     """Run the real command; return the metrics of its steps. Raises RuntimeError with the end of its output."""
-    base = scene.folder / "empty.yaml"
-    base.write_text("{}\n")
-    log = scene.folder / f"{trial}.log"
-    with log.open("w") as file:
-        code = subprocess.run(command(base, trial, config), stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise RuntimeError(f"{trial} ended with {code}:\n{log.read_text()[-6000:]}")
-    (path,) = Path(str(config["external_configs.cluster_config.fileroot"])).glob(f"logs/*/bench/{trial}/metrics.jsonl")
-    return [row for row in read_rows(path) if "task_reward" in row]
-
-
-def command(base: Path, trial: str, config: Mapping[str, object]) -> list[str]:
-    """Return the words of a run: a configuration file, and keys over it."""
-    words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
-    return [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words]
+    run_ppo(scene.folder, trial, config)
+    return [row for row in metrics_of(scene.folder, trial) if "task_reward" in row]
 
 
 @contextmanager
@@ -192,3 +207,141 @@ def busy_share(*, skipped: float = 0.5) -> Iterator[dict[int, list[float]]]:
         del share[: int(len(share) * skipped)]
         while share and share[-1] == 0:
             share.pop()
+
+
+WARM_UP_STEPS = 2
+GENERATION = {"generate": [], "continuous_batching": ["--continuous-batching"]}
+"""Ways in which TRL generates, and the arguments of its script."""
+WARM_UP_TOKENS, PEER_SECONDS = 16, 240.0
+"""The warm-up and the time limit of TRL: a warm-up with whole completions takes as long as what is measured."""
+SECOND_LIMIT_RATIO = 1.5
+"""How many times as long as the first way to generate the second one may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Samples of a step, and measured steps of either side; a step of TRL takes long."""
+
+    prompts: int = 32
+    answers: int = 8
+    new_tokens: int = 1024
+    steps: int = 2
+    peer_steps: int = 1
+    micro_batch: int = 16
+
+
+def load() -> Load:
+    """Return the load of this host; a small one where there is no GPU."""
+    return Load() if query_gpus() else Load(prompts=4, answers=2, new_tokens=8, steps=2, micro_batch=4)
+
+
+def against_trl(scene: Scene) -> Iterator[Figure]:
+    """Yield samples/s of this project, and of TRL where an environment with it was given."""
+    size = load()
+    config = configuration(scene, size)
+    prompts = config["dataset.path"]
+    rows = run(scene, "against-trl", config)[WARM_UP_STEPS:]
+    rate = sum(row["n_seqs"] for row in rows) / sum(row["time/step"] for row in rows)
+    print(f"{rate:.2f} samples/s", flush=True)  # also where TRL does not end
+    peers: dict[str, float] = {}
+    limit = PEER_SECONDS
+    for name, flags in GENERATION.items() if scene.trl_python is not None else ():
+        start = time.perf_counter()
+        try:
+            peers[name] = trl_samples_per_second(scene, prompts, size, flags, limit)
+        except subprocess.CalledProcessError as error:
+            print(f"TRL with {name} ended with {error.returncode}; see above", flush=True)
+            continue
+        except subprocess.TimeoutExpired:
+            print(f"TRL with {name} took longer than {limit:.0f} s and was ended", flush=True)
+            continue
+        limit = min(limit, SECOND_LIMIT_RATIO * (time.perf_counter() - start))
+        yield figure(scene, size, f"trl_{name}", peers[name])
+    yield figure(scene, size, "samples", rate, baseline=max(peers.values(), default=None), target=">= 2x")
+    for part in ("wait_for_rollout", "update"):
+        seconds = sum(row[f"time/{part}"] for row in rows) / len(rows)
+        yield Figure(name=f"trl.{scene.shape}_{part}_seconds", value=seconds, unit="s", baseline=None, target="")
+
+
+def figure(
+    scene: Scene, size: Load, name: str, value: float, *, baseline: float | None = None, target: str = ""
+) -> Figure:
+    """Make a row of samples/s."""
+    return Figure(
+        name=f"trl.{scene.shape}_{size.new_tokens}_{name}_per_second",
+        value=value,
+        unit="samples/s",
+        baseline=baseline,
+        target=target,
+    )
+
+
+def configuration(scene: Scene, size: Load) -> dict[str, Any]:
+    """Return the run of this project: server and trainer share the GPU."""
+    return {
+        **common_config(scene),
+        "allocation_mode": "sglang.d1m1p1",
+        "n_gpus_per_node": 1,
+        "actor.optimizer.lr": 1e-5,
+        "algorithm.name": "grpo",
+        "algorithm.correction": "bypass",
+        "dataset.train_bs_n_seqs": size.prompts,
+        "group_size": size.answers,
+        "ppo.gen.max_new_tokens": size.new_tokens,
+        "ppo.gen.min_new_tokens": size.new_tokens,
+        "generator.max_running": size.prompts * size.answers,
+        "exp_ctrl.benchmark_steps": WARM_UP_STEPS + size.steps,
+    }
+
+
+def trl_samples_per_second(scene: Scene, prompts: Path, size: Load, flags: list[str], limit: float) -> float:
+    """Run TRL's loop, in its own environment, for at most `limit` seconds; its log goes to standard error.
+
+    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
+    """
+    model = model_with_weights(scene)
+    command = [
+        str(scene.trl_python),
+        str(TRL_SCRIPT),
+        "--model",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--num-prompts",
+        str(size.prompts),
+        "--group-size",
+        str(size.answers),
+        "--new-tokens",
+        str(size.new_tokens),
+        "--warm-up-steps",
+        "1",
+        "--steps",
+        str(size.peer_steps),
+        "--micro-batch",
+        str(size.micro_batch),
+        "--warm-up-tokens",
+        str(min(WARM_UP_TOKENS, size.new_tokens)),
+        *flags,
+    ]
+    if query_gpus():
+        command.append("--gpu")
+    found = json.loads(output_of(command, limit).splitlines()[-1])
+    print(f"TRL {' '.join(flags)}: {json.dumps(found)}", flush=True)
+    return float(found["samples_per_second"])
+
+
+def model_with_weights(scene: Scene) -> Path:
+    """Return a folder of the shape with random weights, which transformers reads."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    path = scene.folder / f"{scene.shape}-with-weights"
+    if not path.exists():
+        with torch.device(torch.accelerator.current_accelerator() or "cpu"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scene.model), dtype=torch.bfloat16)
+        model.save_pretrained(path)
+        AutoTokenizer.from_pretrained(scene.model).save_pretrained(path)
+        del model
+        if query_gpus():
+            torch.accelerator.empty_cache()
+    return path

@@ -41,7 +41,7 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import make_workflow
-from tools.bench.figure import Figure
+from tools.bench import Figure
 from tools.bench.gpu.trainer import Scene
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
         for i, ids in enumerate(prompts(scene, 2 * many.in_flight, seed=seed))
     ]
     tokenizer = AutoTokenizer.from_pretrained(scene.model)
-    async with RewardPool("tools.bench.reward:coin_reward", num_workers=2) as rewards:
+    async with RewardPool("tools.bench.workload:coin_reward", num_workers=2) as rewards:
         workflow = make_workflow(
             "math",
             tokenizer=tokenizer,

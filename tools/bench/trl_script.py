@@ -5,8 +5,8 @@ exactly --new-tokens tokens; the reward costs nothing; everything else is TRL's 
 trains in bfloat16 unless configured otherwise: autocast over float32 weights on the CPU, bfloat16 weights on a GPU,
 which are faster there.
 
-    /path/to/trl-env/bin/python tools/bench/trl/script.py --model DIR --prompts FILE.jsonl --new-tokens 16
-    /path/to/trl-env/bin/python tools/bench/trl/script.py --gpu --continuous-batching --micro-batch 16 ...
+    /path/to/trl-env/bin/python tools/bench/trl_script.py --model DIR --prompts FILE.jsonl --new-tokens 16
+    /path/to/trl-env/bin/python tools/bench/trl_script.py --gpu --continuous-batching --micro-batch 16 ...
 """
 
 from __future__ import annotations

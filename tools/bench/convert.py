@@ -20,8 +20,8 @@ from mcore_adapter.hf.safetensors_folder import ShardWriter
 from model_specs.hf_config import parse_config
 from model_specs.tensors import hf_shapes
 from tools import convert
-from tools.bench.cpu.components import ROUNDS, Scene, alternate
-from tools.bench.figure import Figure
+from tools.bench import Figure
+from tools.bench.cpu import ROUNDS, Scene, alternate
 
 _SHAPE = dict(
     model_type="llama",

@@ -48,8 +48,8 @@ from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineConfig, EngineModel
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
-from tools.bench.cpu.components import Scene
-from tools.bench.figure import Figure
+from tools.bench import Figure
+from tools.bench.cpu import Scene
 
 RANKS, MINIBATCHES, STEPS, PROMPT_TOKENS = 8, 4, 3, 256
 USAGE = ".usage.jsonl"
@@ -284,7 +284,7 @@ def settings(*, decoupled: bool) -> AlgorithmSettings:
 
 def measure(size: Size) -> Usage:
     """Return what run() returns, measured in a process of its own, whose memory is then that of a driver."""
-    command = [sys.executable, "-m", "tools.bench.data.datapath", json.dumps(asdict(size))]
+    command = [sys.executable, "-m", "tools.bench.datapath", json.dumps(asdict(size))]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Usage(**json.loads(output.splitlines()[-1]))
 

@@ -1,0 +1,372 @@
+"""The measurements of `python -m tools.bench cpu`. Each yields figures; what is compared runs alternately."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from allocation import ParallelLayout
+from core.algorithms.losses import sft_loss
+from core.monitoring.journal import read_rows
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.device import get_device
+from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
+from rollout.inference.embedded.generator import EmbeddedGenerator
+from rollout.types import GenerateRequest, SamplingParams
+from tools.bench import TRL_SCRIPT, Figure
+from tools.demo.data import make_tokenizer, write_jsonl
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """The folder of the measurements, and the interpreters that they may use."""
+
+    folder: Path
+    trl_python: Path | None
+
+    def model(self, name: str, *, hidden_size: int, num_layers: int) -> Path:
+        """Return a random Qwen2-shaped model with the demo's tokenizer."""
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        path = self.folder / name
+        if not path.exists():
+            torch.manual_seed(0)
+            config = Qwen2Config(
+                vocab_size=16,
+                hidden_size=hidden_size,
+                intermediate_size=3 * hidden_size,
+                num_hidden_layers=num_layers,
+                num_attention_heads=hidden_size // 32,
+                num_key_value_heads=hidden_size // 64,
+                max_position_embeddings=1024,
+                tie_word_embeddings=True,
+                eos_token_id=1,
+                pad_token_id=0,
+            )
+            Qwen2ForCausalLM(config).save_pretrained(path)
+            make_tokenizer().save_pretrained(path)
+        return path
+
+    def prompts(self) -> Path:
+        path = self.folder / "prompts.jsonl"
+        if not path.exists():
+            sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
+            write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
+        return path
+
+
+def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
+    """Return the medians of two rates measured in turn, after one round of warm-up."""
+    pairs = [(first(), second()) for _ in range(rounds + 1)][1:]
+    return float(np.median([a for a, _ in pairs])), float(np.median([b for _, b in pairs]))
+
+
+def train_step(scene: Scene) -> Iterator[Figure]:
+    """Run one optimizer update against the plain Hugging Face step on the same padded-free batch."""
+    from mcore_adapter.engine import MegatronEngine
+    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+
+    device = get_device("cpu")
+    with device.activate():
+        rendezvous = f"file://{scene.folder / 'rendezvous'}"
+        parallel = initialize_parallel(
+            ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
+        )
+        for name, hidden, layers, count, length in (("0.8M", 128, 4, 256, 26), ("8M", 384, 5, 16, 256)):
+            path = scene.model(name, hidden_size=hidden, num_layers=layers)
+            tokens = torch.randint(2, 16, (count, length), generator=torch.Generator().manual_seed(0))
+            mask = torch.ones(count, length, dtype=torch.bool)
+            mask[:, 0] = False
+            batch = PackedBatch(
+                token_ids=tokens.flatten(), cu_seqlens=torch.arange(count + 1) * length, loss_mask=mask.flatten()
+            )
+            engine = MegatronEngine(trained_model(path), parallel=parallel, device=device)
+            plain = plain_step(path, tokens)
+
+            def ours(engine: MegatronEngine = engine, batch: PackedBatch = batch) -> float:
+                start = time.perf_counter()
+                engine.train_step(batch, sft_loss, max_tokens_per_mb=16384)
+                return batch.num_tokens / (time.perf_counter() - start)
+
+            value, baseline = alternate(ours, plain)
+            yield Figure(
+                name=f"update.train_step_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 0.9x"
+            )
+        destroy_parallel()
+
+
+def trained_model(path: Path) -> EngineModel:
+    """Return what an engine of these rows loads and trains."""
+    optimizer = OptimizerConfig(lr=1e-4, weight_decay=0.0, warmup_steps_proportion=0.0)
+    return EngineModel(config=EngineConfig(optimizer=optimizer), path=str(path), total_updates=1000)
+
+
+def plain_step(path: Path, tokens: torch.Tensor) -> Callable[[], float]:
+    """Return a function that runs forward, cross entropy, backward, clip and AdamW with transformers and torch alone:
+    tokens/s."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        start = time.perf_counter()
+        logits = model(tokens, use_cache=False).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return tokens.numel() / (time.perf_counter() - start)
+
+    return step
+
+
+def generator(scene: Scene) -> Iterator[Figure]:
+    """Yield the tokens/s for 64 prompts with mixed output lengths, against transformers' generate(), which runs until
+    the longest is done."""
+    for name, hidden, layers in (("0.8M", 128, 4), ("8M", 384, 5)):
+        path = scene.model(name, hidden_size=hidden, num_layers=layers)
+        value, baseline = asyncio.run(compare_generators(path))
+        yield Figure(
+            name=f"rollout.embedded_generator_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 2.5x"
+        )
+
+
+async def compare_generators(path: Path) -> tuple[float, float]:
+    """Return the medians of the tokens/s of both, measured in turn; only requested tokens count."""
+    from transformers import AutoModelForCausalLM
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 16, n).tolist() for n in rng.integers(8, 65, 64)]
+    lengths = rng.integers(16, 257, 64)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    longest = int(lengths.max())
+    rates: list[tuple[float, float]] = []
+    engine, threads = EmbeddedGenerator(path, max_running=64), torch.get_num_threads()
+    for round_ in range(ROUNDS + 1):
+        requests = [
+            GenerateRequest(
+                request_id=f"{round_}-{i}",
+                prompt_ids=prompt,
+                seed=64 * round_ + i,
+                sampling=SamplingParams(max_new_tokens=int(n), min_new_tokens=int(n), stop_token_ids=(1,)),
+            )
+            for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        start = time.perf_counter()
+        await engine.generate_many(requests)
+        torch.set_num_threads(threads)  # of this thread; the engine chooses its own
+        middle = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(
+                padded,
+                attention_mask=(padded != 0).long(),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=longest,
+                max_new_tokens=longest,
+            )
+        rates.append((lengths.sum() / (middle - start), lengths.sum() / (time.perf_counter() - middle)))
+    await engine.close()
+    ours, theirs = np.median(rates[1:], axis=0)
+    return float(ours), float(theirs)
+
+
+PRECISIONS = ("float32", "bfloat16")
+
+
+def dry_run(scene: Scene) -> Iterator[Figure]:
+    """Yield the time from the command to the end of every check."""
+    config = ppo_config(scene, scene.model("0.8M", hidden_size=128, num_layers=4), new_tokens=16)
+    start = time.perf_counter()
+    run_ppo(scene.folder, "dry", config, "--dry-run")
+    yield Figure(name="config.dry_run", value=time.perf_counter() - start, unit="s", baseline=None, target="< 3")
+
+
+def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object) -> dict[str, object]:
+    """Return a configuration with 32 prompts x 8 answers a step, as dotted keys."""
+    return {
+        "experiment_name": "bench",
+        "allocation_mode": "embedded.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "external_configs.cluster_config.fileroot": scene.folder / "runs",
+        "actor.path": model,
+        "actor.optimizer.lr": 1e-5,
+        "dataset.path": scene.prompts(),
+        "dataset.train_bs_n_seqs": 32,
+        "dataset.max_prompt_len": 16,
+        "group_size": 8,
+        "group_adv_norm": True,
+        "ppo.gen.max_new_tokens": new_tokens,
+        "ppo.ppo_n_minibatches": 1,
+        "ppo.kl_ctl": 0.0,
+        "ppo.disable_value": True,
+        "staleness.max_staleness": 2,
+        "generator.max_running": 256,
+        "monitor.tensorboard": False,
+        "reward.function": "tools.bench.workload:coin_reward",
+        **changes,
+    }
+
+
+def run_ppo(
+    folder: Path, trial: str, config: Mapping[str, object], *flags: str, sample_memory: bool = False
+) -> list[float]:
+    """Run the real command; return samples of the memory of all its processes in MiB, one a second, if requested.
+
+    Raises RuntimeError with the end of its output.
+    """
+    base, log_file = folder / "empty.yaml", folder / f"{trial}.log"
+    base.write_text("{}\n")
+    words = [f"{key}={value}" for key, value in {**config, "trial_name": trial}.items()]
+    memory = []
+    with log_file.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words, *flags],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        while process.poll() is None:
+            if sample_memory:
+                memory.append(family_mib(process.pid))
+            time.sleep(1.0 if sample_memory else 0.05)
+    if process.returncode:
+        raise RuntimeError(f"{trial} ended with {process.returncode}:\n{log_file.read_text()[-6000:]}")
+    return memory
+
+
+def family_mib(pid: int) -> float:
+    """Return the proportional memory of a process and all below it, MiB."""
+    total = 0
+    for process in (family := [psutil.Process(pid)]) + family[0].children(recursive=True):
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total / 2**20
+
+
+def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, steps: int, warm_up: int = 5) -> float:
+    """Return the rate of the whole loop: all samples of the steps after the warm-up over their time."""
+    run_ppo(scene.folder, trial, {**config, "exp_ctrl.benchmark_steps": steps})
+    rows = metrics_of(scene.folder, trial)[warm_up:]
+    return sum(r["n_seqs"] for r in rows) / sum(r["time/step"] for r in rows)
+
+
+def metrics_of(folder: Path, trial: str) -> list[dict[str, Any]]:
+    """Return the rows of the metrics of a run."""
+    (path,) = (folder / "runs" / "logs").glob(f"*/bench/{trial}/metrics.jsonl")
+    return read_rows(path)
+
+
+def sync_and_async(scene: Scene) -> Iterator[Figure]:
+    """Yield runs with max_staleness 0 (both sides use all cores in turn) and 2."""
+    model = scene.model("0.8M", hidden_size=128, num_layers=4)
+    config = ppo_config(scene, model, new_tokens=64)
+    rates = {0: [], 2: []}  # type: dict[int, list[float]]
+    for round_ in range(2):
+        for staleness in rates:
+            changed = {**config, "staleness.max_staleness": staleness}
+            rates[staleness].append(samples_per_second(scene, f"staleness{staleness}-{round_}", changed, steps=25))
+    yield Figure(
+        name="async.samples_per_second",
+        value=float(np.mean(rates[2])),
+        unit="samples/s",
+        baseline=float(np.mean(rates[0])),
+        target=">= 1.25x",
+    )
+
+
+def loop(scene: Scene) -> Iterator[Figure]:
+    """Yield samples/s of the whole loop, against TRL's GRPOTrainer on the same model, prompts and lengths.
+
+    Both sides run in both precisions, in turn; the row with the target sets the faster of ours against the faster of
+    theirs.
+    """
+    model = scene.model("0.8M", hidden_size=128, num_layers=4)
+    for new_tokens, steps, target in ((16, 60, ">= 1.5x"), (128, 15, ">= 1.9x")):
+        ours: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
+        theirs: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
+        for round_, precision in itertools.product(range(2), PRECISIONS):
+            changes = {"ppo.gen.min_new_tokens": new_tokens, "actor.bf16": precision == "bfloat16"}
+            config = ppo_config(scene, model, new_tokens=new_tokens, **changes)
+            # Three single-threaded processes on two cores: a process that waits leaves its core to the others.
+            config |= {"allocation_mode": "embedded.d1m1p1+d2m1p1", "n_gpus_per_node": 3}
+            config |= {"launch.threads_per_process": 1, "generator.interrupt": "in_place"}
+            trial = f"loop{new_tokens}-{precision}-{round_}"
+            ours[precision].append(samples_per_second(scene, trial, config, steps=steps))
+            if scene.trl_python is not None:
+                theirs[precision].append(trl_samples_per_second(scene, model, new_tokens, steps // 3, precision))
+        rates, baselines = ({p: float(np.mean(v)) for p, v in side.items() if v} for side in (ours, theirs))
+        for precision in PRECISIONS:
+            yield Figure(
+                name=f"loop.samples_per_second_{new_tokens}_{precision}",
+                value=rates[precision],
+                unit="samples/s",
+                baseline=baselines.get(precision),
+                target="",
+            )
+        yield Figure(
+            name=f"loop.samples_per_second_{new_tokens}",
+            value=max(rates.values()),
+            unit="samples/s",
+            baseline=max(baselines.values(), default=None),
+            target=target,
+        )
+
+
+def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
+    """Run TRL's loop, in its own environment."""
+    command = [
+        str(scene.trl_python),
+        str(TRL_SCRIPT),
+        "--model",
+        str(model),
+        "--prompts",
+        str(scene.prompts()),
+        "--new-tokens",
+        str(new_tokens),
+        "--steps",
+        str(steps),
+        "--precision",
+        precision,
+    ]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])["samples_per_second"]
+
+
+def memory(scene: Scene) -> Iterator[Figure]:
+    """Yield the memory at the end over the memory at a third of 10,000 steps of a null run (tiny model, tokens made up
+    at once), with a checkpoint every 100."""
+    model = scene.model("tiny", hidden_size=64, num_layers=1)
+    config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
+    config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}
+    config |= {"exp_ctrl.total_train_steps": 10_000, "recover_mode": "auto", "exp_ctrl.ckpt_freq_steps": 100}
+    samples = run_ppo(scene.folder, "nothing", config, sample_memory=True)
+    # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
+    running = samples[int(0.3 * len(samples)) : -3]
+    begin, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]
+    yield Figure(
+        name="memory.null_run",
+        value=float(np.median(end)),
+        unit="MiB",
+        baseline=float(np.median(begin)),
+        target="< 1.05x",
+    )

@@ -1,1 +1,0 @@
-"""Measurements on the processor of one host."""

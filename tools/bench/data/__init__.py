@@ -1,1 +1,0 @@
-"""Measurements of how batches and weights move and are stored."""

@@ -1,1 +1,0 @@
-"""TRL's GRPOTrainer beside this project. TRL runs in an environment of its own."""
