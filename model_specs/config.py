@@ -6,13 +6,20 @@ biases that Megatron has no place for, ...) raises ModelConfigError with the key
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from model_specs.moe import MLAConfig, MoEConfig
 from model_specs.rope import RopeScaling, parse_rope, rotary_factor
-from model_specs.values import ModelConfigError, boolean, num_layers, number, positive, positive_number, require
+from model_specs.values import (
+    ModelConfigError,
+    RawConfig,
+    boolean,
+    num_layers,
+    number,
+    positive,
+    positive_number,
+    require,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,7 @@ class ModelConfig:
     """None: every layer has a dense MLP."""
     mla: MLAConfig | None = None
     """Latent attention; num_kv_heads and head_dim do not describe it."""
-    raw: Mapping[str, Any] = field(compare=False, repr=False)
+    raw: RawConfig = field(compare=False, repr=False)
     """The file's own content, for writing it back."""
 
     @property
@@ -65,7 +72,7 @@ class ModelConfig:
 
 
 def parse_decoder(
-    raw: Mapping[str, Any],
+    raw: RawConfig,
     *,
     attention_bias: bool | None = False,
     default_head_dim: int | None = None,
@@ -109,7 +116,7 @@ def parse_decoder(
     if mla is None and rotary_dim % 2:
         raise ModelConfigError(f"head_dim={head_dim}: {rotary_dim} dimensions are rotated in pairs; it must be even")
     return ModelConfig(
-        model_type=raw["model_type"],
+        model_type=str(raw["model_type"]),
         vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive(raw, "intermediate_size"),
@@ -135,7 +142,7 @@ def parse_decoder(
     )
 
 
-def _require_full_attention(raw: Mapping[str, Any]) -> None:
+def _require_full_attention(raw: RawConfig) -> None:
     require(raw, {"use_sliding_window": False})
     kinds = raw.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * num_layers(raw):

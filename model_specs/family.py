@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from model_specs.config import ModelConfig
-from model_specs.server_parts import DECODER, ServerParts
+from model_specs.tensors import DECODER, ServerParts
+from model_specs.values import RawConfig
 
 
 def _nothing(config: ModelConfig) -> tuple[str, ...]:
     return ()
 
 
-def _no_keys(config: ModelConfig) -> Mapping[str, Any]:
+def _no_keys(config: ModelConfig) -> RawConfig:
     return {}
 
 
@@ -28,11 +28,11 @@ class Family:
 
     architecture: str
     """Class of its language model in transformers."""
-    parse: Callable[[Mapping[str, Any]], ModelConfig]
+    parse: Callable[[RawConfig], ModelConfig]
     """Read a decoded config.json of this model_type. Raises ModelConfigError."""
     server_parts: Callable[[ModelConfig], ServerParts] = _decoder
     """Where an inference server holds the checkpoint's tensors."""
-    server_keys: Callable[[ModelConfig], Mapping[str, Any]] = _no_keys
+    server_keys: Callable[[ModelConfig], RawConfig] = _no_keys
     """Keys of config.json, with their values, that SGLang servers need or read otherwise than `parse` does."""
     ignored_by_servers: Callable[[ModelConfig], tuple[str, ...]] = _nothing
     """Keys of this model's config.json that change the model, but that SGLang servers ignore."""

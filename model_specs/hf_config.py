@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.rope import Llama3RopeScaling
 from model_specs.untrusted import UntrustedFileError, read_json_object
-from model_specs.values import ModelConfigError
+from model_specs.values import ModelConfigError, RawConfig
 
 __all__ = ["Llama3RopeScaling", "ModelConfig", "ModelConfigError", "parse_config", "read_config"]
 
@@ -28,7 +26,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ModelConfigError(f"{path}: {error}") from None
 
 
-def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+def parse_config(raw: RawConfig) -> ModelConfig:
     """Return the ModelConfig of a decoded config.json. Raises ModelConfigError naming key, value and what is
     supported."""
     model_type = raw.get("model_type")

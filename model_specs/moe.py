@@ -5,11 +5,10 @@ Invariant: as in config.py, a config that exists describes what the router and M
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from model_specs.values import ModelConfigError, optional, positive, require
+from model_specs.values import ModelConfigError, RawConfig, optional, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def gathers_tokens(num_ranks: int, top_k: int) -> bool:
     return 1 < num_ranks <= top_k
 
 
-def parse_experts(raw: Mapping[str, Any]) -> tuple[int, int]:
+def parse_experts(raw: RawConfig) -> tuple[int, int]:
     """Return the number of experts of a layer and of those that a token passes through. Raises ModelConfigError."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     key = next((key for key in keys if raw.get(key) is not None), "num_experts")
@@ -71,8 +70,9 @@ def parse_experts(raw: Mapping[str, Any]) -> tuple[int, int]:
     return num_experts, top_k
 
 
-def parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
+def parse_groups(raw: RawConfig) -> tuple[int, int]:
     """Return the number of groups of experts and of those that a token's experts come from. Raises ModelConfigError."""
+    num_experts, top_k = parse_experts(raw)
     num_groups, top_k_groups = positive(raw, "n_group"), positive(raw, "topk_group")
     if num_experts % num_groups or top_k_groups > num_groups or top_k > num_experts // num_groups * top_k_groups:
         raise ModelConfigError(
@@ -82,7 +82,7 @@ def parse_groups(raw: Mapping[str, Any], num_experts: int, top_k: int) -> tuple[
     return num_groups, top_k_groups
 
 
-def parse_mla(raw: Mapping[str, Any]) -> MLAConfig:
+def parse_mla(raw: RawConfig) -> MLAConfig:
     """Return the latent attention of a DeepSeek model. Raises ModelConfigError."""
     # The norms of the compressed vectors take transformers' default there, whatever rms_norm_eps is.
     require(raw, {"rms_norm_eps": 1e-6, "rope_interleave": True})

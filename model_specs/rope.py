@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from model_specs.values import ModelConfigError, json_object, number, positive, positive_number
+from model_specs.values import ModelConfigError, RawConfig, json_object, number, positive, positive_number
 
 _DEFAULT_ROPE_THETA = 10_000.0
 _CONTEXT = "original_max_position_embeddings"
@@ -39,7 +37,7 @@ class YarnRopeScaling:
 RopeScaling = Llama3RopeScaling | YarnRopeScaling | None
 
 
-def parse_rope(raw: Mapping[str, Any], supported: tuple[str, ...]) -> tuple[float, RopeScaling]:
+def parse_rope(raw: RawConfig, supported: tuple[str, ...]) -> tuple[float, RopeScaling]:
     """Return base and scaling. Raises ModelConfigError."""
     rope = rope_parameters(raw)
     if rope["rope_theta"] is None:
@@ -63,7 +61,7 @@ def parse_rope(raw: Mapping[str, Any], supported: tuple[str, ...]) -> tuple[floa
     )
 
 
-def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_parameters(raw: RawConfig) -> RawConfig:
     """Return everything that a config.json has about rope, where transformers looks for it: older files have
     rope_scaling, newer ones rope_parameters, of which the first wins as a whole; some keys may stand beside them."""
     source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -80,7 +78,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return rope
 
 
-def rotary_factor(raw: Mapping[str, Any], default: float, supported: tuple[float, ...]) -> float:
+def rotary_factor(raw: RawConfig, default: float, supported: tuple[float, ...]) -> float:
     """Return the fraction of each head's dimensions that are rotated. Raises ModelConfigError where it is not one of
     `supported`."""
     key = "partial_rotary_factor"
@@ -90,7 +88,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float, supported: tuple[float
     return factor
 
 
-def _yarn(rope: Mapping[str, Any]) -> YarnRopeScaling:
+def _yarn(rope: RawConfig) -> YarnRopeScaling:
     if rope.get("attention_factor") is not None:
         raise ModelConfigError(
             f"attention_factor={rope['attention_factor']!r} of rope_type='yarn' is not supported; leave it out"

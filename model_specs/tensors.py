@@ -3,10 +3,67 @@ compare folders with, and what an export writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from model_specs.config import ModelConfig
 from model_specs.moe import MLAConfig, MoEConfig
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Whole heads of a rank, in `into`: its query heads, then its keys, then its values. Ranks share a key/value head
+    where there are fewer heads than ranks."""
+
+    kind: Literal["query", "key", "value"]
+    into: str = "qkv_proj"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensor's `pieces` equal blocks of rows, each cut over the ranks, as the pieces `first` and following of
+    `into`."""
+
+    into: str
+    first: int = 0
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Whole on every rank, as the rows of `into` from `first_row` on."""
+
+    into: str
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Cut along its second dimension."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows cut over the ranks, after the vocabulary has been padded."""
+
+
+Place = Heads | Rows | WholeRows | Columns | Vocabulary
+ServerParts = Mapping[str, Place]
+
+DECODER: ServerParts = {
+    "q_proj": Heads("query"),
+    "k_proj": Heads("key"),
+    "v_proj": Heads("value"),
+    "o_proj": Columns(),
+    "gate_proj": Rows("gate_up_proj", first=0),
+    "up_proj": Rows("gate_up_proj", first=1),
+    "down_proj": Columns(),
+    "embed_tokens": Vocabulary(),
+    "lm_head": Vocabulary(),
+}
+"""Decoders with plain attention and gated MLPs."""
+
 
 EMBEDDING, OUTPUT, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 VALUE_HEAD = "score.weight"

@@ -82,7 +82,7 @@ def is_inside(name: object) -> TypeGuard[str]:
     return bool(parts) and ".." not in parts and not Path(name).is_absolute()
 
 
-def _is_deeper(value: Any, max_depth: int) -> bool:
+def _is_deeper(value: object, max_depth: int) -> bool:
     level = [value]
     for _ in range(max_depth + 1):
         level = [

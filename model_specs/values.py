@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+
+RawConfig = Mapping[str, object]
+"""A decoded config.json, or an object in it: no value has been checked."""
 
 
 class ModelConfigError(ValueError):
     """A config.json that cannot be read or that describes a model outside the supported families."""
 
 
-def positive(
-    raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 31
-) -> int:
+def positive(raw: RawConfig, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 31) -> int:
     """Return an integer from `least` to `most`. `default`, if any, stands for a key that is absent or null."""
     value = raw.get(key)
     if value is None and default is not None:
@@ -30,28 +30,28 @@ def positive(
     return value
 
 
-def optional(raw: Mapping[str, Any], key: str, default: int) -> int | None:
+def optional(raw: RawConfig, key: str, default: int) -> int | None:
     """Return a positive integer, or None for null. `default` stands for a key that is absent."""
     value = raw.get(key, default)
     return None if value is None else positive({key: value}, key)
 
 
-def num_layers(raw: Mapping[str, Any]) -> int:
+def num_layers(raw: RawConfig) -> int:
     """Return num_hidden_layers, up to what no model exceeds: lists of this length are made."""
     return positive(raw, "num_hidden_layers", most=1000)
 
 
-def number(values: Mapping[str, Any], key: str, default: float) -> float:
+def number(values: RawConfig, key: str, default: float) -> float:
     """Return a finite number. `default` stands for a key that is absent or null."""
     value = values.get(key)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ModelConfigError(f"{key}={value!r} must be a number")
     return float(value)
 
 
-def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+def boolean(raw: RawConfig, key: str, default: bool) -> bool:
     """Return true or false. `default` stands for a key that is absent."""
     value = raw.get(key, default)
     if type(value) is not bool:
@@ -59,7 +59,7 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def positive_number(values: Mapping[str, Any], key: str, default: float) -> float:
+def positive_number(values: RawConfig, key: str, default: float) -> float:
     """Return a number above 0. `default` stands for a key that is absent or null."""
     value = number(values, key, default)
     if value <= 0:
@@ -67,7 +67,7 @@ def positive_number(values: Mapping[str, Any], key: str, default: float) -> floa
     return value
 
 
-def json_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def json_object(raw: RawConfig, key: str) -> RawConfig:
     """Return the json object at `key`; empty where it is absent or null."""
     value = raw.get(key)
     if value is None:
@@ -77,7 +77,7 @@ def json_object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def require(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def require(raw: RawConfig, expected: RawConfig) -> None:
     """Raise ModelConfigError unless every key of `expected` is absent, null, or has that value."""
     for key, value in expected.items():
         if raw.get(key, value) not in (value, None):

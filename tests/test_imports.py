@@ -40,7 +40,7 @@ ORDER = {
         "untrusted values",
         "moe rope",
         "config",
-        "server_parts block_fp8 tensors",
+        "block_fp8 tensors",
         "family",
         "families",
         "hf_config weight_files",
@@ -111,7 +111,7 @@ ORDER = {
         "mutants conformance",
         "chaos bench",
     ),
-    "tools.bench": ("workload", "cpu", "convert datapath", "gpu", "__main__"),
+    "tools.bench": ("workload trl_script", "cpu", "convert datapath", "gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers large", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""

@@ -1,4 +1,4 @@
-"""Block-wise FP8 out of full tensors under Hugging Face names; see model_specs/block_fp8.py for the format."""
+"""Block-wise FP8 out of full tensors under Hugging Face names; see model_specs/tensors.py for the format."""
 
 from __future__ import annotations
 

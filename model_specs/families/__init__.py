@@ -1,22 +1,17 @@
-"""Parsers of config.json by model_type, one file a family; FAMILIES lists them all.
+"""Parsers of config.json by model_type; FAMILIES lists them all.
 
-A family has two files: here, with the standard library alone, what its checkpoint is (how config.json is read, how an
+A family has two places: here, with the standard library alone, what its checkpoint is (how config.json is read, how an
 inference server holds its tensors); in mcore_adapter/models, how Megatron builds it (layers, conversion table,
-TransformerConfig). Adding one: both files, one line in each of the two dicts, and entries in the tests' MODELS tables.
+TransformerConfig). Adding one: both places, one line in each of the two dicts, and entries in the tests' MODELS tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from model_specs.families.deepseek_v2 import DEEPSEEK_V2
-from model_specs.families.deepseek_v3 import DEEPSEEK_V3
-from model_specs.families.glm4 import GLM4
-from model_specs.families.llama import LLAMA
-from model_specs.families.mistral import MISTRAL
-from model_specs.families.qwen2 import QWEN2
-from model_specs.families.qwen3 import QWEN3
-from model_specs.families.qwen3_moe import QWEN3_MOE
+from model_specs.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from model_specs.families.llama import GLM4, LLAMA, MISTRAL
+from model_specs.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from model_specs.family import Family
 
 FAMILIES: Mapping[str, Family] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from model_specs.block_fp8 import BLOCK, SCALE
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
-from model_specs.server_parts import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
+from model_specs.tensors import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
 from rollout.inference.backend import TensorFormat
 from rollout.inference.sglang.hooks.checksums import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
 

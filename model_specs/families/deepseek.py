@@ -1,43 +1,60 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, scores by softmax, shared experts."""
+"""DeepSeek-V2 and V2-Lite (latent attention, scores by softmax, shared experts), V3 and R1 (scores by sigmoid)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
-from model_specs.server_parts import DECODER, Rows, ServerParts, WholeRows
-from model_specs.values import ModelConfigError, num_layers, number, positive, require
+from model_specs.tensors import DECODER, Rows, ServerParts, WholeRows
+from model_specs.values import ModelConfigError, RawConfig, boolean, num_layers, number, positive, require
 
 
-def _parse(raw: Mapping[str, Any]) -> ModelConfig:
-    return parse_decoder(raw, rope_types=("default", "yarn"), moe=_experts(raw), mla=parse_mla(raw))
-
-
-def _experts(raw: Mapping[str, Any]) -> MoEConfig:
-    num_experts, top_k = parse_experts(raw)
-    require(raw, {"scoring_func": "softmax", "moe_layer_freq": 1, "ep_size": 1, "norm_topk_prob": False})
+def _parse_v2(raw: RawConfig) -> ModelConfig:
+    require(raw, {"scoring_func": "softmax", "norm_topk_prob": False})
     method = raw.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelConfigError(f"topk_method={method!r} is not supported; supported: greedy, group_limited_greedy")
-    groups = parse_groups(raw, num_experts, top_k) if method == "group_limited_greedy" else (1, 1)
-    dense, width = positive(raw, "first_k_dense_replace", 0, least=0), positive(raw, "moe_intermediate_size")
-    return MoEConfig(
+    groups = parse_groups(raw) if method == "group_limited_greedy" else (1, 1)
+    return _parse(raw, groups, score_function="softmax", num_dense=0, normalize=False, scaling=1.0)
+
+
+def _parse_v3(raw: RawConfig) -> ModelConfig:
+    require(raw, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    groups = parse_groups({"n_group": 8, "topk_group": 4, **raw})
+    return _parse(raw, groups, score_function="sigmoid", num_dense=3, normalize=True, scaling=2.5)
+
+
+def _parse(
+    raw: RawConfig,
+    groups: tuple[int, int],
+    *,
+    score_function: Literal["softmax", "sigmoid"],
+    num_dense: int,
+    normalize: bool,
+    scaling: float,
+) -> ModelConfig:
+    """Parse what both versions share. `num_dense`, `normalize` and `scaling` stand for keys that are absent."""
+    require(raw, {"moe_layer_freq": 1, "ep_size": 1})
+    num_experts, top_k = parse_experts(raw)
+    num_dense = positive(raw, "first_k_dense_replace", num_dense, least=0)
+    width = positive(raw, "moe_intermediate_size")
+    moe = MoEConfig(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=width,
         shared_intermediate_size=width * positive(raw, "n_shared_experts"),
-        sparse_layers=tuple(i >= dense for i in range(num_layers(raw))),
-        score_function="softmax",
-        normalize=False,
-        scaling=number(raw, "routed_scaling_factor", 1.0),
+        sparse_layers=tuple(i >= num_dense for i in range(num_layers(raw))),
+        score_function=score_function,
+        normalize=boolean(raw, "norm_topk_prob", normalize),
+        scaling=number(raw, "routed_scaling_factor", scaling),
         num_groups=groups[0],
         top_k_groups=groups[1],
-        group_score="max",
-        correction_bias=False,
+        group_score="top2" if score_function == "sigmoid" else "max",
+        correction_bias=score_function == "sigmoid",
     )
+    return parse_decoder(raw, rope_types=("default", "yarn"), moe=moe, mla=parse_mla(raw))
 
 
 def latent_server_parts(config: ModelConfig) -> ServerParts:
@@ -52,7 +69,7 @@ def latent_server_parts(config: ModelConfig) -> ServerParts:
     return {**parts, "q_a_proj": WholeRows(into), "kv_a_proj_with_mqa": WholeRows(into, config.mla.q_lora_rank)}
 
 
-def latent_server_keys(config: ModelConfig) -> Mapping[str, Any]:
+def latent_server_keys(config: ModelConfig) -> RawConfig:
     """Return what SGLang's model reads of config.json without a default, or with another one than here. It routes by
     groups whatever topk_method is."""
     assert config.moe is not None and config.mla is not None, "the parsers of DeepSeek set them"
@@ -74,7 +91,21 @@ def latent_server_keys(config: ModelConfig) -> Mapping[str, Any]:
 _ABSENT = object()
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
-    parse=_parse,
+    parse=_parse_v2,
     server_parts=latent_server_parts,
     server_keys=latent_server_keys,
+)
+
+
+def _ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of the layers after the last one, which predict further tokens and are not trained here."""
+    return (f"model.layers.{config.num_layers}.",)
+
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    parse=_parse_v3,
+    server_parts=latent_server_parts,
+    server_keys=latent_server_keys,
+    ignored_tensors=_ignored_tensors,
 )
