@@ -6,23 +6,27 @@ Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and 
 """
 
 from allocation.checks import batch_errors, check_batch, check_model, model_errors, nearest_minibatches
-from allocation.device import CPU, GPU, Device, DeviceChoice, DeviceDecision
 from allocation.device_mapping import DeviceMapping, parse_device_mappings
 from allocation.errors import AllocationError
 from allocation.layout import (
+    CPU,
     GENERATOR_BACKENDS,
     GENERATOR_ROLE,
+    GPU,
     MEGATRON_ROLES,
     ROLES,
     TRAINER_ROLE,
     Backend,
+    Device,
+    DeviceChoice,
+    DeviceDecision,
     ParallelLayout,
     UndecidedBackendError,
     layers_of_chunks,
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
-from allocation.suggestions import Checks
+from allocation.sizes import Checks
 
 __all__ = [
     "CPU",

@@ -13,6 +13,22 @@ from typing import Literal
 
 from allocation.errors import AllocationError, divisors, nearest_of
 
+Device = Literal["cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+"""What a user may write; auto leaves the choice to the run, which reports it with the reason."""
+
+CPU: Device = "cpu"
+GPU: Device = "cuda"
+
+
+@dataclass(frozen=True)
+class DeviceDecision:
+    """The device of a role, and the reason in words for the start-up table."""
+
+    device: Device
+    reason: str
+
+
 Backend = Literal["sglang", "embedded", "mock", "megatron"]
 GENERATOR_BACKENDS: tuple[Backend, ...] = ("sglang", "embedded", "mock")
 

@@ -20,10 +20,8 @@ from allocation.layout import (
     chosen_backend,
     generator_layout_for,
 )
-from allocation.placement import Cluster
-from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation
-from allocation.sizes import check_sizes, make_cluster
-from allocation.suggestions import Checks, Layouts, nearest_to
+from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster
+from allocation.sizes import Checks, Layouts, check_sizes, make_cluster, nearest_to
 from config_schema.nearest import did_you_mean
 
 

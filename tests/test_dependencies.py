@@ -19,7 +19,7 @@ OWNER = {
 }
 DEVICE_WORDS = re.compile(r"\b(cuda|nccl|gloo)\b")
 MAY_NAME_DEVICES = (
-    "allocation/device.py",
+    "allocation/layout.py",
     "mcore_adapter/device.py",
     "mcore_adapter/cpu/",
     "mcore_adapter/cuda/",

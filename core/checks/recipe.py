@@ -24,8 +24,7 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
-from rollout.data.preferences import read_preferences
-from rollout.data.rows import Row, read_examples, scan_rows
+from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError, load_plugin, unknown_name

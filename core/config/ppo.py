@@ -9,7 +9,7 @@ from typing import Literal
 from config_schema.needs import above, equals, fact, given, refused_without
 from config_schema.section import Section, Violation, key, section
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
-from rollout.data.preferences import PreferenceFields
+from rollout.data.rows import PreferenceFields
 from rollout.data.source import DataSource, Fields
 from rollout.inference.backend import FlagValue
 

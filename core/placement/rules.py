@@ -20,7 +20,7 @@ from allocation import (
     nearest_minibatches,
 )
 from allocation.plan import SAME_WEIGHTS
-from allocation.suggestions import nearest_layouts_of
+from allocation.sizes import nearest_layouts_of
 from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.placement.allocation import on_devices, resolve_allocation

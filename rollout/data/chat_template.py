@@ -20,9 +20,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.data.columns import parsed
 from rollout.data.messages import ANSWER_KEYS, LOSS_KEYS, Messages
-from rollout.data.source import DatasetError
+from rollout.data.source import DatasetError, parsed
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.data.columns import parsed
+from rollout.data.source import parsed
 
 Messages = tuple[dict[str, Any], ...]
 

@@ -15,7 +15,7 @@ from allocation import (
     model_errors,
     parse,
 )
-from allocation.suggestions import nearest_layouts_of
+from allocation.sizes import nearest_layouts_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from allocation import AllocationError, ParallelLayout, parse, parse_device_mappings
-from allocation.expression import parse_devices
+from allocation.device_mapping import parse_devices
 
 
 def error_of(mappings: dict, n_nodes: int = 1, n_gpus_per_node: int = 8) -> AllocationError:

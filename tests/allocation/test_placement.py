@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from allocation import MEGATRON_ROLES, Allocation, parse
 from allocation.layout import ParallelLayout
-from allocation.placement import Cluster, split
+from allocation.plan import Cluster, split
 
 LAYOUTS = st.builds(ParallelLayout, dp=st.integers(1, 6), tp=st.integers(1, 6), pp=st.integers(1, 3))
 

@@ -14,7 +14,7 @@ from core.config.experiments import PPOMATHConfig
 from core.config.parsing.problems import ConfigError
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO
-from rollout.data.preferences import PreferenceFields
+from rollout.data.rows import PreferenceFields
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:

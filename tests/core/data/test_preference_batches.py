@@ -16,7 +16,7 @@ from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
 from rollout.data.encoder import Encoder
-from rollout.data.preferences import PreferenceFields
+from rollout.data.rows import PreferenceFields
 from rollout.data.source import DatasetError, DataSource, Fields
 
 

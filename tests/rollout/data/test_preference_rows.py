@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.data.preferences import PreferenceFields, read_preferences
+from rollout.data.rows import PreferenceFields, read_preferences
 from rollout.data.source import DatasetError
 
 
