@@ -20,7 +20,7 @@ from core.data.passes import Unit, deal_minibatches, units_of
 from core.data.rollout_batch import RolloutBatch
 from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use
 from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.weights import TokenWeights
+from mcore_adapter.data.sequences import TokenWeights
 
 Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 """By field: (sequences, values) of each rank that has results."""

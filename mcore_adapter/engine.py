@@ -20,14 +20,11 @@ from torch import Tensor
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.microbatch import Microbatch
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
-from mcore_adapter.data.planner import Planner, attention_cost
+from mcore_adapter.data.planner import BatchShard, Microbatch, Planner, attention_cost, weighed, whole
 from mcore_adapter.data.routing_inputs import check_routed_experts
-from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.sequences import Divisors, Sequences, TokenWeights, token_mean
 from mcore_adapter.data.shape import BatchShape
-from mcore_adapter.data.shard import BatchShard, weighed, whole
-from mcore_adapter.data.weights import Divisors, TokenWeights, token_mean
 from mcore_adapter.device import Device
 from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export
 from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
-    from mcore_adapter.data.weights import sequence_mean as sequence_mean
+    from mcore_adapter.data.sequences import sequence_mean as sequence_mean
     from mcore_adapter.models.forward import ModelOutput as ModelOutput
     from rollout.journal import recorded as recorded
     from rollout.types import Completion as Completion
@@ -65,7 +65,7 @@ _HOME = {
     "Sequences": "mcore_adapter.data.sequences",
     "recorded": "rollout.journal",
     "sample_seed": "rollout.workflows",
-    "sequence_mean": "mcore_adapter.data.weights",
+    "sequence_mean": "mcore_adapter.data.sequences",
 }  # fmt: skip
 """Public name -> the module that defines it."""
 

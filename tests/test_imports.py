@@ -165,7 +165,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.models.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
         "mcore_adapter.optimizer.training": "mcore_adapter.cuda.gradients",
-        "mcore_adapter.models.experts.routing": "mcore_adapter.cuda.routing",
+        "mcore_adapter.models.router": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.hooks "

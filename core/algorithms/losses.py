@@ -17,7 +17,7 @@ from core.algorithms.corrections import behaviour_log_weight, correction_weights
 from core.algorithms.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, Terms, make_terms
 from core.algorithms.rewards import kl_loss
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.weights import TOKEN_WEIGHTS
+from mcore_adapter.data.sequences import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
     from mcore_adapter.data.sequences import Sequences

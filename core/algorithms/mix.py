@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.weights import token_mean
+from mcore_adapter.data.sequences import token_mean
 
 DEMONSTRATION = "demonstration"
 """The field [T] bool of tokens, prompts included, of sequences that no policy sampled."""

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from core.algorithms.base import Metrics, Objective
 from core.algorithms.losses import sft_loss, trained_weights
 from mcore_adapter.data.batch import PAIR
-from mcore_adapter.data.weights import sequence_mean
+from mcore_adapter.data.sequences import sequence_mean
 
 if TYPE_CHECKING:
     from mcore_adapter.data.batch import PackedBatch

@@ -27,7 +27,7 @@ from core.algorithms.rewards import (
 )
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
-from mcore_adapter.data.weights import sequence_mean, token_mean, token_sum
+from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch

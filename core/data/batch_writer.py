@@ -9,8 +9,8 @@ import torch
 
 from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
 from mcore_adapter.data.shape import read_shape
-from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
 
 
 def weights_field(engine: str) -> str:

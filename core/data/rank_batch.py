@@ -15,9 +15,9 @@ from torch import Tensor
 from core.data.batch_writer import weights_field
 from core.data.stored_batch import Arrays, Reader, Ref, StoredBatch, StoredFields
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, index_of_tokens
+from mcore_adapter.data.planner import BatchShard
+from mcore_adapter.data.sequences import TOKEN_WEIGHTS
 from mcore_adapter.data.shape import BatchShape
-from mcore_adapter.data.shard import BatchShard
-from mcore_adapter.data.weights import TOKEN_WEIGHTS
 
 Fetch = Callable[[list[Ref]], list[Arrays]]
 

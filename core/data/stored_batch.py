@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.planner import Planner, Plans
+from mcore_adapter.data.sequences import Divisors
 from mcore_adapter.data.shape import BatchShape
-from mcore_adapter.data.shard import Plans
-from mcore_adapter.data.weights import Divisors
 
 Ref = Any
 """A reference to an object in the store (ray.ObjectRef), or the object itself where it is small."""

@@ -27,8 +27,7 @@ from core.processes.stacks import forget_modules
 from core.schedule import schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import sequence_of_token
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import weigh_tokens
+from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
 from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from mcore_adapter.checkpoint.checkpoint import model_state
 from mcore_adapter.checkpoint.restricted import METADATA_FILE, UNREADABLE, RestrictedReader, in_one_line
 from mcore_adapter.device import Device
-from mcore_adapter.hf.file_rows import FileRows, write_rows
+from mcore_adapter.hf.safetensors_folder import FileRows, write_rows
 from mcore_adapter.models.conversions import Conversion
 from mcore_adapter.models.gpt import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState

@@ -28,16 +28,15 @@ from mcore_adapter.checkpoint.stored_tensors import (
     stored_parts,
 )
 from mcore_adapter.device import get_device
-from mcore_adapter.hf.file_rows import FileRows
 from mcore_adapter.hf.safetensors_folder import (
+    FileRows,
     SafetensorsFolder,
     ShardWriter,
     copy_tokenizer,
 )
 from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, write_config
-from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, outer_table
 from mcore_adapter.models.gpt import check_layout
-from mcore_adapter.models.tables import EMBEDDING, outer_table
 from mcore_adapter.parallel import ParallelState
 from model_specs.hf_config import ModelConfig
 from model_specs.model_folder import TOKENIZER_FILES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
@@ -26,12 +26,71 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.overrides import TorchFunctionMode
 
-from mcore_adapter.cpu.adam import FusedAdam
 from mcore_adapter.cpu.attention import rotary_thd
-from mcore_adapter.cpu.elementwise import swiglu
+from mcore_adapter.cpu.kernels import swiglu, use_onednn
 from mcore_adapter.cpu.layers import CpuDuplicatedLinear, CpuRMSNorm, cpu_layer_spec
-from mcore_adapter.cpu.products import use_onednn
 from mcore_adapter.settings import Fp8Recipe
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (or Adam with L2, adam_w_mode=False) on torch's fused CPU kernel."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        **_: Any,
+    ) -> None:
+        assert bias_correction and not amsgrad, "Megatron requests plain Adam"
+        super().__init__(
+            params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
+        self.adam_w_mode = adam_w_mode
+
+    def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[param]
+        if not state:
+            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient once."""
+        assert closure is None, "Megatron computes the gradients itself"
+        fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self._state_of(p) for p in params]
+            beta1, beta2 = group["betas"]
+            fused(
+                params,
+                [p.grad for p in params],
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [],
+                [torch.tensor(float(group["step"]))] * len(params),
+                amsgrad=False,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPE, _TENSOR_CUDA = torch.Tensor.type, torch.Tensor.cuda

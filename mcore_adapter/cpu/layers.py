@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention, zigzag_attention
-from mcore_adapter.cpu.elementwise import rms_norm
+from mcore_adapter.cpu.kernels import rms_norm
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 
 

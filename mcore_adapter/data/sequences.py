@@ -1,17 +1,70 @@
-"""Sums over the tokens of each sequence of a microbatch, for losses that need more than one token at a time.
-
-Context parallelism spreads the tokens of a sequence over several ranks. Invariant: `Sequences.sum` returns the same on
-every rank of such a group, and its gradient reaches the tokens on all of them.
-"""
+"""Sums over the tokens of a minibatch: what a loss is the mean of, and sums of each sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mcore_adapter.data.batch import PackedBatch, sequence_of_token
+
+TOKEN_WEIGHTS = "token_weights"
+"""The field [T] float32 in which a loss finds the weights of its tokens."""
+TokenWeights = Callable[[PackedBatch], Tensor]
+"""minibatch -> weight of each of its tokens [T]."""
+
+
+def token_mean(minibatch: PackedBatch) -> Tensor:
+    """Weigh every trained token alike: [T] float64, 0 outside loss_mask."""
+    return minibatch.loss_mask.double()
+
+
+def sequence_mean(minibatch: PackedBatch) -> Tensor:
+    """Weigh every sequence alike, and so every trained token of its L: 1 / L, [T] float64.
+
+    Sequences without trained tokens have no weight, so that the sum is the number of those that have some."""
+    mask = minibatch.loss_mask
+    sequence = sequence_of_token(minibatch.seq_lens)
+    trained = torch.zeros(minibatch.num_sequences, dtype=torch.float64).index_add(0, sequence, mask.double())
+    return torch.where(mask, 1.0 / trained[sequence].clamp(min=1), 0.0)
+
+
+def token_sum(minibatch: PackedBatch, *, divisor: float) -> Tensor:
+    """Weigh every trained token by 1, with a sum of `divisor` whatever their number: [T] float64.
+
+    The first token is never trained; it holds the difference, and no loss has a term for it. Source: Liu et al. 2025
+    ("Understanding R1-Zero-like training"), which divides by a constant."""
+    weights = minibatch.loss_mask.double()
+    weights[0] = divisor - weights.sum()
+    return weights
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """Sums of the weights of a minibatch."""
+
+    loss: float
+    """Of all tokens."""
+    metrics: float
+    """Of the trained tokens."""
+
+
+def weigh_tokens(minibatch: PackedBatch, token_weights: TokenWeights) -> tuple[PackedBatch, Divisors]:
+    """Return the minibatch with the field TOKEN_WEIGHTS, and the sums of the weights; 1 where a sum is 0.
+
+    Raises ValueError where the weights are not one finite number a token, or their sum is negative."""
+    weights = token_weights(minibatch).detach().double()
+    if weights.shape != minibatch.loss_mask.shape:
+        raise ValueError(f"token_weights: shape {tuple(weights.shape)}, expected [T] = [{minibatch.num_tokens}]")
+    total = float(weights.sum())
+    trained = float(weights[minibatch.loss_mask].sum())
+    if not 0.0 <= total < float("inf") or not 0.0 <= trained < float("inf"):
+        raise ValueError(f"token_weights: a sum of {total}, {trained} of trained tokens; expected positive numbers")
+    return minibatch.with_fields(**{TOKEN_WEIGHTS: weights.float()}), Divisors(total or 1.0, trained or 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from allocation import layers_of_chunks
-from mcore_adapter.hf.pieces import Shapes, numel, parts_of, shapes_of, unwrap
-from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.hf.loading import Shapes, numel, parts_of, shapes_of, unwrap
+from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, layer_table, outer_table
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
-from mcore_adapter.models.tables import EMBEDDING, layer_table, outer_table
 from mcore_adapter.parallel import ParallelState
 from model_specs.tensors import CORRECTION_BIAS
 

@@ -1,6 +1,6 @@
 """Weights of a sharded model, read from a Hugging Face folder or drawn from a seed.
 
-Every operation follows the tables of tables.py. Invariant: no rank ever holds more than its own shard plus one
+Every operation follows the tables of conversions.py. Invariant: no rank ever holds more than its own shard plus one
 parameter.
 """
 
@@ -10,21 +10,57 @@ import hashlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from mcore_adapter.hf.pieces import Shapes, parts_of, shapes_of, unwrap
 from mcore_adapter.hf.safetensors_folder import SafetensorsFolder
-from mcore_adapter.models.conversions import Conversion
+from mcore_adapter.models.conversions import Conversion, Piece
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig
-from model_specs.tensors import VALUE_HEAD
+from model_specs.tensors import VALUE_HEAD, hf_shapes
 from model_specs.weight_files import check_tensors
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Hugging Face name -> shape of the full tensor."""
+
+
+def unwrap(chunks: Sequence[nn.Module]) -> list[ModelChunk]:
+    """Return the chunks inside wrappers such as Megatron's DistributedDataParallel."""
+    models = []
+    for chunk in chunks:
+        while not isinstance(chunk, ModelChunk):
+            chunk = chunk.get_submodule("module")
+        models.append(chunk)
+    return models
+
+
+def shapes_of(models: Sequence[ModelChunk]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of the tensors of a model, by Hugging Face name."""
+    return hf_shapes(models[0].model_config, is_critic=models[0].is_critic)
+
+
+def parts_of(
+    local: Tensor, conversion: Conversion, shapes: Shapes, tp_rank: int, tp: int
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the pieces of a parameter's shard with the views of `local` where they lie."""
+    dim, offset = conversion.tp_dim or 0, 0
+    sizes = {name: shapes[name][dim] for name in conversion.names}
+    for piece in conversion.pieces(sizes, rank=tp_rank, tp=tp):
+        length = piece.stop - piece.start
+        yield piece, local.narrow(dim, offset, length)
+        offset += length
+    assert offset == local.size(dim), f"{conversion} fills {offset} of {local.size(dim)}"
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    return torch.Size(shape).numel()
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mcore_adapter.hf.exporting import iter_hf_weights
-from mcore_adapter.hf.pieces import Shapes, unwrap
+from mcore_adapter.hf.loading import Shapes, unwrap
 from mcore_adapter.hf.safetensors_folder import ShardWriter, TensorSpec, copy_tokenizer, replacing_folder
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.parallel import ParallelState

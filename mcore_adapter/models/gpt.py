@@ -28,12 +28,19 @@ from allocation import ParallelLayout
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 from mcore_adapter.device import Device
 from mcore_adapter.memory.recompute import install_recomputation, recompute_layers
-from mcore_adapter.models.conversions import Conversion, OfExpert
+from mcore_adapter.models.conversions import (
+    EMBEDDING,
+    OUTPUT,
+    Conversion,
+    OfExpert,
+    canonical_name,
+    layer_table,
+    outer_table,
+    unstacked,
+)
 from mcore_adapter.models.experts.stacked import stack_experts
-from mcore_adapter.models.layer_specs import block_spec, install_post_norms
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
-from mcore_adapter.models.tables import EMBEDDING, OUTPUT, canonical_name, layer_table, outer_table, unstacked
-from mcore_adapter.models.transformer_config import transformer_config
+from mcore_adapter.models.transformer_config import block_spec, install_post_norms, transformer_config
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe, Level
 from model_specs.config import ModelConfig

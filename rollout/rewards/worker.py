@@ -1,4 +1,4 @@
-"""One reward worker: a process of its own that scores answers until its pool closes the socket. Started by reward.py.
+"""One reward worker: a process of its own that scores answers until its pool closes the socket. Started by pool.py.
 
 Over the socket come pickled lists of (prompt, text); back goes one `_RESULT` per answer, in order and as soon as it is
 known, so the pool always has the answer that is being scored when a worker hangs or exits. Invariant: whatever an

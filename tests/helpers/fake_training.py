@@ -42,8 +42,7 @@ from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import Planner
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import TOKEN_WEIGHTS, Divisors
+from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Divisors, Sequences
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory

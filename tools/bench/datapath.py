@@ -42,8 +42,7 @@ from core.recovery.recover import RunState
 from core.rollout_settings import DataFacts
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
-from mcore_adapter.data.planner import Planner
-from mcore_adapter.data.shard import BatchShard
+from mcore_adapter.data.planner import BatchShard, Planner
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineConfig, EngineModel
 from rollout.experience import Schedule

@@ -26,8 +26,7 @@ from core.config.ppo import DPOHyperparameters
 from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import weigh_tokens
+from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
 
 PER_TOKEN = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy", "versions")

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcore_adapter.data.routing_inputs import RoutingInputs
-from mcore_adapter.models.experts.exchange import Pending, begin_gather
-from mcore_adapter.models.experts.products import Rows, SharedRows, sorted_rows
+from mcore_adapter.models.experts.products import Pending, Rows, SharedRows, begin_gather, sorted_rows
 from model_specs.moe import gathers_tokens
 
 

@@ -7,8 +7,7 @@ import torch
 
 from core.algorithms.offline import DPO
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import weigh_tokens
+from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
 
 LENS = (4, 3, 6, 5)

@@ -18,7 +18,7 @@ from helpers.engine_cases import make_engine, random_batch
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.data.batch import PAIR
-from mcore_adapter.data.weights import sequence_mean, weigh_tokens
+from mcore_adapter.data.sequences import sequence_mean, weigh_tokens
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2), "cp2": ParallelLayout(cp=2), "pp2": ParallelLayout(pp=2), "dp2": ParallelLayout(dp=2),

@@ -17,8 +17,7 @@ from core.data.rollout_batch import RolloutBatch
 from core.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences
-from mcore_adapter.data.weights import weigh_tokens
+from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
 
 MU = 0.25

@@ -20,8 +20,8 @@ from core.data.rank_batch import RankBatch
 from core.data.stored_batch import Arrays, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.sequences import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
 from mcore_adapter.data.shape import BatchShape, shape_of
-from mcore_adapter.data.weights import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
 
 GROUPS = (4, 2, 2, 4)
 """Answers to each prompt."""

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_adapter.data.microbatch import plan_microbatches
-from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.planner import Planner, plan_microbatches
 from mcore_adapter.data.shape import BatchShape
 
 CAPACITY = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_adapter.hf.file_rows import FileRows, write_all, write_rows
+from mcore_adapter.hf.safetensors_folder import FileRows, write_all, write_rows
 
 CONTENT = torch.arange(5 << 20, dtype=torch.float32).view(-1, 1024)
 BEGIN = 4097

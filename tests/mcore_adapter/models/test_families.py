@@ -11,8 +11,15 @@ import torch
 import model_specs.families
 from helpers.hf_configs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
 from helpers.tiny_models import MODELS, checkpoint_tensors, make_model
-from mcore_adapter.models.conversions import Conversion, MergeGateUp, MergeQKV, SplitGateUp
-from mcore_adapter.models.tables import canonical_name, layer_table, outer_table
+from mcore_adapter.models.conversions import (
+    Conversion,
+    MergeGateUp,
+    MergeQKV,
+    SplitGateUp,
+    canonical_name,
+    layer_table,
+    outer_table,
+)
 from model_specs.hf_config import ModelConfigError, parse_config
 from model_specs.tensors import CORRECTION_BIAS, hf_shapes
 

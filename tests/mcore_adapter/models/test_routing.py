@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.engine_cases import ON_A_GPU
-from mcore_adapter.models.experts.routing import routing_for
+from mcore_adapter.models.router import routing_for
 from model_specs.moe import MoEConfig
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_adapter.cpu.adam import FusedAdam
+from mcore_adapter.cpu.device import FusedAdam
 from mcore_adapter.optimizer import state as optimizer_state
 from mcore_adapter.optimizer.state import ALIGNMENT, SLAB_BYTES, HostPages, OptimizerState
 
