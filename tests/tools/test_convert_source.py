@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from core.experiments.sft import ENGINE
 from tools.convert import _parser, _source
 
 
@@ -52,13 +51,6 @@ def test_of_several_engines_the_actor_is_taken_or_one_must_be_named(tmp_path: Pa
         _source(tmp_path, None, to_megatron=False)
     actor = write_engine(tmp_path, "actor")
     assert _source(tmp_path, None, to_megatron=False) == actor
-
-
-def test_the_help_names_the_engines_of_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _parser().parse_args(["--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert f"actor or critic of a PPO run, {ENGINE} of an SFT or DPO run; default: its only engine, or actor" in words
 
 
 def write_engine(checkpoint: Path, engine: str) -> Path:

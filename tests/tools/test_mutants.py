@@ -13,7 +13,6 @@ import pytest
 from tools.mutants import (
     CatalogueError,
     Mutant,
-    TestRun,
     Verdict,
     changed_files,
     copy_tree,
@@ -22,7 +21,6 @@ from tools.mutants import (
     mutate,
     report,
     run_tests,
-    select,
     try_mutant,
 )
 
@@ -73,7 +71,6 @@ def write_test(tree: Path, body: str) -> None:
     [
         ("assert half(4) == 2", {}, "killed"),
         ("assert half(0) == 0", {}, "survived"),
-        ("while half(4) != 2: pass", {}, "killed"),
         ("assert half(4) == 2", {"replace": "m // 3"}, "error"),
         ("assert half(4) == 2", {"tests": ("tests/core/test_half.py", "-k", "third")}, "error"),
         ("assert half(4) == 2", {"find": "n // 4"}, "gone"),
@@ -86,8 +83,7 @@ def test_only_a_test_that_notices_the_bug_kills_it(
     test: str, changes: dict[str, Any], outcome: str, tree: Path
 ) -> None:
     write_test(tree, test)
-    limit = 10.0 if "while" in test else 60.0
-    assert try_mutant(mutant(**changes), tree, limit_seconds=limit).outcome == outcome
+    assert try_mutant(mutant(**changes), tree, limit_seconds=60.0).outcome == outcome
     assert (tree / "core/half.py").read_text() == SOURCE
 
 
@@ -114,12 +110,6 @@ def test_a_malformed_entry_is_named(text: str, said: str, tmp_path: Path) -> Non
         load(tmp_path)
 
 
-def test_skipped_tests_have_not_passed() -> None:
-    assert TestRun(code=0, output="2 passed, 1 skipped").passed
-    assert not TestRun(code=0, output="3 skipped").passed
-    assert not TestRun(code=1, output="1 failed, 2 passed").passed
-
-
 @pytest.mark.parametrize(
     ("outcomes", "code", "last"),
     [
@@ -134,12 +124,6 @@ def test_survivors_and_a_low_score_fail(
 ) -> None:
     assert report([Verdict(mutant=mutant(), outcome=outcome) for outcome in outcomes]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
-
-
-def test_entries_are_chosen_by_id_and_by_file() -> None:
-    entries = [mutant(id=f"m{i}", file=f"{'core' if i % 3 else 'rollout'}/f{i}.py") for i in range(9)]
-    assert [m.id for m in select(entries, ids=["m[12]"])] == ["m1", "m2"]
-    assert {m.file for m in select(entries, areas=["rollout/"])} == {"rollout/f0.py", "rollout/f3.py", "rollout/f6.py"}
 
 
 def test_the_tests_of_a_changed_file_mirror_it(tree: Path) -> None:

@@ -79,11 +79,6 @@ def test_spans_that_overlap_get_rows_and_spans_inside_others_do_not() -> None:
     assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {1, 2}  # type: ignore[attr-defined]
 
 
-def test_only_what_overlaps_the_window_is_shown() -> None:
-    spans = [span(0, 5), span(4, 6), span(9, 20), span(10, 12)]
-    assert clipped(spans, (5, 10)) == [span(4, 6), span(9, 20)]
-
-
 def test_busy_is_the_share_of_the_time_in_which_one_or_more_run(run: Path) -> None:
     assert covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
     spans = clipped(read_spans(run), (13_000_000, 15_000_000))
