@@ -44,7 +44,7 @@ class Device(Protocol):
         """Enter once per thread that builds or runs Megatron objects. Re-entrant."""
         ...
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         """Return the TransformerConfig fields that depend on the device: fusions, point-to-point modes,
         initialization."""
         ...

@@ -62,6 +62,7 @@ ORDER = {
         "producer evaluation",
     ),
     "mcore_adapter": (
+        "autograd",
         "settings data",
         "cpu cuda",
         "device",

@@ -24,7 +24,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -36,6 +36,17 @@ from tools.demo.data import save_model, write_jsonl
 
 Curve = list[dict[str, str]]
 """One dict for each step: metric -> float.hex()."""
+
+
+class Recording(TypedDict):
+    """What a recording file holds."""
+
+    environment: dict[str, str]
+    """What the numbers depend on beside the code."""
+    steps: int
+    curves: dict[str, Curve]
+    """Case -> its curve."""
+
 
 LAYOUTS = {"1": "d1m1p1", "tp2": "d1m2p1", "pp2": "d1m1p2", "dp2": "d2m1p1"}
 MODEL = {"path": "${oc.env:CURVES}/model", "optimizer": {"lr": 2e-4, "lr_scheduler_type": "cosine"}}
@@ -89,12 +100,12 @@ class CaseFailed(RuntimeError):
     """A case did not run to its end, or did not report a metric."""
 
 
-def read_recording(file: Path) -> dict[str, Any]:
+def read_recording(file: Path) -> Recording:
     """Return what `record` wrote. Raises OSError, and ValueError for anything else."""
     content = json.loads(file.read_text(encoding="utf-8"))
     if not (isinstance(content, dict) and {"curves", "steps", "environment"} <= content.keys() and content["curves"]):
         raise ValueError("it holds no curves")
-    return content
+    return cast(Recording, content)
 
 
 def main() -> int:
@@ -146,7 +157,7 @@ def table_row(before: Curve, after: Curve | None) -> tuple[str, ...]:
     return (equal,)
 
 
-def measure(cases: Sequence[str], root: Path, steps: int, console: Console) -> dict[str, Any]:
+def measure(cases: Sequence[str], root: Path, steps: int, console: Console) -> Recording:
     """Run the cases in `root`, one after the other. Return the recording; it lacks cases that failed."""
     curves, bar = {}, Progress(console=console, disable=not console.is_terminal)
     with tempfile.TemporaryDirectory(prefix="curves-") as name, bar:
@@ -233,7 +244,7 @@ def _path(root: Path) -> str:
     return os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
 
 
-def trained_rows(folder: Path) -> list[dict[str, Any]]:
+def trained_rows(folder: Path) -> list[dict[str, float]]:
     """Return a dict for each trained step of the run that writes below `folder`."""
     return [row for path in folder.rglob("metrics.jsonl") for row in read_rows(path) if "grad_norm" in row]
 

@@ -266,7 +266,7 @@ def spanned(*, leave_out: Collection[str] = ()) -> Callable[[C], C]:
     return decorate
 
 
-def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(method: Callable[..., object]) -> Callable[..., object]:
     name = method.__name__.replace("_", " ")
     if inspect.iscoroutinefunction(method):
 

@@ -151,7 +151,7 @@ def load_plain(content: bytes) -> Any:
         raise pickle.UnpicklingError(f"it has the opcode {error}, which no list of tensors has") from error
 
 
-def load_common(folder: Path) -> dict[str, Any]:
+def load_common(folder: Path) -> dict[str, object]:
     """Return what a checkpoint holds beside its tensors. Raises OSError where common.pt or metadata.json is damaged."""
     try:
         read_json_object(folder / "metadata.json")
@@ -260,7 +260,7 @@ class _RestrictedPlanner(MCoreLoadPlanner):
 class RestrictedStrategy(TorchDistLoadShardedStrategy):
     """Megatron's strategy for torch_dist checkpoints with the reader and the planner of this module."""
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> dict[str, Any]:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> dict[str, object]:
         """Return the state dict with everything loaded; as the method of the base class."""
         tensors = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
         planner = _RestrictedPlanner(

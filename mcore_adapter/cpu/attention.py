@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.shared_prompts import SharedPromptParams
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
@@ -134,7 +134,7 @@ class _PackedCausalAttention(torch.autograd.Function):
     """Block by block; saves unexpanded keys and values, and for long blocks no probabilities (flash attention)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[_Block, ...], scale: float) -> Tensor:
         out, kept = torch.empty_like(q), []
         for block in blocks:
             inputs = (block.take(q), block.take(k), block.take(v))
@@ -149,7 +149,7 @@ class _PackedCausalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         q, k, v, out, *kept = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for block, from_forward in zip(ctx.blocks, kept, strict=True):
@@ -308,13 +308,13 @@ class _Rotate(torch.autograd.Function):
     """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of the last dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         return _rotate(x.float(), cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin).to(ctx.dtype), None, None
 
@@ -332,7 +332,7 @@ class RotaryCache:
     """Cosines and sines of the last few packings: all layers of a microbatch share them."""
 
     def __init__(self, size: int = 4) -> None:
-        self._entries: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
+        self._entries: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = {}
         self._size = size
 
     def get(self, freqs: Tensor, cu_seqlens: Tensor, cp: int, rank: int) -> tuple[Tensor, Tensor]:

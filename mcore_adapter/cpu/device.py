@@ -45,7 +45,7 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **_: Any,
+        **_: object,
     ) -> None:
         assert bias_correction and not amsgrad, "Megatron requests plain Adam"
         super().__init__(
@@ -145,13 +145,15 @@ class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
             torch.set_rng_state(outer)
 
 
-def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+def _bias_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: object) -> torch.Tensor:
     """Compute swiglu with the signature of Megatron's fused operation."""
     assert bias is None, "no supported family has a bias here"
     return swiglu(gate_up)
 
 
-def _weighted_swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _weighted_swiglu(
+    gate_up: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, *_: object
+) -> torch.Tensor:
     """Return the same for an expert: weight [t, 1] of each token."""
     assert bias is None, "no supported family has a bias here"
     return (swiglu(gate_up) * weight).to(gate_up.dtype)

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_adapter.autograd import Context
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float() if x.dtype == torch.bfloat16 else x
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
@@ -20,7 +22,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, scale = ctx.saved_tensors
         if x.dtype == torch.bfloat16:
             wide, grad = x.float(), grad.float()
@@ -41,14 +43,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         activated = F.silu(gate)
         ctx.save_for_backward(gate_up, activated)
         return activated * up
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> Tensor:  # type: ignore[override]
         gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)

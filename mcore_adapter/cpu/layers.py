@@ -27,7 +27,7 @@ from mcore_adapter.data.shared_prompts import SharedPromptParams
 class CpuRMSNorm(torch.nn.Module):
     """RMSNorm that may run on a sequence-parallel shard (Megatron's own torch wrapper refuses to)."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, "set by build_model()"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
@@ -41,7 +41,9 @@ class CpuRMSNorm(torch.nn.Module):
 class CpuDuplicatedLinear(torch.nn.Module):
     """A linear layer that is whole on every tensor-parallel rank, each of which sees its share of the tokens."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **_: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, bias: bool, **_: object
+    ) -> None:
         assert not bias, "no supported family has a bias here"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
@@ -64,7 +66,7 @@ class CpuCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import megatron.core.transformer.mlp as megatron_mlp
 import megatron.core.transformer.moe.shared_experts as megatron_shared_experts
@@ -68,7 +67,7 @@ class CudaDevice:
         with torch.cuda.device(self.torch_device):
             yield
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         return dict(
             use_cpu_initialization=False,
             apply_rope_fusion=True,

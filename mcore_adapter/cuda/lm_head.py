@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES, chunks
 
 _BLOCK = 4096
@@ -91,7 +92,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -128,7 +129,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_norm, entropy = ctx.saved_tensors
         kept, ctx.logits = ctx.logits, None  # overwritten below: a second backward must recompute
         if grad_logprobs is None:

@@ -8,14 +8,13 @@ Invariant: from forward to backward the logits and the numbers of the chosen exp
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_adapter.autograd import Context
 from model_specs.moe import MoEConfig
 
 _TILE = 512  # elements of a program: 16 a thread
@@ -122,7 +121,7 @@ def _routing_grad_kernel(
 class _Routing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, moe: MoEConfig, bias: Tensor | None, forced: Tensor | None
+        ctx: Context, logits: Tensor, moe: MoEConfig, bias: Tensor | None, forced: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         t = len(logits)
         logits = logits.contiguous()
@@ -150,7 +149,7 @@ class _Routing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor, _: None) -> tuple[Tensor, None, None, None]:
         (logits, experts), moe = ctx.saved_tensors, ctx.moe
         t, grad_logits = len(logits), torch.empty_like(logits)
         block = triton.next_power_of_2(moe.num_experts)
@@ -172,6 +171,6 @@ def fused_routing(
     return weights, experts
 
 
-def _common(moe: MoEConfig) -> dict[str, Any]:
+def _common(moe: MoEConfig) -> dict[str, object]:
     """Return what both kernels are compiled for."""
     return {"SOFTMAX": moe.score_function == "softmax", "NORMALIZE": moe.normalize, "num_warps": 1}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.batch import PackedBatch, sequence_of_token
 
 TOKEN_WEIGHTS = "token_weights"
@@ -73,7 +73,7 @@ class Sequences:
 
     of_token: Tensor  # [t] int64: the sequence of each token on this rank, 0 .. count - 1
     count: int  # n, the same on every context-parallel rank
-    group: Any = None
+    group: object = None
     """Ranks that share the tokens of a sequence (torch.distributed.ProcessGroup); None: this rank has all of them."""
 
     def sum(self, x: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ class _AllReduce(torch.autograd.Function):
     """Sum over ranks. Every rank's loss depends on the sum, so the gradients of all ranks add up as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: object) -> Tensor:
         ctx.group = group
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

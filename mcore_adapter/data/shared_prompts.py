@@ -15,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens, prompts_of
 
@@ -52,12 +53,12 @@ class SharedPromptParams(PackedSeqParams):
 
 class _ToSequences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, first: Tensor, copies: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, source: Tensor, first: Tensor, copies: Tensor) -> Tensor:
         ctx.save_for_backward(source, first, copies)
         return x.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         source, first, copies = ctx.saved_tensors
         # In bfloat16 a sum stops growing at 256 times what is added.
         dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -68,13 +69,13 @@ class _ToSequences(torch.autograd.Function):
 
 class _ToPacked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(first)
         ctx.rows = x.shape[0]
         return x.index_select(0, first)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (first,) = ctx.saved_tensors
         return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_copy_(0, first, grad), None
 

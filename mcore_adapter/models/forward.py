@@ -85,7 +85,7 @@ def run_schedule(
     (loss, token count, anything) of Megatron's per-token losses. Returns the anythings, in order; [] on other stages.
     """
 
-    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
         microbatch = next(iterator)
         output = model(
             microbatch.token_ids, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params

@@ -73,7 +73,7 @@ class LMHead(tensor_parallel.ColumnParallelLinear):
         )
         self.weight = layer.weight
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         return input_, None
 
 
@@ -89,7 +89,7 @@ class ValueHead(nn.Module):
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
         values = F.linear(input_.float(), self.weight.float())
         if self._sequence_parallel:
             # Every rank computes the same loss from the gathered values: its own part of the gradient is complete.
@@ -155,7 +155,7 @@ class ModelChunk(GPTModel):
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """Run Megatron's preprocessing, with an angle for each row where sequences share rows."""
         embedded, angles, *rest = super()._preprocess(
             input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs

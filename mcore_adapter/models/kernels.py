@@ -75,7 +75,7 @@ def _of_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
                 yield dispatch, _named(type(module.token_dispatcher))
 
 
-def _named(thing: type | Callable[..., Any]) -> str:
+def _named(thing: type | Callable[..., object]) -> str:
     """Return "library (name)" of a class or function."""
     of = getattr(thing, "__objclass__", thing)  # a method of a class that is written in C
     module = getattr(of, "__module__", None) or type(of).__module__

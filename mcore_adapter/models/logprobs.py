@@ -8,13 +8,12 @@ tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.token_chunks import chunks
 
 LOGITS_PER_CHUNK = 1 << 28
@@ -62,7 +61,7 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -104,7 +103,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, owned, shard_norm, log_norm, entropy = ctx.saved_tensors
         probs, ctx.probs = ctx.probs, None  # overwritten below: a second backward must recompute
         if grad_logprobs is None:

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.data.routing_inputs import RoutingInputs
 from mcore_adapter.models.experts.dispatchers import GatheringDispatcher, dispatcher_for
 from mcore_adapter.models.experts.stacked import StackedExperts
@@ -94,11 +95,11 @@ class _AttachLoss(torch.autograd.Function):
     """weights, with `loss` added to what is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Context, weights: Tensor, loss: Tensor) -> Tensor:
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return grad, grad.new_ones(())
 
 

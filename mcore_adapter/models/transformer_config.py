@@ -146,9 +146,9 @@ def _uneven(num_layers: int, layout: ParallelLayout) -> list[list[str]]:
     return stages
 
 
-def _fields(config: ModelConfig) -> dict[str, Any]:
+def _fields(config: ModelConfig) -> dict[str, object]:
     """Return the fields that a dense decoder with plain rotary embeddings does not set."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if config.rope_interleaved:
         # Megatron's fused kernel for packed sequences takes no rotary_interleaved.
         fields |= dict(rotary_interleaved=True, apply_rope_fusion=False)
@@ -157,7 +157,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     return fields if config.moe is None else fields | _expert_fields(config.moe)
 
 
-def _expert_fields(moe: MoEConfig) -> dict[str, Any]:
+def _expert_fields(moe: MoEConfig) -> dict[str, object]:
     """Return the fields of mixtures of experts. Which experts a token goes to is decided in router.py."""
     return dict(
         num_moe_experts=moe.num_experts,
@@ -171,9 +171,9 @@ def _expert_fields(moe: MoEConfig) -> dict[str, Any]:
     )
 
 
-def _latent_attention_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+def _latent_attention_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, object]:
     """Return the fields of latent attention and of its rotary embedding."""
-    rope: dict[str, Any] = dict(rope_type="rope", rotary_base=config.rope_theta, apply_rope_fusion=False)
+    rope: dict[str, object] = dict(rope_type="rope", rotary_base=config.rope_theta, apply_rope_fusion=False)
     scaling = config.rope_scaling
     if isinstance(scaling, YarnRopeScaling):
         rope |= dict(

@@ -80,8 +80,8 @@ class HostPages:
 class _Piece(NamedTuple):
     """Parameters that one call of an optimizer's step updates."""
 
-    group: dict[str, Any]
-    counter: dict[str, Any]
+    group: dict[str, object]
+    counter: dict[str, object]
     """The group's "step" before the update, where it has one."""
     params: list[Tensor]
 
@@ -206,7 +206,7 @@ class OptimizerState:
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = to(param, name, value)
 
-    def _on_device(self, _: Tensor, __: str, tensor: Tensor, *, stream: Any = None) -> Tensor:
+    def _on_device(self, _: Tensor, __: str, tensor: Tensor, *, stream: object = None) -> Tensor:
         """Return a copy in memory of the current stream, made in `stream` if one is given."""
         room = self._room(tensor)
         with self._module.stream(stream):
@@ -226,7 +226,7 @@ class OptimizerState:
     def _current_stream(self) -> Any:
         return self._module.current_stream(self._device)
 
-    def _event(self, stream: Any) -> Any:
+    def _event(self, stream: object) -> Any:
         """Return an event that comes when what is queued on the stream now is done."""
         event = self._module.Event()
         event.record(stream)

@@ -78,7 +78,7 @@ class _Wrapper(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         held, make_hook = weakref.ref(self), super()._make_backward_post_hook.__func__
 
-        def hook(*unused: Any) -> None:
+        def hook(*unused: object) -> None:
             wrapper = held()
             assert wrapper is not None, "an engine that trains is in use"
             parameter = cast(Any, param)

@@ -22,7 +22,7 @@ _MARKS = re.compile(r"(?:^|(?<=[\s,;\]]))\(?([A-J])[).:]\s*")
 _LETTER = re.compile(r"\(?([A-Ja-j])[).:]?")
 
 
-def read_options(values: Any) -> tuple[list[str], list[str]]:
+def read_options(values: object) -> tuple[list[str], list[str]]:
     """Return (texts, labels) of the options in one column; labels are letters where the row has none.
 
     Raises ValueError."""
@@ -63,7 +63,7 @@ def shuffled(question: str, options: Sequence[str]) -> tuple[list[str], str]:
     return [options[i] for i in order], LETTERS[order.index(0)]
 
 
-def right_letter(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> str:
+def right_letter(answer: object, texts: Sequence[str], labels: Sequence[str]) -> str:
     """Return the letter of the right option. Raises ValueError where the answer is none of them."""
     if isinstance(answer, bool) or not isinstance(answer, int | float | str):
         raise ValueError(f"the answer to a multiple choice must be a letter or an index, found {str(answer)[:60]!r}")
@@ -104,13 +104,13 @@ def boxed(answer: str | int | float) -> str:
     return text if "\\boxed" in text else f"\\boxed{{{text}}}"
 
 
-def is_marked(answer: Any) -> bool:
+def is_marked(answer: object) -> bool:
     """Return whether an answer marks its result as GSM8K does."""
     return isinstance(answer, str) and bool(answer.rpartition("####")[1])
 
 
 def solutions_of(
-    answer: Any, column: str | None, *, task: str, needed: bool, columns: Sequence[str]
+    answer: object, column: str | None, *, task: str, needed: bool, columns: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the solutions in an answer column, in boxes if task is math. Raises ValueError where they are needed and
     there are none."""
@@ -134,13 +134,13 @@ def solutions_of(
         return ()
 
 
-def _listed(answers: Sequence[Any], column: str, *, is_math: bool) -> tuple[str, ...]:
+def _listed(answers: Sequence[object], column: str, *, is_math: bool) -> tuple[str, ...]:
     if not answers:
         raise ValueError(f'"{column}" must hold an answer, found an empty list')
     return tuple(_solution(answer, column, is_math=is_math) for answer in answers)
 
 
-def _solution(answer: Any, column: str, *, is_math: bool) -> str:
+def _solution(answer: object, column: str, *, is_math: bool) -> str:
     value = scalar(answer, column)
     if not is_math:
         return scalar_text(value)
@@ -169,7 +169,7 @@ def must_be_marked(text: str, column: str) -> None:
         )
 
 
-def full_text(answer: Any, column: str) -> str:
+def full_text(answer: object, column: str) -> str:
     """Return the answer to train on; of a list the first. Raises ValueError."""
     if isinstance(answer, list | tuple):
         if not answer or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answer):
@@ -178,7 +178,7 @@ def full_text(answer: Any, column: str) -> str:
     return text_of(answer, column) if isinstance(answer, str) else scalar_text(scalar(answer, column))
 
 
-def scalar(value: Any, column: str) -> str | int | float:
+def scalar(value: object, column: str) -> str | int | float:
     """Return a string that is not blank, or a finite number. Raises ValueError."""
     if isinstance(value, Decimal):
         value = float(value)
@@ -198,7 +198,7 @@ def scalar_text(value: str | int | float) -> str:
     return str(value)
 
 
-def text_of(value: Any, column: str) -> str:
+def text_of(value: object, column: str) -> str:
     """Return a text that is not blank. Raises ValueError."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f'"{column}" must be a non-empty string, found {_shown(value)}')

@@ -20,13 +20,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.data.messages import ANSWER_KEYS, LOSS_KEYS, Messages
+from rollout.data.messages import ANSWER_KEYS, LOSS_KEYS, Message, Messages
 from rollout.data.source import DatasetError, parsed
 
 logger = logging.getLogger(__name__)
 
-Tools = tuple[Any, ...] | None
-Message = dict[str, Any]
+Tools = tuple[object, ...] | None
 
 _SECONDS = 10
 """To render one conversation, which takes milliseconds."""
@@ -57,7 +56,7 @@ class ChatTemplate:
     """A chat template, with the tokens that end an answer."""
 
     def __init__(
-        self, tokenizer: Any, template: str | None, options: Mapping[str, Any], *, end_token_ids: Sequence[int]
+        self, tokenizer: Any, template: str | None, options: Mapping[str, object], *, end_token_ids: Sequence[int]
     ) -> None:
         """`template`: jinja text. None: that of the tokenizer. `options`: further variables."""
         self._tokenizer, self._template = tokenizer, template
@@ -258,20 +257,20 @@ class ChatTemplate:
             logger.warning(text, what, *others)
 
 
-def _with_thoughts(content: Any, opening: str, written: str) -> str | None:
+def _with_thoughts(content: str | list[Message] | None, opening: str, written: str) -> str | None:
     """Return what a generator writes after `opening`, <think>, where a content has its thoughts in full, with or
     without the opening, and the template may have left them out. None: a content without."""
-    content = (content[0]["text"] if isinstance(content, list) else content or "").strip()
+    said = str(content[0]["text"] if isinstance(content, list) else content or "").strip()
     mark = opening.strip()
     if not _MARK.fullmatch(mark):
         return None
-    thoughts, closing, answer = content.rpartition(mark.replace("<", "</", 1))
+    thoughts, closing, answer = said.rpartition(mark.replace("<", "</", 1))
     if not closing or mark in thoughts.removeprefix(mark):
         return None
-    rest = content if content in written else answer.strip()
+    rest = said if said in written else answer.strip()
     if rest not in written:
         return None
-    text = content[: len(content) - len(rest)] + written[written.index(rest) :]
+    text = said[: len(said) - len(rest)] + written[written.index(rest) :]
     return text.removeprefix(mark).removeprefix(opening.partition(mark)[2]) if text.startswith(mark) else text
 
 
@@ -285,7 +284,7 @@ def _check_written(messages: Messages, text: str, place: str) -> None:
             )
 
 
-def _is_written(value: Any, text: str) -> bool:
+def _is_written(value: object, text: str) -> bool:
     """Return whether every text in a value is in rendered text, whatever blanks and marks a template puts into it."""
     if isinstance(value, Mapping):
         return all(_is_written(inner, text) for key, inner in value.items() if key not in _NAMES)

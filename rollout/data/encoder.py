@@ -47,7 +47,7 @@ class PromptFormat:
     """What the user's turn of a prompt of one text ends with, unless the prompt mentions a box already."""
     chat_template: str | None = None
     """A jinja file, or text. None: the tokenizer's template."""
-    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    chat_options: Mapping[str, object] = field(default_factory=dict)
     """Variables of the chat template."""
 
 
@@ -185,7 +185,7 @@ def _end_token_ids(tokenizer: Any, folder: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def _read_json(folder: str | Path, name: str) -> Mapping[str, Any]:
+def _read_json(folder: str | Path, name: str) -> Mapping[str, object]:
     path = Path(folder) / name
     if not folder or not path.is_file():
         return {}

@@ -41,7 +41,7 @@ class Record:
     """File and line, or file and number of the row."""
     number: int
     """Line or row, from 1."""
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 def read_file(path: Path) -> Iterator[Record]:
@@ -111,7 +111,7 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         yield line
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
+def _json_object(line: bytes) -> dict[str, object]:
     try:
         record = parse_json(line.rstrip())
     except UnicodeDecodeError as error:

@@ -11,7 +11,9 @@ from typing import Any
 
 from rollout.data.source import parsed
 
-Messages = tuple[dict[str, Any], ...]
+Message = dict[str, Any]
+"""{"role": ..., "content": ..., ...}, with whatever keys chat templates read."""
+Messages = tuple[Message, ...]
 
 ANSWER_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "refusal")
 """Keys of what the assistant writes."""
@@ -25,14 +27,14 @@ _ROLES = {
 """Names of the roles, in whatever case."""
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> bool:
     """Return whether a value is a list of messages, or json of one."""
     value = parsed(value) if isinstance(value, str) else value
     first = value[0] if isinstance(value, list | tuple) and value else None
     return isinstance(first, Mapping) and bool(first.keys() & {"role", "from"})
 
 
-def read_messages(value: Any, column: str) -> Messages:
+def read_messages(value: object, column: str) -> Messages:
     """Return the messages in a column. Raises ValueError that names the column and the message."""
     value = parsed(value) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not value:
@@ -43,7 +45,7 @@ def read_messages(value: Any, column: str) -> Messages:
     return tuple(_message(message, f'"{column}", message {number}') for number, message in enumerate(value, start=1))
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
+def _message(message: object, place: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{place}: must have a role and content, found {type(message).__name__}")
     role = message.get("role", message.get("from"))
@@ -63,13 +65,13 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     return {"role": role, "content": text, **others}
 
 
-def is_trained(message: Mapping[str, Any]) -> bool:
+def is_trained(message: Message) -> bool:
     """Return whether fine-tuning trains on a message: one of the assistant that does not say otherwise."""
     refused = message.get("weight", 1) == 0 or any(message.get(key) is False for key in LOSS_KEYS)
     return message["role"] == "assistant" and not refused
 
 
-def _tool_calls(value: Any, place: str) -> list[dict[str, Any]]:
+def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
     """Return tool calls as {type, function: {name, arguments}} with arguments as dictionaries."""
     value = parsed(value) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(call, Mapping) for call in value):
@@ -88,7 +90,7 @@ def _tool_calls(value: Any, place: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _text(content: Any, place: str) -> str:
+def _text(content: object, place: str) -> str:
     if content is None:
         return ""
     if isinstance(content, list | tuple):
@@ -103,7 +105,7 @@ def _text(content: Any, place: str) -> str:
     return content
 
 
-def read_tools(value: Any, column: str) -> tuple[Any, ...] | None:
+def read_tools(value: object, column: str) -> tuple[object, ...] | None:
     """Return the functions that a row offers: JSON schemas, as a list or as json text. Raises ValueError."""
     value = parsed(value) if isinstance(value, str) else value
     if value is None or value == "" or value == []:

@@ -54,7 +54,7 @@ class Row:
     solutions: tuple[str, ...]
     messages: Messages | None = None
     """The conversation that the completion continues; None: the prompt is one text."""
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[object, ...] | None = None
     """Functions for the chat template."""
     meta: Mapping[str, object] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class Example:
     """None: prompt and answer are one text each."""
     num_untrained: int = 0
     """Number of messages at the beginning that are never trained on."""
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[object, ...] | None = None
 
 
 def scan_rows(source: str | Path | DataSource, *, solved: bool = True) -> list[Row]:
@@ -144,13 +144,13 @@ def _read(source: DataSource, parse: Callable[[Record, Columns], T], *, in_full:
     return parsed
 
 
-def _answer_column(record: Mapping[str, Any], columns: Columns) -> str | None:
+def _answer_column(record: Mapping[str, object], columns: Columns) -> str | None:
     """Return the first answer column that is filled in; the first of all where none is."""
     filled = (name for name in columns.answers if value_of(record, name) is not None)
     return next(filled, columns.answers[0] if columns.answers else None)
 
 
-def _answer(record: Mapping[str, Any], columns: Columns) -> Any:
+def _answer(record: Mapping[str, object], columns: Columns) -> Any:
     column = _answer_column(record, columns)
     return None if column is None else value_of(record, column)
 
@@ -177,7 +177,7 @@ def _row(record: Record, columns: Columns, source: DataSource, *, solved: bool) 
     )
 
 
-def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[str, Messages | None, str | None]:
+def _prompt(values: Mapping[str, object], columns: Columns) -> tuple[str, Messages | None, str | None]:
     """Return (text, conversation if it is one, the answer that ends the conversation)."""
     name = columns.prompt[0] if columns.prompt else columns.messages
     assert name is not None, "find_columns() requires one of them"
@@ -189,7 +189,7 @@ def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[str, Messages 
     return "\n".join(str(message["content"]) for message in messages), messages, last_turn
 
 
-def _conversation(values: Mapping[str, Any], name: str, columns: Columns) -> Messages:
+def _conversation(values: Mapping[str, object], name: str, columns: Columns) -> Messages:
     """Return the messages in a column, behind the system message of a column of its own."""
     messages = read_messages(value_of(values, name), name)
     system = value_of(values, columns.system) if columns.system is not None else None
@@ -198,7 +198,7 @@ def _conversation(values: Mapping[str, Any], name: str, columns: Columns) -> Mes
     return ({"role": "system", "content": text_of(system, str(columns.system))}, *messages)
 
 
-def _question(values: Mapping[str, Any], columns: Columns) -> str:
+def _question(values: Mapping[str, object], columns: Columns) -> str:
     """Return the question in all its parts; Body + Question is one paragraph."""
     names = columns.prompt
     main = next((name for name in names if name.lower() in PROMPTS), names[0])
@@ -210,7 +210,7 @@ def _question(values: Mapping[str, Any], columns: Columns) -> str:
     return "\n\n".join(parts.values())
 
 
-def _multiple_choice(values: Mapping[str, Any], columns: Columns, question: str, answer: Any) -> tuple[str, Any]:
+def _multiple_choice(values: Mapping[str, object], columns: Columns, question: str, answer: object) -> tuple[str, Any]:
     """Return the question with its options, and the letter of the right one."""
     if len(columns.choices) == 1:
         if values[columns.choices[0]] is None:
@@ -303,7 +303,7 @@ def read_preferences(source: str | Path | DataSource, fields: PreferenceFields) 
     return pairs
 
 
-def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Preference:
+def _pair(record: Mapping[str, object], fields: PreferenceFields, place: str) -> Preference:
     for role, name in (("chosen", fields.chosen), ("rejected", fields.rejected)):
         if record.get(name) is None:
             raise ValueError(
@@ -327,7 +327,7 @@ def _pair(record: Mapping[str, Any], fields: PreferenceFields, place: str) -> Pr
     return Preference(*(Example(place=place, prompt=text, answer=answer) for answer in answers))
 
 
-def _dialogue(text: Any) -> Any:
+def _dialogue(text: object) -> Any:
     """Return the turns of a dialogue in one text, as hh-rlhf has them; anything else unchanged."""
     first, *turns = _SPEAKER.split(text) if isinstance(text, str) else [""]
     if first.strip() or not turns:
@@ -335,7 +335,7 @@ def _dialogue(text: Any) -> Any:
     return [{"role": role, "content": said.strip()} for role, said in zip(turns[::2], turns[1::2], strict=True)]
 
 
-def _text(record: Mapping[str, Any], name: str, role: str) -> str:
+def _text(record: Mapping[str, object], name: str, role: str) -> str:
     if name not in record:
         raise ValueError(f"no {role} under {name!r}, only {sorted(record)}; set dataset.{role}_field to its column")
     try:
@@ -344,7 +344,7 @@ def _text(record: Mapping[str, Any], name: str, role: str) -> str:
         raise ValueError(f"{error}; set dataset.{role}_field to its column") from error
 
 
-def _conversations(prompt: Any, chosen: Messages, rejected: Messages, place: str) -> Preference:
+def _conversations(prompt: object, chosen: Messages, rejected: Messages, place: str) -> Preference:
     """Return two conversations whose answers begin where they part; `prompt` stands before them if they share
     nothing. Raises ValueError where they do not part at a turn of the assistant."""
     shared = 0

@@ -190,7 +190,7 @@ def find_columns(names: Sequence[str], fields: Fields, hints: Fields, *, in_full
     )
 
 
-def value_of(record: Mapping[str, Any], name: str) -> Any:
+def value_of(record: Mapping[str, object], name: str) -> Any:
     """Return the value of a column, or of a key of the dictionary in it: reward_model.ground_truth. None: not there."""
     if name in record:
         return record[name]

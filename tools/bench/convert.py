@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +41,7 @@ def both_ways(scene: Scene) -> Iterator[Figure]:
 
 
 def compare(
-    folder: Path, shape: Mapping[str, Any], dtype: torch.dtype, *, name: str, rounds: int = ROUNDS
+    folder: Path, shape: Mapping[str, object], dtype: torch.dtype, *, name: str, rounds: int = ROUNDS
 ) -> Iterator[Figure]:
     """Convert random weights of config.json `shape` into a checkpoint, and that one into a Hugging Face folder; leave
     the weights in `folder`/convert-hf and the checkpoint in `folder`/convert-megatron."""
@@ -78,7 +77,7 @@ def run(*arguments: object) -> None:
     assert status == 0, f"convert {arguments} ended with {status}"
 
 
-def write_random(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> int:
+def write_random(folder: Path, shape: Mapping[str, object], dtype: torch.dtype) -> int:
     """Return a folder of random weights; its size in bytes."""
     from mcore_adapter.hf.saving import tensor_specs, write_config
 

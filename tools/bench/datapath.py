@@ -132,7 +132,7 @@ class NullEngine:
         self.planner, self._dp_rank = planner, dp_rank
         self.trained_bytes = 0
 
-    def train_step(self, shard: BatchShard, loss_fn: Any, *, max_tokens_per_mb: int, **_: Any) -> dict[str, float]:
+    def train_step(self, shard: BatchShard, loss_fn: Any, *, max_tokens_per_mb: int, **_: object) -> dict[str, float]:
         for sequences in self.planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]:
             own = shard.select(sequences)
             fields = [value for name, value in own.fields.items() if name != "token_weights"]
@@ -140,7 +140,7 @@ class NullEngine:
             self.trained_bytes += own.num_tokens * per_token
         return {"loss": 0.0}
 
-    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: Any) -> Any:
+    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: object) -> Any:
         plan = self.planner.plan(shard.shape, max_tokens_per_mb, shard.owners)[self._dp_rank]
         lens = [shard.select(sequences).num_tokens for sequences in plan]
         return SimpleNamespace(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -62,7 +61,7 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
     start, ends = time.perf_counter(), list[float]()
 
     class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, *_: object, **__: object) -> None:
             ends.append(time.perf_counter())
             print(f"step {len(ends)} ended after {ends[-1] - start:.1f} s", file=sys.stderr, flush=True)
             if len(ends) == arguments.warm_up_steps:

@@ -58,7 +58,7 @@ def make_batch(kind: str, seed: int) -> Batch:
     return {**rows, "lens": lens, "rewards": rewards, "group": [i // GROUP_SIZE for i in range(len(lens))]}
 
 
-def to_case(batch: Batch, algorithm: str, settings: Mapping[str, Any], fields: frozenset[str]) -> dict[str, Any]:
+def to_case(batch: Batch, algorithm: str, settings: Mapping[str, object], fields: frozenset[str]) -> dict[str, Any]:
     """Turn a batch into the input of `python -m tools.loss`, with these lists of each token and no others."""
     sequences = []
     for i, n in enumerate(batch["lens"]):
@@ -89,26 +89,26 @@ class Case:
     name: str
     quantity: Quantity
     algorithm: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     kind: str = "usual"
     fields: frozenset[str] = frozenset()
     """Lists of each token that the case has besides those of its quantity."""
 
 
-def advantages(name: str, algorithm: str, settings: Mapping[str, Any], **more: Any) -> Case:
+def advantages(name: str, algorithm: str, settings: Mapping[str, object], **more: Any) -> Case:
     return Case(name=name, quantity="advantages", algorithm=algorithm, settings=settings, **more)
 
 
-def loss(name: str, algorithm: str, settings: Mapping[str, Any], **more: Any) -> Case:
+def loss(name: str, algorithm: str, settings: Mapping[str, object], **more: Any) -> Case:
     settings = {"correction": "none", **settings}
     return Case(name=name, quantity="loss", algorithm=algorithm, settings=settings, **more)
 
 
-def weights(name: str, settings: Mapping[str, Any]) -> Case:
+def weights(name: str, settings: Mapping[str, object]) -> Case:
     return Case(name=name, quantity="weights", algorithm="rloo", settings=settings)
 
 
-def preferences(name: str, settings: Mapping[str, Any]) -> Case:
+def preferences(name: str, settings: Mapping[str, object]) -> Case:
     settings = {"beta": 0.1, **settings}
     return Case(name=name, quantity="preferences", algorithm="dpo", settings=settings, kind="all_trained")
 

@@ -19,7 +19,7 @@ STEP = 1e-6
 TOLERANCE = 1e-7
 FIELDS = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "values"})
 
-CASES: Mapping[str, Mapping[str, Any]] = {
+CASES: Mapping[str, Mapping[str, object]] = {
     "ppo": {"dual_clip": 1.5},
     "grpo": {},
     "dr_grpo": {},

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class SettingDifferences:
     """Differences, with both values, and settings that cannot be checked: the measures are comparable."""
 
 
-def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any], *, sampled: bool) -> SettingDifferences:
+def setting_differences(a: Mapping[str, object], b: Mapping[str, object], *, sampled: bool) -> SettingDifferences:
     """Compare the contents of two settings.json; sampled: also what changes only sampled completions."""
     must_agree = _ALL_COMPLETIONS | (_SAMPLED_COMPLETIONS if sampled else {})
     left, right = (dict(_flat(settings)) for settings in (a, b))
@@ -66,17 +65,17 @@ def setting_differences(a: Mapping[str, Any], b: Mapping[str, Any], *, sampled: 
     return SettingDifferences(refused, tuple(reported))
 
 
-def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the settings with the parts of the prompt format as settings of their own, the default data type as its
     value, and a file of a chat template as the hash of its content where that is known."""
     for key, value in settings.items():
-        if key == "prompt_format":
+        if key == "prompt_format" and isinstance(value, Mapping):
             yield from ((f"{key}.{part}", of_part) for part, of_part in value.items())
         elif key == "chat_template_hash":
             if value is not None:
                 yield "prompt_format.chat_template", f"hash {value}"
         elif key == "dtype":
-            yield key, value or DEFAULT_DTYPES.get(settings.get("generator", ""))
+            yield key, value or DEFAULT_DTYPES.get(str(settings.get("generator")))
         else:
             yield key, value
 

@@ -184,7 +184,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise EvalError(f"{path} is damaged: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write all of a file, or leave it unchanged, even if this process ends in the middle."""
     temporary = path.with_name(path.name + TEMPORARY)
     with temporary.open("w", encoding="utf-8") as file:

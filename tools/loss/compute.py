@@ -29,6 +29,10 @@ from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
 
+Case = Mapping[str, Any]
+"""The decoded JSON of a case."""
+Result = dict[str, Any]
+"""What is printed as JSON."""
 PER_TOKEN = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy", "versions")
 KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage", "demonstration")
 
@@ -41,7 +45,7 @@ class Tokens:
     lens: Sequence[int]
 
     @classmethod
-    def read(cls, case: Mapping[str, Any]) -> Tokens:
+    def read(cls, case: Case) -> Tokens:
         sequences = case.get("sequences")
         if not isinstance(sequences, list) or not sequences:
             raise ValueError(f"sequences: must be a list of at least one sequence, got {sequences!r}")
@@ -151,7 +155,7 @@ class Tokens:
         return out
 
 
-def check_sequence(name: str, sequence: Any) -> None:
+def check_sequence(name: str, sequence: object) -> None:
     """Raise ValueError for a sequence that has unknown keys, no log-probabilities, or lists of unequal length."""
     if not isinstance(sequence, dict) or not isinstance(sequence.get("logprobs"), list) or not sequence["logprobs"]:
         raise ValueError(f"{name}: must be an object with a list of at least one number under logprobs")
@@ -167,7 +171,7 @@ def check_sequence(name: str, sequence: Any) -> None:
             raise ValueError(f"{name}.{key}: must be a list of {count} values, got {value!r}")
 
 
-def compute_pairs(case: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
+def compute_pairs(case: Case, tokens: Tokens) -> Result:
     """Return loss, gradients, metrics and token weights of a case of dpo. Raises ValueError for groups that are no
     pairs, and for settings that a run would refuse."""
     try:
@@ -216,13 +220,13 @@ def _signed_pairs(tokens: Tokens) -> list[int]:
     return signed
 
 
-def compute(case: Mapping[str, Any]) -> dict[str, Any]:
+def compute(case: Case) -> Result:
     """Return the result of a CASE, see tools/loss/. Raises ValueError that names the key, the rule and the value."""
     with _in_float64():
         return _compute(case)
 
 
-def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
+def _compute(case: Case) -> Result:
     tokens = Tokens.read(case)
     if case.get("algorithm") == "dpo":
         return compute_pairs(case, tokens)
@@ -249,7 +253,7 @@ def _compute(case: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _differentiate(objective: Objective, packed: PackedBatch, tokens: Tokens) -> dict[str, Any]:
+def _differentiate(objective: Objective, packed: PackedBatch, tokens: Tokens) -> Result:
     """Return loss, gradients, metrics, correction weights and token weights of a batch."""
     weighed, divisors = weigh_tokens(packed, objective.token_weights)
     logprobs = tokens.required("logprobs").requires_grad_()
@@ -270,7 +274,7 @@ def _differentiate(objective: Objective, packed: PackedBatch, tokens: Tokens) ->
     }
 
 
-def case_config(case: Mapping[str, Any], tokens: Tokens) -> PPOMATHConfig:
+def case_config(case: Case, tokens: Tokens) -> PPOMATHConfig:
     """Build the configuration that trains so. Raises ValueError for settings that a run would refuse."""
     given = case.get("settings", {})
     if not isinstance(given, dict):

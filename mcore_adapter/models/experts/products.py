@@ -11,7 +11,7 @@ same order, whatever a layer keeps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+
+from mcore_adapter.autograd import Context
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def experts_output(
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weights: Tensor,
         gate_up: Tensor,
@@ -145,7 +147,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, gate_up, down, *kept = ctx.saved_tensors
         rows: Rows = ctx.rows
         group: ProcessGroup | None = ctx.group

@@ -65,7 +65,7 @@ class StackedExperts(MegatronModule):
         return experts_output(hidden, probs, self.gate_up, self.down, rows, keep_halves=self.keep_halves), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
         """Return one piece for each expert and half, as of Megatron's experts that are modules of their own."""
         assert not (metadata or {}).get("singleton_local_shards"), "checkpoints are written with shared keys"
@@ -96,7 +96,7 @@ def _pieces(
     replica_id: ReplicaId,
     flattened_range: slice | None,
     *,
-    offsets: tuple[Any, ...],
+    offsets: tuple[object, ...],
     first: int,
     total: int,
     parts: int,

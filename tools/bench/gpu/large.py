@@ -15,6 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.device import Device
+from mcore_adapter.engine import MegatronEngine
 from mcore_adapter.memory.auto import Peak
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from mcore_adapter.models.bare_loop import Fused
@@ -88,7 +91,9 @@ class Measured:
     """With gradient_checkpointing="auto": the last that were measured."""
 
 
-def measure(engine: Any, device: Any, batch: Any, tokens_per_mb: int, *, updates: int, label: str) -> Measured:
+def measure(
+    engine: MegatronEngine, device: Device, batch: PackedBatch, tokens_per_mb: int, *, updates: int, label: str
+) -> Measured:
     """Run updates, log each, and return the fastest of the second half. The first of a size take memory, and correct
     the choice."""
 

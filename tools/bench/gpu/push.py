@@ -10,14 +10,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
+from torch import Tensor
 
 from allocation import parse
+from core.weight_sync.buckets import Sender
 from core.weight_sync.senders import SenderPlan, make_sender
+from mcore_adapter.device import Device
+from mcore_adapter.engine import MegatronEngine
 from rollout.inference.gpus import query_gpus
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.transports import choose_transport
@@ -28,6 +31,9 @@ from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_e
 STREAMS = 64
 """Requests in flight on each server."""
 PUSHES = 5
+
+MakeBuckets = Callable[[], Iterator[dict[str, Tensor]]]
+"""Returns the weights for one push."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
     return await anext(figures, None)
 
 
-def sender(scene: Scene, device: Any, bucket_bytes: int, *, beside: bool) -> Any:
+def sender(scene: Scene, device: Device, bucket_bytes: int, *, beside: bool) -> Sender:
     """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderPlan(
@@ -86,7 +92,7 @@ class Pushed:
 
 
 async def push_once(
-    served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int, *, verify: bool
+    served: Sequence[SGLangGenerator], sending: Sender, buckets: MakeBuckets, version: int, *, verify: bool
 ) -> Pushed:
     """Push once with `sending`, a core.weight_sync.buckets.Sender; `buckets` makes what it prepares."""
     times = [time.perf_counter()]
@@ -95,6 +101,7 @@ async def push_once(
     await asyncio.gather(*(one.pause() for one in served))
     times.append(time.perf_counter())
     report = await asyncio.to_thread(sending.send)
+    assert report is not None, "the first rank reports"
     times.append(time.perf_counter())
     await asyncio.gather(*(one.resume(version) for one in served))
     times.append(time.perf_counter())
@@ -102,7 +109,9 @@ async def push_once(
     return Pushed(gather=gather, pause=pause, send=report.seconds, resume=resume, gigabytes=report.num_bytes / 1e9)
 
 
-async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int | None]) -> AsyncIterator[Figure]:
+async def _push_apart(
+    scene: Scene, engine: MegatronEngine, device: Device, gpus: Sequence[int | None]
+) -> AsyncIterator[Figure]:
     """Yield pushes by bucket size, into one server and into two at once, as many times slower."""
     into_one: dict[int, float] = {}
     async with AsyncExitStack() as stack:
@@ -131,7 +140,7 @@ async def _push_apart(scene: Scene, engine: Any, device: Any, gpus: Sequence[int
 
 
 async def pushes_into_streams(
-    scene: Scene, served: Sequence[SGLangGenerator], sending: Any, buckets: Callable[[], Any], version: int
+    scene: Scene, served: Sequence[SGLangGenerator], sending: Sender, buckets: MakeBuckets, version: int
 ) -> tuple[list[Pushed], list[float]]:
     """Push while every server streams; return the pushes and the longest gap that a stream saw around each of them;
     `version` is the last one pushed."""
@@ -154,7 +163,7 @@ async def pushes_into_streams(
     return pushes, gaps
 
 
-async def _push_beside(scene: Scene, engine: Any, device: Any) -> list[Figure]:
+async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> list[Figure]:
     """Push into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
     figures: list[Figure] = []
     settings = server_settings(scene, scene.first_gpu, colocated=True)

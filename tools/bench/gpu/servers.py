@@ -214,11 +214,11 @@ async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = N
     return sum(lengths) / seconds
 
 
-async def ask_plainly(url: str, bodies: Sequence[dict[str, Any]], *, at_once: int) -> list[int]:
+async def ask_plainly(url: str, bodies: Sequence[dict[str, object]], *, at_once: int) -> list[int]:
     """Return how many tokens a server answers to each request."""
     limit = asyncio.Semaphore(at_once)
 
-    async def one(session: aiohttp.ClientSession, body: dict[str, Any]) -> int:
+    async def one(session: aiohttp.ClientSession, body: dict[str, object]) -> int:
         async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
             return len(orjson.loads(await r.read())["output_ids"])
 

@@ -31,7 +31,7 @@ from core.algorithms.losses import policy_loss
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.checkpoint.files import wait_for_outcome
 from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.device import get_device
+from mcore_adapter.device import Device, get_device
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
@@ -40,7 +40,9 @@ from tools.bench.convert import compare
 from tools.demo.data import make_tokenizer
 
 if TYPE_CHECKING:
+    from mcore_adapter.engine import MegatronEngine
     from mcore_adapter.models.bare_loop import Fused
+    from mcore_adapter.parallel import ParallelState
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of one H200 by its data sheet."""
@@ -168,7 +170,7 @@ def become_rank(*, num_ranks: int) -> None:
 
 
 @contextmanager
-def trainer_world() -> Iterator[tuple[Any, Any]]:
+def trainer_world() -> Iterator[tuple[ParallelState, Device]]:
     """Yield (parallel, device) of a world of one rank, on the first GPU where there is one."""
     from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 
@@ -183,13 +185,13 @@ def trainer_world() -> Iterator[tuple[Any, Any]]:
 
 def make_engine(
     scene: Scene,
-    parallel: Any,
-    device: Any,
+    parallel: ParallelState,
+    device: Device,
     *,
     trains: bool = True,
     optimizer: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Any:
+) -> MegatronEngine:
     """Return an engine with random weights. `settings`: keys of EngineConfig; `optimizer`: those of OptimizerConfig;
     without `trains` there is none."""
     from mcore_adapter.engine import MegatronEngine
@@ -200,7 +202,7 @@ def make_engine(
     return MegatronEngine(model, parallel=parallel, device=device)
 
 
-def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
+def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> PackedBatch:
     """Return sequences of these lengths as a PPO update gets them, every token but the first trained."""
     generator = torch.Generator().manual_seed(seed)
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
@@ -220,7 +222,7 @@ def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> Any:
     )
 
 
-def seconds_of(device: Any, step: Callable[[], object]) -> float:
+def seconds_of(device: Device, step: Callable[[], object]) -> float:
     """Return the seconds from an idle device to an idle device."""
     device.synchronize()
     start = time.perf_counter()
@@ -229,7 +231,7 @@ def seconds_of(device: Any, step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measured_seconds(device: Any, step: Callable[[], object]) -> list[float]:
+def measured_seconds(device: Device, step: Callable[[], object]) -> list[float]:
     """Return the seconds of each round after the warm-up."""
     return [seconds_of(device, step) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
 
@@ -262,9 +264,9 @@ def update(scene: Scene) -> Iterator[Figure]:
 
 def fastest_bare_rate(
     scene: Scene,
-    parallel: Any,
-    device: Any,
-    batch: Any,
+    parallel: ParallelState,
+    device: Device,
+    batch: PackedBatch,
     tokens_per_mb: int,
     *,
     choices: Sequence[tuple[Fused, ...]],
@@ -286,9 +288,9 @@ def fastest_bare_rate(
 
 def bare_rate(
     scene: Scene,
-    parallel: Any,
-    device: Any,
-    batch: Any,
+    parallel: ParallelState,
+    device: Device,
+    batch: PackedBatch,
     tokens_per_mb: int,
     *,
     of: Callable[[list[float]], float] = statistics.median,
@@ -309,7 +311,7 @@ def bare_rate(
 
 
 def update_rate(
-    scene: Scene, parallel: Any, device: Any, batch: Any, tokens_per_mb: int, **settings: Any
+    scene: Scene, parallel: ParallelState, device: Device, batch: PackedBatch, tokens_per_mb: int, **settings: Any
 ) -> tuple[float, float]:
     """Return (tokens/s, peak GB) of updates of an engine with these settings."""
     device.forget_peak()
@@ -323,14 +325,14 @@ def update_rate(
     return batch.num_tokens / float(np.median(seconds)), peak
 
 
-def ppo_update(engine: Any, batch: Any, tokens_per_mb: int) -> dict[str, float]:
+def ppo_update(engine: MegatronEngine, batch: PackedBatch, tokens_per_mb: int) -> dict[str, float]:
     """Update on one minibatch as a run does."""
     settings = AlgorithmSettings(correction="decoupled", behave_imp_weight_cap=5.0, entropy_coeff=1e-3)
     loss = partial(policy_loss, settings=settings)
     return engine.train_step(batch, loss, max_tokens_per_mb=tokens_per_mb, with_entropy=True)
 
 
-def free(device: Any) -> None:
+def free(device: Device) -> None:
     gc.collect()
     device.empty_cache()
 
