@@ -91,20 +91,6 @@ def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_record
     assert [row[0] for row in written(tmp_path, "rollout")] == ["y"]
 
 
-def test_spans_of_a_loop_that_is_closed_are_written_with_the_next_one(tmp_path: Path) -> None:
-    record_spans("rollout", tmp_path, limit_mib=1)
-
-    async def main() -> None:
-        with span("x"):
-            pass
-
-    asyncio.run(main())
-    assert written(tmp_path, "rollout") == []
-    with span("y"):
-        pass
-    assert [row[0] for row in written(tmp_path, "rollout")] == ["x", "y"]
-
-
 def test_a_loop_that_is_busy_keeps_few_spans_in_memory(tmp_path: Path) -> None:
     record_spans("rollout", tmp_path, limit_mib=4)
 
@@ -176,31 +162,6 @@ def test_spans_that_are_no_longer_frequent_are_all_recorded(tmp_path: Path, monk
     record_spans("rollout", tmp_path, limit_mib=0)
     rare = begun(tmp_path, monkeypatch, *[(1, 0.01)] * 200)
     assert rare == [[1]] * 200
-
-
-def test_lanes_are_sampled_each_on_its_own_and_nothing_without_a_recording(tmp_path: Path) -> None:
-    record_spans("rollout", tmp_path, limit_mib=4)
-    for _ in range(5000):
-        with frequent_span("request", "generator-0"):
-            pass
-    with pytest.raises(KeyError), frequent_span("request", "generator-1"):
-        raise KeyError("lost")
-    *_, last = written(tmp_path, "rollout")
-    assert last[1] == "generator-1" and last[4] == {"error": "KeyError"}
-    record_spans("rollout", tmp_path, limit_mib=0)
-    before = len(written(tmp_path, "rollout"))
-    with pytest.raises(KeyError), frequent_span("request", "generator-0") as one:
-        one.note(tokens=1)
-        raise KeyError("lost")
-    assert len(written(tmp_path, "rollout")) == before
-
-
-def test_a_span_has_details_that_are_no_plain_json(tmp_path: Path) -> None:
-    record_spans("rollout", tmp_path, limit_mib=1)
-    with span("read", path=os.fsdecode(b"\xff"), share=np.float64(0.5)):
-        pass
-    (row,) = written(tmp_path, "rollout")
-    assert os.fsencode(row[4]["path"]) == b"\xff" and row[4]["share"] == 0.5
 
 
 def test_the_oldest_half_is_dropped_beyond_the_limit_and_the_newest_is_kept(tmp_path: Path) -> None:

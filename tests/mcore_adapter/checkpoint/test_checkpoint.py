@@ -6,8 +6,6 @@ import errno
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -173,29 +171,6 @@ def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_pat
         assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
 
 
-def test_memory_of_a_name_is_used_again_where_it_has_the_bytes_and_replaced_where_not() -> None:
-    copy, cpu = host_copy.HostCopy(), torch.device("cpu")
-    first = copy.room("x", 8, torch.float32, on=cpu)
-    again = copy.room("x", 16, torch.int16, on=cpu)
-    assert again.shape == (16,) and again.data_ptr() == first.data_ptr()
-    larger = copy.room("x", 16, torch.float64, on=cpu)  # fewer elements than bytes that are there, and more bytes
-    assert larger.shape == (16,) and larger.untyped_storage().nbytes() == 128
-
-
-def test_a_process_that_ends_while_memory_is_reserved_ends_with_its_own_exit_code() -> None:
-    script = (
-        "import atexit, sys, torch; from mcore_adapter.checkpoint import host_copy;"
-        "torch.accelerator.set_device_index = lambda device: None;"
-        "host_copy._host_memory = lambda size, page_locked: torch.ones(1 << 25)[:1].clone();"
-        "copy, rooms = host_copy.HostCopy(), {str(i): 1 for i in range(1000)};"
-        "copy.reserve(rooms, on=torch.device('cuda', 0));"
-        "atexit.register(lambda: print(len(copy._buffers))); sys.exit(3)"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=120, capture_output=True, text=True)
-    assert ended.returncode == 3
-    assert 0 < int(ended.stdout) < 1000, "it stops when the process ends, and not before"
-
-
 def background_failure_run(rank: Rank, model: str, path: str) -> str:
     """Rank 1 may not write its shards; whoever waits hears of it."""
     with rank.joined(TP2) as (parallel, device):
@@ -221,40 +196,6 @@ def test_a_background_write_that_fails_on_one_rank_is_told_to_who_waits(ranks, f
     message, _ = ranks.run(background_failure_run, 2, str(folder / "model"), str(folder / "background-full"))
     assert "rank 1 could not write its part of the checkpoint" in message and "File too large" in message
     assert not (folder / "background-full" / "metadata.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("failure", "told"),
-    [
-        (RuntimeError("iostream error"), (OSError, "rank 0 could not write its part .* iostream error")),
-        (MemoryError(), (RuntimeError, "rank 0 could not write its part .* MemoryError")),
-    ],
-)
-def test_a_writer_that_fails_on_a_full_disk_makes_room_to_say_so(tmp_path, monkeypatch, failure, told):
-    path = tmp_path / "actor"
-    path.mkdir()
-    shard, write_bytes = path / "__0_0.distcp", Path.write_bytes
-
-    def write_if_there_is_room(file: Path, content: bytes) -> int:
-        if shard.exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_bytes(file, content)
-
-    class Writer:
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            shard.touch()
-            raise failure
-
-    monkeypatch.setattr(Path, "write_bytes", write_if_there_is_room)
-    copied = object.__new__(CopiedCheckpoint)
-    copied._path, copied._small_files, copied._tokenizer_from = path, {}, tmp_path
-    copied._rank, copied._world_size = 0, 1
-    copied._writer, copied._planner, copied._plan = Writer(), None, None
-    copied.write_in_background()
-    stop = threading.Event()
-    threading.Timer(20, stop.set).start()
-    with pytest.raises(told[0], match=told[1]):
-        wait_for_outcome(path, stop)
 
 
 def test_a_failure_at_the_last_file_leaves_a_folder_without_the_marker(tmp_path):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_adapter.data.planner import Planner, plan_microbatches
-from mcore_adapter.data.shape import BatchShape
+from mcore_adapter.data.planner import plan_microbatches
 
 CAPACITY = 64
 batches = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=80)
@@ -106,10 +103,3 @@ def test_a_sequence_above_the_limit_is_an_error_that_names_key_and_value():
 def test_an_empty_batch_is_an_error():
     with pytest.raises(ValueError, match="0 sequences"):
         plan_microbatches([], dp=1, max_tokens_per_mb=8)
-
-
-def test_the_debug_log_shows_the_tokens_of_every_microbatch(caplog: pytest.LogCaptureFixture) -> None:
-    shape = BatchShape(seq_lens=np.array([5, 9]), prompt_lens=np.array([1, 1]), prompt_ids=np.array([0, 1]))
-    with caplog.at_level(logging.DEBUG, logger="mcore_adapter"):
-        Planner(dp=1, sequence_multiple=4).plan(shape, 12)
-    assert "2 sequences in microbatches of at most 12 tokens, by rank: [[12, 8]]" in caplog.text

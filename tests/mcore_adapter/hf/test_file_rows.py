@@ -91,17 +91,6 @@ def test_what_the_kernel_does_not_copy_is_read_and_written(
     assert os.pread(target.fileno(), 1 << 30, 0) == CONTENT.numpy().tobytes()
 
 
-def test_an_error_of_the_kernel_that_is_no_refusal_ends_the_copy(
-    stored: FileRows, target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def copy_file_range(*_: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
-    with pytest.raises(OSError, match="No space left"):
-        write_rows(target.fileno(), 0, stored, torch.float32)
-
-
 def test_what_the_kernel_did_not_write_at_once_is_written_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

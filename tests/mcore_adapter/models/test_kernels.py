@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from allocation import ParallelLayout
 from helpers.engine_cases import make_engine
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
-from mcore_adapter.models.kernels import _named
 
 
 def parts(rank: Rank, model: str, train: bool) -> dict[str, str]:
@@ -34,15 +31,3 @@ def test_every_part_is_named_with_its_library(ranks: RankPool, tmp_path: Path) -
     assert not {"Adam", "sums of gradients"} & experts.keys()
     assert experts["routing"] == "Slipstream (routing)", "on GPUs: fused_routing"
     assert experts["dispatch"] == "Megatron (MoEAlltoAllTokenDispatcher)", "on GPUs: LocalDispatcher"
-
-
-def test_the_longest_name_decides() -> None:
-    def made(module: str) -> Any:
-        return type("Part", (), {"__module__": module})
-
-    assert _named(made("megatron.core.extensions.transformer_engine")) == "TransformerEngine (Part)"
-    assert _named(made("megatron.core.extensions.kitchen")) == "Megatron (Part)"
-    assert _named(made("transformer_engine.pytorch.optimizers")) == "TransformerEngine (Part)"
-    assert _named(made("apex.optimizers.fused_adam")) == "apex (Part)"
-    assert _named(made("apexes.other")) == "apexes (Part)"
-    assert _named(partial(print)) == "functools (partial)", "what a library gives in place of a function"

@@ -95,14 +95,6 @@ def test_pages_of_large_experts_take_a_few_per_cent_more_than_what_is_in_them(al
     assert sum(map(rounded, exact)) > 1.3 * sum(exact), "what it is for"
 
 
-def test_a_state_that_fills_no_slab_takes_powers_of_two_that_it_fills(allocated: list[int]) -> None:
-    optimizer = make_optimizer([700, 300])
-    state = Visiting([optimizer], torch.device("cpu"))
-    state.to_host()
-    update(state, optimizer)
-    assert allocated == [8192, 4096], "12,288 bytes with their alignment; a single power of two is 16,384"
-
-
 def test_no_two_pages_overlap(allocated: list[int]) -> None:
     memory = HostPages(0, SLAB)
     likes = [torch.empty(n, dtype=d) for n in SIZES for d in (torch.bfloat16, torch.float32)]
@@ -111,16 +103,6 @@ def test_no_two_pages_overlap(allocated: list[int]) -> None:
     assert all(bool((page == i).all()) for i, page in enumerate(pages))
     assert all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
     assert all(page.storage_offset() * page.itemsize % ALIGNMENT == 0 for page in pages)
-
-
-def test_what_a_large_page_leaves_of_its_slab_is_used(allocated: list[int]) -> None:
-    memory = HostPages(100 * SLAB, SLAB)
-    sizes = [SLAB - ALIGNMENT, 2 * SLAB + SLAB // 2, SLAB, SLAB // 2, ALIGNMENT]  # the last ones fill both slabs
-    pages = [memory.take(torch.empty(size, dtype=torch.uint8)) for size in sizes]
-    assert allocated == [SLAB, 4 * SLAB]
-    assert len(places(pages)) == 5 and all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
-    memory.take(torch.empty(1))
-    assert allocated == [SLAB, 4 * SLAB, SLAB]
 
 
 @pytest.fixture
@@ -467,45 +449,6 @@ def test_reserved_slabs_are_those_that_pages_fill(reserved: bool, allocated: lis
     assert all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
 
 
-def test_no_slab_is_reserved_for_what_fits_beside_the_masters(allocated: list[int]) -> None:
-    memory, page = HostPages(3 * 17 * SLAB // 16, SLAB), torch.zeros(SLAB // 64)
-    for _ in range(17):
-        memory.take(page)
-    memory.reserve(torch.device("cpu"))
-    wait_until(lambda: len(allocated) == 3)
-    for _ in range(34):
-        memory.take(page)
-    assert memory._reserved.empty() and not memory._num_reserved
-
-
-def test_nothing_is_reserved_for_pages_that_are_larger_than_a_slab(allocated: list[int]) -> None:
-    state = Visiting([make_optimizer([SLAB // 4 + 1] * 8)], torch.device("cpu"), slab_bytes=SLAB)
-    state.to_host()
-    state.reserve()
-    assert not state._memory._num_reserved
-
-
-def test_the_memory_of_state_that_is_gone_is_not_reserved(
-    allocated: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on, page_locked = threading.Event(), optimizer_state._page_locked
-
-    def waits(num_bytes: int) -> Tensor:
-        goes_on.wait(10)
-        return page_locked(num_bytes)
-
-    monkeypatch.setattr(optimizer_state, "_page_locked", waits)
-    memory = HostPages(100 * SLAB, SLAB)
-    memory.reserve(torch.device("cpu"))
-    (thread,) = (one for one in threading.enumerate() if one.name == "reserve")
-    gone = weakref.ref(memory)
-    del memory
-    assert gone() is None
-    goes_on.set()
-    thread.join(10)
-    assert len(allocated) == 1, "the one that was being taken"
-
-
 def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code() -> None:
     script = (
         "import sys, torch; from mcore_adapter.optimizer import state as o;"
@@ -513,17 +456,6 @@ def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code()
         "o.HostPages(1000 << 14, 1 << 14).reserve(torch.device('cpu')); sys.exit(3)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 3
-
-
-def test_a_device_that_cannot_be_set_fails_where_a_slab_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", fails)
-    memory = HostPages(4 * SLAB, SLAB)
-    memory.reserve(torch.device("cuda", 0))
-    with pytest.raises(RuntimeError, match="no such device"):
-        memory.take(torch.zeros(8))
 
 
 def test_a_slab_that_cannot_be_reserved_fails_where_it_is_taken(

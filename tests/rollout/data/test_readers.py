@@ -171,13 +171,6 @@ def test_names_of_columns_are_logged_without_control_codes(tmp_path: Path, caplo
         scan_rows(DataSource(path=str(tmp_path / "d.jsonl"), fields=Fields(prompt="\x1b[31m")))
 
 
-def test_an_answer_that_is_no_number_is_no_option(tmp_path: Path) -> None:
-    for answer in ("Infinity", "1e400", "NaN", "0.5"):
-        (tmp_path / "d.jsonl").write_text(f'{{"question": "q", "choices": ["a", "b"], "answer": {answer}}}\n')
-        with pytest.raises(DatasetError, match="d.jsonl:1: the answer .* is no index of 2 options"):
-            scan_rows(tmp_path / "d.jsonl")
-
-
 def test_conversations_of_other_forms_are_read(tmp_path: Path) -> None:
     turns = [{"from": "Human", "value": "hi"}, {"from": "GPT", "value": "yo"}]
     ask, answer = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"})
@@ -307,15 +300,6 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(
     assert not offline[-1], "a proxy may reach what this machine does not"
 
 
-def test_a_file_of_this_name_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "owner" / "name.v1")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "name.v1").write_text(json.dumps(ROWS[0]))
-    assert len(scan_rows("owner/name.v1")) == 1
-    with pytest.raises(DatasetError, match="cannot read the data set: No such file"):
-        scan_rows("owner/name.jsonl")
-
-
 def test_columns_are_named_and_those_that_have_no_use_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,19 +325,3 @@ def test_hints_are_used_where_the_columns_exist_and_do_not_matter_elsewhere(tmp_
     for hint, prompt in (("ask", "q"), ("asked", "other")):
         (read,) = scan_rows(DataSource(path=str(path), hints=Fields(prompt=hint)))
         assert read.prompt == prompt
-
-
-@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.jsonl.gz", "d.csv", "d.tsv"])
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_text_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str, marked: bool) -> None:
-    path = write(tmp_path / name)
-    content = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
-    content = b"\xef\xbb\xbf" * marked + content.removeprefix(b"\xef\xbb\xbf")
-    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert [row.prompt for row in scan_rows(path)] == [row["question"] for row in ROWS]
-
-
-@pytest.mark.parametrize("names", [("question", "Answer", "answer"), ("question", "answer", "Answer")])
-def test_of_columns_that_differ_in_case_alone_the_first_counts(tmp_path: Path, names: tuple[str, ...]) -> None:
-    path = write(tmp_path / "d.jsonl", [dict(zip(names, ("?", "1", "2"), strict=True))])
-    assert scan_rows(path)[0].solutions == ("\\boxed{1}",)
