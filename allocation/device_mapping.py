@@ -2,6 +2,9 @@
 
 Invariant: as in resolve.py, every slot of the cluster is used and every role has a place; here roles may overlap in
 part, and rank r runs on entry r, in the order that the user wrote.
+
+Mappings are lists, `range` (with steps), `list(...)` and `+` between them, read from Python's syntax tree; nothing is
+evaluated by Python. The outcome is a list of at most `limit` numbers, or an AllocationError.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Invariant: `RoleAllocation.slots` has one entry per rank, in rank order. For the roles that Megatron runs this is
 Megatron's order (tp fastest, then cp, dp, pp); a generator's ranks go replica by replica (tp fastest, then pp, dp), so
 that the slots of one server are neighbours.
+
+Slots are flat numbers: node * n_gpus_per_node + gpu. The two pools of a disaggregated run are disjoint and cover the
+cluster. A tensor-parallel group lies on one node whenever some split of the cluster into the two pools allows that for
+all groups; so does, second, a whole server of the generator and the context-parallel ranks of a trainer's replica.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
 """Every tensor of a model's Hugging Face checkpoint, with its shape: what the dry run, the loader and the converter
-compare folders with, and what an export writes."""
+compare folders with, and what an export writes.
+
+A family's table of server parts maps the name of a module ("q_proj" of "model.layers.0.self_attn.q_proj.weight") to its
+place in an inference server (SGLang). What no table names is held whole under its own name by every tensor-parallel
+rank. Experts are the same in every family: gate and up projections of all experts lie in `w13_weight`, the down
+projections in `w2_weight`.
+"""
 
 from __future__ import annotations
 

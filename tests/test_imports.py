@@ -129,7 +129,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
         "tools.chaos.compare": "torch",
         "tools.chaos.run": "torch transformers",
-        "tools.conformance.__main__": "tools.conformance.golden tools.conformance.gradients",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",
         "tools.curves": "torch transformers",
@@ -162,10 +161,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.data.readers": "datasets",
     },
     "triton and TransformerEngine: only where there is a GPU": {
-        "mcore_adapter.cuda.device": "mcore_adapter.cuda.swiglu",
+        "mcore_adapter.cuda.device": "mcore_adapter.cuda.elementwise",
         "mcore_adapter.models.logprobs": "mcore_adapter.cuda.lm_head",
         "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
-        "mcore_adapter.optimizer.training": "mcore_adapter.cuda.gradients",
+        "mcore_adapter.optimizer.training": "mcore_adapter.cuda.elementwise",
         "mcore_adapter.models.router": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {

@@ -2,6 +2,9 @@
 
 Invariant: nothing outside this file depends on the redirections. They are process-wide, made once by setup(); literal
 device="cuda" arguments are caught only inside activate(), on the thread that entered it.
+
+Adam holds the contract of TransformerEngine's FusedAdam (the step is in the param group, the state of a parameter is
+exactly exp_avg and exp_avg_sq), because that is the only one whose checkpoints Megatron can load.
 """
 
 from __future__ import annotations

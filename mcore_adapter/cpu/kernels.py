@@ -1,4 +1,9 @@
-"""RMSNorm, SwiGLU and float32 matrix products on CPU; leaf functions of cpu/layers.py and cpu/device.py."""
+"""RMSNorm, SwiGLU and float32 matrix products on CPU; leaf functions of cpu/layers.py and cpu/device.py.
+
+RMSNorm and SwiGLU save their input only, and pass over memory a third as often as the formula written with torch's
+operators. Invariant: same value and gradient as that formula. torch calls MKL for float32 products, which uses AVX-512
+on Intel's processors only; oneDNN does on all that have it, and takes half the time on an AMD EPYC.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Megatron-core on NVIDIA GPUs: NCCL, TransformerEngine's layers, every fusion that is installed.
 
-Invariant: the same interface as cpu/device.py. Two things of Megatron are replaced: its SwiGLU (see swiglu.py; no dense
-model needs torch's compiler then), and its check for apex's weight-gradient kernel, which guards a linear layer that no
-model here computes with (the head is fused, see models/gpt.py, LMHead).
+Invariant: the same interface as cpu/device.py. Two things of Megatron are replaced: its SwiGLU (see elementwise.py; no
+dense model needs torch's compiler then), and its check for apex's weight-gradient kernel, which guards a linear layer
+that no model here computes with (the head is fused, see models/gpt.py, LMHead).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CudaDevice:
         self.has_grouped_products = capability in ((9, 0), (10, 0))  # elsewhere torch computes expert by expert
 
     def setup(self) -> None:
-        from mcore_adapter.cuda.swiglu import bias_swiglu
+        from mcore_adapter.cuda.elementwise import bias_swiglu
 
         torch.cuda.set_device(self.torch_device)
         # One queue: Megatron relies on communication launched first to start before the computation behind it.

@@ -2,6 +2,10 @@
 
 A plan follows from the shape of the batch and plain settings alone. The process that cuts a batch makes it once, and it
 travels with the batch; ranks make another one, all the same, where a limit of memory was lowered since.
+
+Invariant: every sequence is in exactly one microbatch, no microbatch holds more than max_tokens_per_mb tokens, and
+every data-parallel rank has the same number of microbatches; one is empty (a zero-weight filler) only where there are
+fewer sequences than microbatches.
 """
 
 from __future__ import annotations

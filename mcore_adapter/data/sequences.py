@@ -1,4 +1,9 @@
-"""Sums over the tokens of a minibatch: what a loss is the mean of, and sums of each sequence."""
+"""Sums over the tokens of a minibatch: what a loss is the mean of, and sums of each sequence.
+
+Every rank computes token weights from the whole minibatch, in float64: their sums depend neither on the layout nor on
+the cut into microbatches. Context parallelism spreads the tokens of a sequence over several ranks: `Sequences.sum`
+returns the same on every rank of such a group, and its gradient reaches the tokens on all of them.
+"""
 
 from __future__ import annotations
 

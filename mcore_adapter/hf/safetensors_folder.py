@@ -2,6 +2,9 @@
 
 Invariant: reading touches only the bytes of the requested slices; a folder written inside replacing_folder() is
 complete or not there.
+
+Bytes that stay as they are go from file to file inside the kernel: no page of the source is mapped or read for them,
+which makes it cheaper than load_file() and save_file(). Others are converted a slab at a time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Sits inside Megatron's MoE layer in the place of its own router, whose losses depend on how a batch is cut. Invariant:
 what a router computes for a token, and what it adds to the loss, depends on the batch alone, never on the microbatch,
 rank or packing in which the token passes.
+
+On GPUs cuda/routing.py computes the scores in one kernel a pass. Each token's result depends on its logits alone; of
+experts or groups that score the same, those of lower numbers are chosen, and NaN counts as the best score.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _add_gradient(total: Tensor, gradient: Tensor) -> None:
 def addition(total: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object]:
     """Return what adds gradients of this format to `total`, in place."""
     if total.is_cuda and (total.dtype, dtype) == (torch.float32, torch.bfloat16):
-        from mcore_adapter.cuda.gradients import add_to
+        from mcore_adapter.cuda.elementwise import add_to
 
         return add_to
     return Tensor.add_

@@ -2,6 +2,9 @@
 
 solutions_of() returns what a completion is compared with, full_text() what fine-tuning trains on. Invariant: every
 solution of a math problem is in a box, and no chain of thought becomes one.
+
+Options of a multiple choice are a list, a dictionary by letter, {text, label}, one text ("A) 12 B) 24"), or a column
+each. The right one is given by a letter, an index from 0, a label, or its text.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ A conversation goes through the chat template. A prompt of one text becomes the 
 `PromptFormat.template`, or stays as it is: without a chat template, and where it has the template's marks already.
 Invariant: the tokens before a sampled completion are the same wherever that prompt is used, with one token at the
 beginning of the sequence at most, and every completion ends with one of `end_token_ids`.
+
+In examples of fine-tuning only what the assistant writes is trained on. The tokens before a trained turn are those that
+a generator gets as its prompt at this point, or the beginning of them where the chat template writes turns without the
+rest, and a trained turn ends with an end token. Where the template writes an earlier turn without one, or in another
+way than the last one (Qwen3 removes its thoughts), the turns after it are in a sequence of their own.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ scan_rows() reads prompts with the solutions that rewards compare with, read_exa
 fine-tuning trains on. Files are read in readers.py, columns found in source.py. Invariant: a `Row` that comes out of
 here has a prompt, a unique query_id and, where solutions are needed, at least one; whatever cannot be read that way is
 an error that names file and row.
+
+Answers of preference pairs are texts, or conversations as Hugging Face preference sets have them, whose common
+beginning is the prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Where the rows of a data set are and how its columns are called: what training, fine-tuning and evaluation share.
 
 Standard library only. A source is made from the configuration or a command line and is sent to other processes.
+
+Names of columns are compared without case, blanks, dashes and underscores: "Correct Answer" is correct_answer. Of one
+set of column names there is one answer, whatever the rows hold, so that all rows of a file are read alike.
 """
 
 from __future__ import annotations

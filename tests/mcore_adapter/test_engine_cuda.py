@@ -355,7 +355,7 @@ def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk
 
 @pytest.mark.parametrize("shape", [(3,), (8192,), (129, 1000), (16, 256, 513)])
 def test_a_gradient_is_added_to_the_last_bit_as_torch_adds_it(shape: tuple[int, ...]) -> None:
-    from mcore_adapter.cuda.gradients import add_to
+    from mcore_adapter.cuda.elementwise import add_to
 
     behind = 100  # the next parameter's
     total = torch.randn(torch.Size(shape).numel() + behind, device="cuda")
@@ -367,7 +367,7 @@ def test_a_gradient_is_added_to_the_last_bit_as_torch_adds_it(shape: tuple[int, 
 
 
 def test_swiglu_is_rounded_once_and_has_the_gradient_of_the_formula(gpu: Any) -> None:
-    from mcore_adapter.cuda.swiglu import bias_swiglu
+    from mcore_adapter.cuda.elementwise import bias_swiglu
 
     generator = torch.Generator("cuda").manual_seed(0)
     halves = torch.randn(33, 1, 2 * 48, dtype=torch.bfloat16, device="cuda", generator=generator, requires_grad=True)

@@ -3,11 +3,8 @@
 import pytest
 
 from core.config.presets import PRESETS
-from tools.conformance.__main__ import main
+from tools.conformance.__main__ import GOLDEN, GRADIENT_CASES, PEERS, gradients, main
 from tools.conformance.cases import CASES
-from tools.conformance.golden import GOLDEN, PEERS
-from tools.conformance.gradients import CASES as GRADIENTS
-from tools.conformance.gradients import gradients
 
 
 @pytest.mark.parametrize("family", GOLDEN)
@@ -18,10 +15,10 @@ def test_the_code_gives_the_golden_numbers(family: str) -> None:
 
 
 def test_gradients_of_every_preset_and_of_preferences_are_checked() -> None:
-    assert GRADIENTS.keys() == PRESETS.keys() | {"dpo", "ipo"}
+    assert GRADIENT_CASES.keys() == PRESETS.keys() | {"dpo", "ipo"}
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     (found,) = gradients([name], num_directions=2)
     assert found.holds, found

@@ -17,7 +17,7 @@ from core.config.experiments import PPOMATHConfig
 from core.experiments.ppo import case_settings
 from helpers.batches import algorithm, batch_of, by_answer
 from mcore_adapter.data.batch import PackedBatch
-from tools.conformance.golden import one_token
+from tools.conformance.__main__ import one_token
 from tools.loss.__main__ import main
 from tools.loss.compute import compute
 

@@ -6,6 +6,9 @@ operators in this file define.
 Invariant: from forward to backward one layer keeps its input and the output of the first linear layer, or its input
 alone; the sorted copies and the activations are made again. Ranks that share tokens call the same collectives in the
 same order, whatever a layer keeps.
+
+The process group of an exchange holds what it reads and writes until wait(), which every caller calls; until then
+nothing else reads or writes it.
 """
 
 from __future__ import annotations
