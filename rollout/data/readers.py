@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from model_specs.untrusted import is_inside, read_json_object
 from rollout.data.files import Record, known_formats, read_file, suffix_of
@@ -22,10 +19,6 @@ from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PARTS = re.compile(r"[-_.\d]|of")
 """What stands beside the name of a split in file names: train-00000-of-00002.parquet."""
-
-_SECONDS = 10.0
-"""To reach the Hugging Face hub, whose client tries for most of a minute before it gives up."""
-_PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 def read_records(source: DataSource) -> Iterator[Record]:
@@ -179,8 +172,7 @@ def _hub_records(source: DataSource) -> Iterator[Record]:
         ) from error
     datasets.disable_progress_bars()
     try:
-        with _offline_without_network():
-            loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+        loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
     except Exception as error:  # noqa: BLE001 - the library raises errors of requests, of hub, of arrow and its own
         raise DatasetError(_hub_problem(source.path, error)) from error
     rows = loaded if source.split is not None else loaded[choose_split(source, list(loaded))]
@@ -188,33 +180,6 @@ def _hub_records(source: DataSource) -> Iterator[Record]:
         raise DatasetError(f"{source.path}: no rows; a data set needs at least one")
     for number, values in enumerate(rows, start=1):
         yield Record(f"{source.path}: row {number}", number, dict(values))
-
-
-@contextmanager
-def _offline_without_network() -> Iterator[None]:
-    """Let `datasets` use its cache alone inside this block if the hub cannot be reached. Needs that library."""
-    from datasets import config
-
-    before = config.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = before or not _is_reachable(config.HF_ENDPOINT)
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before
-
-
-def _is_reachable(endpoint: str) -> bool:
-    """Return whether something listens at a URL; True behind a proxy, which may still reach it."""
-    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
-        return True
-    url = urlsplit(endpoint)
-    try:
-        with socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=_SECONDS
-        ):
-            return True
-    except OSError:
-        return False
 
 
 def _hub_problem(name: str, error: Exception) -> str:

@@ -8,7 +8,6 @@ import gzip
 import json
 import lzma
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,36 +267,6 @@ def test_a_hub_id_without_network_says_how_to_get_the_data(monkeypatch: pytest.M
         scan_rows("slipstream-tests/nothing")
     assert "hf download slipstream-tests/nothing --repo-type dataset --local-dir FOLDER" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_hub_that_cannot_be_reached_is_not_tried_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    for name in ("https_proxy", "http_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    offline: list[bool] = []
-
-    def load_dataset(*arguments: object, **options: object) -> None:
-        offline.append(datasets.config.HF_HUB_OFFLINE)
-        raise ConnectionError("Couldn't reach it")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{port}")
-        with pytest.raises(DatasetError, match="Without network: run"):
-            scan_rows("slipstream-tests/nothing")
-    with pytest.raises(DatasetError, match="Without network: run"):
-        scan_rows("slipstream-tests/nothing")
-    assert offline == [False, True] and not datasets.config.HF_HUB_OFFLINE
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    with pytest.raises(DatasetError):
-        scan_rows("slipstream-tests/nothing")
-    assert not offline[-1], "a proxy may reach what this machine does not"
 
 
 def test_columns_are_named_and_those_that_have_no_use_are_reported(
