@@ -84,26 +84,13 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
 
 
 def _facts(rows: list[dict[str, float]], staleness: int) -> Iterator[tuple[str, float, str]]:
-    """Yield (name, value, unit): medians of the pushes, the trainer's share of computation, and means of a step's
-    parts, so that these add up to it."""
+    """Yield (name, value, unit): the trainer's share of computation, and medians of the pushes."""
     steps, updates = (sum(row[name] for row in rows) for name in ("time/step", "time/update"))
     yield f"async.staleness_{staleness}_trainer_computes", 100 * updates / steps, "%"
     for name in ("push/seconds", "push/pause_seconds", "push/gather_seconds", "push/send_seconds"):
         label = name.partition("/")[2].removesuffix("_seconds").replace("seconds", "whole")
         median = float(np.median([row[name] for row in rows]))
         yield f"push.run_staleness_{staleness}_{label}", 1e3 * median, "ms"
-    for label, name, unit in (
-        ("step", "time/step", "s"),
-        ("wait_for_rollout", "time/wait_for_rollout", "s"),
-        ("update", "time/update", "s"),
-        ("push", "time/push", "s"),
-        ("tokens", "n_valid_tokens", "tokens"),
-        ("wait_for_oldest", "rollout/wait_for_oldest_seconds", "s"),
-        ("prompts_in_flight", "rollout/num_in_flight", "prompts"),
-    ):
-        yield f"async.staleness_{staleness}_{label}_mean", float(np.mean([row[name] for row in rows])), unit
-    for label, row in (("first", rows[0]), ("last", rows[-1])):
-        yield f"async.staleness_{staleness}_prompts_ready_{label}", row["rollout/num_ready"], "prompts"
 
 
 def _num_generators() -> int:

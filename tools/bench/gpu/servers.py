@@ -92,23 +92,13 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
-    """Yield the rate of producer, router and SGLangGenerator against SGLang's launch_server, with the same prompts, and
-    that of direct requests to a run's server, with other prompts, as it has those in its cache. One GPU.
-
-    launch_server runs with its own defaults and with the arguments of a run's server; the faster one is the
-    baseline."""
+    """Yield the rate of producer, router and SGLangGenerator against SGLang's launch_server with the arguments of a
+    run's server and the same prompts. One GPU."""
     server = server_settings(scene, scene.first_gpu if query_gpus() else None)
-    ours, plainly = asyncio.run(_sample(scene, server))
-    bare = {
-        name: asyncio.run(_sample_bare(scene, server, defaults=defaults))
-        for name, defaults in (("our_arguments", False), ("its_defaults", True))
-    }
-    for name, value in bare.items():
-        label = f"rollout.{scene.shape}_launch_server_{name}_tokens_per_second"
-        yield Figure(name=label, value=value, unit="tokens/s", baseline=None, target="")
-    for name, value, target in (("tokens", ours, ">= 0.97x"), ("plainly_asked_tokens", plainly, "")):
-        label = f"rollout.{scene.shape}_{name}_per_second"
-        yield Figure(name=label, value=value, unit="tokens/s", baseline=max(bare.values()), target=target)
+    ours = asyncio.run(_sample(scene, server))
+    bare = asyncio.run(_sample_bare(scene, server))
+    name = f"rollout.{scene.shape}_tokens_per_second"
+    yield Figure(name=name, value=ours, unit="tokens/s", baseline=bare, target=">= 0.97x")
 
 
 LATER_STARTS = 2
@@ -136,41 +126,32 @@ async def _seconds_to_start(server: AbstractAsyncContextManager[Any]) -> float:
         return time.perf_counter() - start
 
 
-SEEDS, OTHER_SEEDS = (1, 2), (3, 4)
-"""Seeds of the prompts of each round: for the stack, and for direct requests."""
+SEEDS = (1, 2)
+"""Seeds of the prompts of each round."""
 
 
-async def _sample(scene: Scene, server: ServerSettings) -> tuple[float, float]:
-    """Return (tokens/s of the stack, tokens/s of direct requests to its server)."""
+async def _sample(scene: Scene, server: ServerSettings) -> float:
+    """Return tokens/s of the stack."""
     async with generator(server) as served:
-        url = served.endpoint.url
-        await _plainly(scene, url, 0, new_tokens=16)
-        ours = [await _stack(scene, served, seed) for seed in SEEDS]
-        plainly = [await _plainly(scene, url, seed) for seed in OTHER_SEEDS]
-        logger.info("tokens/s of the stack: %s; of its server with direct requests: %s", ours, plainly)
-        return float(np.median(ours)), float(np.median(plainly))
-
-
-async def _sample_bare(scene: Scene, server: ServerSettings, *, defaults: bool) -> float:
-    async with bare_server(server, defaults=defaults) as url:
-        await _plainly(scene, url, 0, new_tokens=16)
-        rates = [await _plainly(scene, url, seed) for seed in SEEDS]
-        logger.info("tokens/s of SGLang's launch_server (%s): %s", "its defaults" if defaults else "ours", rates)
+        await _plainly(scene, served.endpoint.url, 0, new_tokens=16)
+        rates = [await _stack(scene, served, seed) for seed in SEEDS]
+        logger.info("tokens/s of the stack: %s", rates)
         return float(np.median(rates))
 
 
-NEEDED = frozenset({"model_path", "host", "port", "nccl_port", "dtype", "load_format", "skip_tokenizer_init"})
-"""Arguments that a server needs for this measurement; all others can have SGLang's defaults on a GPU."""
+async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
+    async with bare_server(server) as url:
+        await _plainly(scene, url, 0, new_tokens=16)
+        rates = [await _plainly(scene, url, seed) for seed in SEEDS]
+        logger.info("tokens/s of SGLang's launch_server: %s", rates)
+        return float(np.median(rates))
 
 
 @asynccontextmanager
-async def bare_server(settings: ServerSettings, *, defaults: bool = False) -> AsyncIterator[str]:
-    """Start SGLang's own launch_server with the arguments of a run's server, except those of our hooks, or with its
-    `defaults`; yield its URL."""
+async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
+    """Start SGLang's launch_server with the arguments of a run's server, except those of our hooks; yield its URL."""
     port, nccl_port = free_ports(2)
     flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
-    if defaults and settings.gpus:
-        flags = {name: value for name, value in flags.items() if name in NEEDED}
     words = [str(settings.python), "-P", "-m", "sglang.launch_server"]
     for name, value in flags.items():
         if name not in BATCHED_PREFILLS and value is not False:
