@@ -5,7 +5,7 @@
 Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and a process without GPUs.
 """
 
-from allocation.checks import batch_errors, check_batch, check_model, model_errors, nearest_minibatches
+from allocation.checks import batch_errors, model_errors, nearest_minibatches
 from allocation.device_mapping import DeviceMapping, parse_device_mappings
 from allocation.errors import AllocationError
 from allocation.layout import (
@@ -50,8 +50,6 @@ __all__ = [
     "RoleAllocation",
     "Slot",
     "batch_errors",
-    "check_batch",
-    "check_model",
     "format_allocation",
     "layers_of_chunks",
     "model_errors",

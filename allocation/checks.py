@@ -15,36 +15,6 @@ from allocation.layout import GENERATOR_ROLE, ParallelLayout
 _TRAINING_ROLES = ("actor_train", "critic_train")
 
 
-def check_model(
-    layout: ParallelLayout,
-    role: str,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    num_layers: int,
-    vocab_size: int,
-    path: str,
-    intermediate_size: int = 0,
-    num_experts: int = 0,
-    key: str = "allocation_mode",
-) -> None:
-    """Raise AllocationError for the first rule of `model_errors` that is broken."""
-    errors = model_errors(
-        layout,
-        role,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_layers=num_layers,
-        vocab_size=vocab_size,
-        path=path,
-        intermediate_size=intermediate_size,
-        num_experts=num_experts,
-        key=key,
-    )
-    if errors:
-        raise errors[0]
-
-
 def model_errors(
     layout: ParallelLayout,
     role: str,
@@ -93,17 +63,6 @@ def model_errors(
         nearest = f"e = {nearest_of(layout.ep, divisors(num_experts))}"
         broken.append((f"e{layout.ep} must divide num_experts={num_experts}", nearest))
     return [AllocationError(f"{role}:{layout} of {path}: {rule}", key=key, nearest=near) for rule, near in broken]
-
-
-def check_batch(
-    layout: ParallelLayout, role: str, *, train_bs_n_seqs: int, group_size: int = 1, ppo_n_minibatches: int = 1
-) -> None:
-    """Raise AllocationError for the first rule of `batch_errors` that is broken."""
-    errors = batch_errors(
-        layout, role, train_bs_n_seqs=train_bs_n_seqs, group_size=group_size, ppo_n_minibatches=ppo_n_minibatches
-    )
-    if errors:
-        raise errors[0]
 
 
 def batch_errors(

@@ -10,8 +10,6 @@ from allocation import (
     Checks,
     ParallelLayout,
     batch_errors,
-    check_batch,
-    check_model,
     model_errors,
     parse,
 )
@@ -31,15 +29,11 @@ MODEL = {
 
 
 def model_error(layout: str, role: str = "actor_train", **changes: int) -> AllocationError:
-    with pytest.raises(AllocationError) as caught:
-        check_model(layout_of(layout), role, **{**MODEL, **changes})
-    return caught.value
+    return model_errors(layout_of(layout), role, **{**MODEL, **changes})[0]
 
 
 def batch_error(layout: str, role: str = "actor_train", **numbers: int) -> AllocationError:
-    with pytest.raises(AllocationError) as caught:
-        check_batch(layout_of(layout), role, **numbers)
-    return caught.value
+    return batch_errors(layout_of(layout), role, **numbers)[0]
 
 
 def layout_of(text: str) -> ParallelLayout:
@@ -66,14 +60,14 @@ def test_kv_heads_must_be_divisible_by_tensor_parallelism_of_a_trainer() -> None
 
 
 def test_a_server_may_hold_a_kv_head_on_several_ranks_but_not_parts_of_them() -> None:
-    check_model(layout_of("d1m4p1"), "actor_gen", **MODEL)
+    assert not model_errors(layout_of("d1m4p1"), "actor_gen", **MODEL)
     error = model_error("d1m6p1", "actor_gen", num_kv_heads=4, intermediate_size=0)
     assert "m6 must divide num_key_value_heads=4, or be a multiple of it" in str(error)
     assert error.nearest == "m = 4 or 12"
 
 
 def test_every_chunk_of_a_pipeline_needs_a_layer() -> None:
-    check_model(layout_of("d1m1p3"), "actor_train", **MODEL)
+    assert not model_errors(layout_of("d1m1p3"), "actor_train", **MODEL)
     error = model_error("d1m1p29")
     assert "p29: each needs a layer, and num_hidden_layers=28" in str(error)
     assert error.nearest == "p = 28 without v"
@@ -115,14 +109,14 @@ def test_the_layouts_with_experts_that_are_shown_can_be_trained() -> None:
 
 
 def test_layers_are_the_servers_own_business() -> None:
-    check_model(layout_of("d1m1p3"), "actor_gen", **MODEL)
+    assert not model_errors(layout_of("d1m1p3"), "actor_gen", **MODEL)
 
 
 def test_the_vocabulary_must_be_divisible_by_tensor_parallelism() -> None:
     error = model_error("d1m2p1", vocab_size=50_257)
     assert "m2 must divide vocab_size=50257" in str(error)
     assert error.nearest == "m = 1"
-    check_model(layout_of("d1m2p1"), "actor_gen", **{**MODEL, "vocab_size": 50_257})
+    assert not model_errors(layout_of("d1m2p1"), "actor_gen", **{**MODEL, "vocab_size": 50_257})
 
 
 def test_the_feed_forward_width_must_be_divisible_by_tensor_parallelism() -> None:
@@ -173,12 +167,14 @@ def test_the_batch_must_be_a_multiple_of_updates_times_data_parallel_ranks() -> 
     assert "world size 128 / m4 / p1 / c1" in str(error)
     assert error.nearest == "24 or 32"
     for prompts in (24, 32):
-        check_batch(layout_of("d32m4p1"), "actor_train", train_bs_n_seqs=prompts, group_size=16, ppo_n_minibatches=4)
+        assert not batch_errors(
+            layout_of("d32m4p1"), "actor_train", train_bs_n_seqs=prompts, group_size=16, ppo_n_minibatches=4
+        )
 
 
 def test_tensor_pipeline_and_context_parallelism_divide_the_ranks() -> None:
     layout = parse("d2m2p2c2", n_nodes=2, n_gpus_per_node=8).trainer.layout
-    check_batch(layout, "actor_train", train_bs_n_seqs=2)
+    assert not batch_errors(layout, "actor_train", train_bs_n_seqs=2)
     assert batch_errors(layout, "actor_train", train_bs_n_seqs=3) != []
 
 
