@@ -155,8 +155,8 @@ def test_a_folder_is_replaced_or_stays_whatever_happens_between_the_renames(
 
 
 def test_an_interrupted_conversion_leaves_nothing_that_looks_finished(large: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "tools/convert.py", "--checkpoint_path", large, "--output_path", tmp_path / "out"]
-    process = subprocess.Popen([*command, "--to-megatron"], cwd=ROOT)
+    command = [sys.executable, ROOT / "tools/convert.py", "--checkpoint_path", large, "--output_path", tmp_path / "out"]
+    process = subprocess.Popen([*command, "--to-megatron"], cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob(".out.*/*.distcp")):
