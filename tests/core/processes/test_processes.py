@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from core.processes import stacks
 from core.processes.stacks import EARLIER, FOLDER, collect_stacks, kill_process
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,8 +40,16 @@ def start(name: str, folder: Path, then: str = "") -> subprocess.Popen[str]:
     return process
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait long enough for a process that has no processor at first."""
+    monkeypatch.setattr(stacks, "_WRITING_SECONDS", 2.0)
+    monkeypatch.setattr(stacks, "_PAUSE_SECONDS", 2.0)
+    monkeypatch.setattr(stacks, "_LONGEST_SECONDS", 60.0)
+
+
 def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the_dead_are_called_gone(
-    tmp_path: Path,
+    tmp_path: Path, patient: None
 ) -> None:
     processes = {name: start(name, tmp_path) for name in ("running-0", "stopped-1", "gone-2", "unasked-3")}
     try:
@@ -89,7 +98,7 @@ def test_a_process_that_does_not_answer_has_its_state_in_its_file(tmp_path: Path
         process.communicate()
 
 
-def test_a_process_that_writes_its_stacks_slowly_is_waited_for(tmp_path: Path) -> None:
+def test_a_process_that_writes_its_stacks_slowly_is_waited_for(tmp_path: Path, patient: None) -> None:
     slow = """
 import os, signal
 def write(*unused):

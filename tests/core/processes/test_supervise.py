@@ -230,7 +230,7 @@ def interrupted(*args):
 {before} = interrupted
 
 def attempt(self):
-    time.sleep(5)
+    time.sleep(60)
     print("came to its end")
     return 0
 """

@@ -371,6 +371,7 @@ def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell
 
 def test_the_deadline_names_who_did_not_answer() -> None:
     answers = {"generator-0": in_background(lambda: {}), "generator-1": in_background(time.sleep, 30)}
+    answers["generator-0"].result()
     with pytest.raises(PushError, match=r"bucket 2: no answer within push.timeout_seconds=0.2 from generator-1$"):
         Deadline(0.2).wait(answers, "bucket 2")
     with pytest.raises(PushError, match="from the sender, although"):

@@ -32,7 +32,7 @@ def {function}(*arguments):
     assert "{function}" == "build" or os.environ["TVM_FFI_CUDA_ARCH_LIST"] == "9.0a"
     while len(list(folder.iterdir())) < {together}:  # all the others must run at once
         time.sleep(0.01)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 240, "they do not run at once"
     {then}
 """
 ARCH = """
