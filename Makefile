@@ -1,6 +1,6 @@
 # `make demo` and `make test` need python3.11 or newer, pip and make; everything else is set up in .venv, without root.
 
-CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3 python
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python)
 # The first candidate that really runs and is new enough (a shim may exist and yet not run).
 FIND_PYTHON = for p in $(CANDIDATES); do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; exit 0; }; done; \
