@@ -1,7 +1,7 @@
 """Measure speed, memory and accuracy of Slipstream, each figure beside its baseline in the same run.
 
     python -m tools.bench cpu [--trl-python /path/to/trl-env/bin/python] [--only update rollout]
-    python -m tools.bench gpu [--only update push] [--shape 1.5B]
+    CUDA_VISIBLE_DEVICES=2,3 python -m tools.bench gpu [--only update push] [--shape 1.5B]
 
 Writes benchmarks/{host}-{date}.json, a list of rows {name, value, unit, baseline, ratio, target, command, versions},
 and prints the same as a markdown table. Rows of other measurements that the file has stay. TRL is measured in an
@@ -90,9 +90,6 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
-    parser.add_argument(
-        "--first-gpu", type=cli.integer(least=0), default=0, help="gpu: where the trainer is; servers come behind it"
-    )
     parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
     parser.add_argument(
         "--keep",
@@ -137,8 +134,8 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
     options: dict[str, Any] = {"trl_python": given.trl_python}
     if given.device == "gpu":
-        os.environ["LOCAL_RANK"] = str(given.first_gpu)
-        options |= {"shape": given.shape, "sglang_python": given.sglang_python, "first_gpu": given.first_gpu}
+        os.environ["LOCAL_RANK"] = "0"
+        options |= {"shape": given.shape, "sglang_python": given.sglang_python}
     rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
         scene = find(SCENES[given.device])(folder=folder, **options)

@@ -214,7 +214,7 @@ def experts(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
     ours = WidthsScene(
-        folder=scene.folder, first_gpu=scene.first_gpu, raw=SLICE | _SMALL | _SMALL_EXPERTS if small else SLICE
+        folder=scene.folder, raw=SLICE | _SMALL | _SMALL_EXPERTS if small else SLICE
     )
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure_experts(ours, length, count, sizes, stacked=way) for way in (False, True))
@@ -293,7 +293,7 @@ def long(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates on one sequence of 65,536 tokens, against recomputation of all layers as a whole, and on one of
     131,072 tokens, against the same without host memory for activations. A microbatch each. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(folder=scene.folder, first_gpu=scene.first_gpu, raw=WIDTHS | _SMALL if small else WIDTHS)
+    ours = WidthsScene(folder=scene.folder, raw=WIDTHS | _SMALL if small else WIDTHS)
     lengths = (64, 128) if small else LENGTHS
     baselines: tuple[dict[str, Any], ...] = (
         {"gradient_checkpointing": True},

@@ -166,7 +166,7 @@ async def pushes_into_streams(
 async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> list[Figure]:
     """Push into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
     figures: list[Figure] = []
-    settings = server_settings(scene, scene.first_gpu, colocated=True)
+    settings = server_settings(scene, 0, colocated=True)
     async with generator(settings, "abort") as served:
         address = replace(served.endpoint, trainer_ranks=(0,))
         for mib in (256, 1024, 4096):

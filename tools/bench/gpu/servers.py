@@ -94,7 +94,7 @@ def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
 def rollout(scene: Scene) -> Iterator[Figure]:
     """Yield the rate of producer, router and SGLangGenerator against SGLang's launch_server with the arguments of a
     run's server and the same prompts. One GPU."""
-    server = server_settings(scene, scene.first_gpu if query_gpus() else None)
+    server = server_settings(scene, 0 if query_gpus() else None)
     ours = asyncio.run(_sample(scene, server))
     bare = asyncio.run(_sample_bare(scene, server))
     name = f"rollout.{scene.shape}_tokens_per_second"
@@ -108,7 +108,7 @@ LATER_STARTS = 2
 def server_start(scene: Scene) -> Iterator[Figure]:
     """Yield the seconds from the start of a server until it answers: of the first one on a host, where no other ran
     before, and of later ones against SGLang's launch_server with the same arguments. One GPU."""
-    server = server_settings(scene, scene.first_gpu if query_gpus() else None)
+    server = server_settings(scene, 0 if query_gpus() else None)
     first = asyncio.run(_seconds_to_start(generator(server)))
     yield Figure(name="server_start.first", value=first, unit="s", baseline=None, target="<= 60")
     later, bare = [], []

@@ -113,19 +113,17 @@ class Scene:
     """Interpreter that has SGLang; None: this one."""
     trl_python: Path | None = None
     """Interpreter of an environment that has TRL."""
-    first_gpu: int = 0
-    """The trainer's; servers get the following ones, or share it where it is the last."""
 
     @property
     def server_gpus(self) -> list[int | None]:
         """GPUs for servers apart from the trainer's first one; the trainer's own where there is no other, None where
         there is none at all."""
         num_gpus = len(query_gpus())
-        return list(range(self.first_gpu + 1, num_gpus)) or [self.first_gpu if num_gpus else None]
+        return list(range(1, num_gpus)) or [0 if num_gpus else None]
 
     @property
     def colocated(self) -> bool:
-        return self.server_gpus == [self.first_gpu]
+        return self.server_gpus == [0]
 
     @property
     def vocab_size(self) -> int:
