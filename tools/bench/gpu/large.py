@@ -213,9 +213,7 @@ FUSED: tuple[Fused, ...] = ("permutation", "routing", "weight_gradients")
 def experts(scene: Scene) -> Iterator[Figure]:
     """Yield PPO updates of 131,072 tokens in microbatches of 32,768 and 16,384. One GPU."""
     small = not query_gpus()
-    ours = WidthsScene(
-        folder=scene.folder, raw=SLICE | _SMALL | _SMALL_EXPERTS if small else SLICE
-    )
+    ours = WidthsScene(folder=scene.folder, raw=SLICE | _SMALL | _SMALL_EXPERTS if small else SLICE)
     length, count, sizes = (32, 4, (64, 32)) if small else (LENGTH, SEQUENCES, (32768, 16384))
     grouped, stacked = (_measure_experts(ours, length, count, sizes, stacked=way) for way in (False, True))
     flops = ours.flops_per_token(length)
