@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from rollout.rewards.math_reading import read
+from rollout.rewards.math_spelling import spelled, unit_of
 from rollout.types import Prompt
 
 __all__ = ["RIGHT", "WRONG", "UnparsableAnswerError", "extracted_answer", "math_reward", "quick_math_reward"]
@@ -42,11 +43,12 @@ _TERM = rf"(?:{_NUMBER}|√\(?\d+\)?|π)"
 _PLAIN = rf"(?>-?(?:(?<!\w)\()?{_TERM}\)?(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*)"
 _CANDIDATE = re.compile(
     rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*"
+    rf"|(?<!\w)\({_TERM}(?:,\s+{_TERM})+\)"
     rf"|{_PLAIN}(?:(?:,\s+{_PLAIN})*,?\s+(?:and|or|to)\s+{_PLAIN})?(?:\s*\\?%)?"
 )
 _OTHERWISE = re.compile(
     r"(?i)(?:\b(?:least|most|than|above|below|over|under|except|minus|negative|twice|times|half|root|log|ln|sqrt)"
-    r"(?: about| of)?|[<>≠≤≥+/^×÷·]|!=|\\(?:ne|[lg]e)q?|\\[lg]t)[\s*$]*$"
+    r"(?: about| of)?|[<>]=|[<>≠≤≥+/^×÷·±∓]|!=|\\(?:(?:ne|[lg]e)q?|[lg]t|pm))[\s*$]*$"
 )
 """What makes the number behind it another answer, or part of a formula."""
 _DENIED = re.compile(
@@ -57,6 +59,9 @@ _DENIED = re.compile(
 _CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|=|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
 _NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
 _FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")
+_UNIT = re.compile(
+    r" ?(?!in\b)((?:(?:square|cubic|sq|cu) )?[a-zA-Z]+(?:(?: ?/ ?| per )[a-zA-Z]+)?(?:\^?\{?[23]\}?|[²³])?)(?![\w^{])"
+)
 _LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
 
 
@@ -218,4 +223,8 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
         return ""
     before, after = text[: found[-1].start()], text[found[-1].end() :]
     is_denied = _OTHERWISE.search(before) or _NEGATION.search(_CLAUSE.split(before)[-1]) or _DENIED.match(after)
-    return "" if is_denied else found[-1].group().strip()
+    if is_denied:
+        return ""
+    answer, words = found[-1].group().strip(), _UNIT.match(after)
+    unit = unit_of(spelled(words[1])) if words and answer[-1].isdigit() else None
+    return rf"{answer}\text{{{words[1]}}}" if words and unit and unit.known and not unit.others else answer
