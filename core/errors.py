@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TypeGuard
 
-from rollout.plugins import user_place
+from rollout.plugins import clarify, user_place
 
 
 class LaunchError(RuntimeError):
@@ -42,6 +42,7 @@ def what_user_code_raised(error: BaseException, log: Path) -> str:
     place = user_place(error)
     if not place:
         return ""
+    clarify(error)
     message = str(error).strip()
     if not message or not isinstance(error, ValueError | OSError | RuntimeError | MemoryError):
         message = f"{type(error).__name__}: {message}".removesuffix(": ")  # a KeyError's message is the key alone

@@ -60,6 +60,7 @@ from core.runs.record import (
     write_complete,
     write_record,
 )
+from rollout.plugins import refuse_while_importing
 
 logger = logging.getLogger("quickstart")
 
@@ -86,6 +87,10 @@ def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # the locale may be C and the words UTF-8
         argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
     arguments = _parser().parse_intermixed_args(argv)
+    try:
+        refuse_while_importing()
+    except RuntimeError as error:
+        return _refuse(str(error))
     if not has_working_folder():
         return _refuse("the working folder does not exist any more; change to another one and start again")
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -11,9 +11,11 @@ import importlib.util
 import inspect
 import os
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ _OWN = (
     "tools",
     "tracing",
 )
+_IMPORTING = "SLIPSTREAM_IMPORTS"
+"""Environment variable that holds the module of the user that is being imported."""
 _FRAME = re.compile(r'^[ |]*File "([^"<][^"]*)", line (\d+), in (.+)$', re.MULTILINE)
 
 
@@ -44,6 +48,37 @@ def python_path(*folders: str) -> str:
     Slipstream's."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([str(ROOT), *folders, *filter(None, given), os.getcwd()]))
+
+
+def functions_folder() -> Path:
+    """Return the folder of functions that were passed by value from Python. Raises RuntimeError without a home."""
+    return state_folder() / "functions"
+
+
+def state_folder() -> Path:
+    """Return the folder of this user's state. Raises RuntimeError where the user has no home."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "slipstream"
+
+
+def refuse_while_importing() -> None:
+    """Raise RuntimeError where user code calls this while a run imports it, in this process or in one that it has
+    started: each run would start the next one."""
+    if module := os.environ.get(_IMPORTING):
+        raise RuntimeError(
+            f'a run imports {module}, which starts a run itself; put the call under `if __name__ == "__main__":`'
+        )
+
+
+@contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """Mark this process, and those that it starts, as one that imports user code."""
+    is_first = _IMPORTING not in os.environ
+    os.environ.setdefault(_IMPORTING, module)
+    try:
+        yield
+    finally:
+        if is_first:
+            os.environ.pop(_IMPORTING, None)
 
 
 class PluginError(ValueError):
@@ -116,19 +151,23 @@ def _find(spec: str, *, kind: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise PluginError(f"{kind} {spec!r}: write it as package.module:Name{_without_path(module_name, name)}")
+    with suppress(RuntimeError):
+        if (folder := str(functions_folder())) not in sys.path:
+            sys.path.append(folder)
     try:
-        missing = _missing_module(module_name)
-        module = None if missing else importlib.import_module(module_name)
+        with _importing(module_name):
+            missing = _missing_module(module_name)
+            module = None if missing else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{kind} {spec}: {_import_failure(module_name, error)}") from error
     if missing:
         file = module_name.removesuffix(".py")
-        way_out = "install it or add its folder to PYTHONPATH"
+        way_out = _hidden(module_name).removeprefix("; ") or "install it or add its folder to PYTHONPATH"
         if file != module_name:
             way_out = f"a module is written without .py: did you mean {f'{file}:{name}'!r}?"
         raise PluginError(f"{kind} {spec}: there is no module {missing!r}; {way_out}")
     if not hasattr(module, name):
-        hint = did_you_mean(name, [n for n in vars(module) if not n.startswith("_")], most=3)
+        hint = _hidden(module_name) or did_you_mean(name, [n for n in vars(module) if not n.startswith("_")], most=3)
         raise PluginError(f"{kind} {spec}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
 
@@ -144,6 +183,7 @@ def _without_path(module: str, name: str) -> str:
 
 def _import_failure(module_name: str, error: BaseException) -> str:
     """Return in one line what importing a module ended with, and where in the user's code."""
+    clarify(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<frozen ", __file__))]
     # Without what the user's code calls: wandb, for example, wraps sys.exit. A plug-in may be installed itself.
     frames = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
@@ -174,6 +214,25 @@ def user_frame(stack: str) -> str:
 def user_place(error: BaseException) -> str:
     """Return user_frame() of the traceback of an error, with its notes and causes."""
     return user_frame("".join(traceback.format_exception(error)))
+
+
+def clarify(error: BaseException) -> None:
+    """Say in an ImportError that the user's package of that name is hidden by Slipstream's."""
+    if isinstance(error, ImportError) and (why := _hidden(error.name or "")) and why not in str(error.msg):
+        error.msg = f"{error.msg}{why}"
+
+
+def _hidden(module: str) -> str:
+    """Return the end of a sentence about a module of the user that has the name of a package of Slipstream; empty
+    without one."""
+    name = module.partition(".")[0]
+    if name not in _OWN:
+        return ""
+    for folder in dict.fromkeys([os.getcwd(), *filter(None, sys.path)]):
+        for path in (Path(folder, name), Path(folder, f"{name}.py")):
+            if path.exists() and path.resolve().parent != ROOT:
+                return f"; {path} is hidden by Slipstream's package {name!r}: rename yours"
+    return ""
 
 
 def _missing_module(module_name: str) -> str | None:

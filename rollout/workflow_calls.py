@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from rollout.plugins import clarify
+
 T = TypeVar("T")
 
 _in_workflow: ContextVar[bool] = ContextVar("in_workflow", default=False)
@@ -47,6 +49,7 @@ async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
     except BaseException as error:  # noqa: BLE001 - user code
         if _may_be_signal(error):
             raise
+        clarify(error)
         return error
 
 

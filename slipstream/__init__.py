@@ -11,6 +11,8 @@ Names are imported when they are first used, so `import slipstream` loads neithe
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,10 +74,27 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 
+_PACKAGES = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "tools", "tracing")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _refuse_hidden()
     return getattr(import_module(_HOME[name]), name)
+
+
+def _refuse_hidden() -> None:
+    """Raise ImportError where another package has the name of one of Slipstream's and comes first on the path."""
+    root = Path(__file__).resolve().parents[1]
+    for name in _PACKAGES:
+        spec = find_spec(name)
+        place = spec and next(iter(spec.submodule_search_locations or ()), spec.origin)
+        if place and Path(place).resolve() != root / name:
+            raise ImportError(
+                f"{place} has the name of Slipstream's package {name!r} and hides it: rename yours, or start the run "
+                "with `slipstream train` in a shell"
+            )
 
 
 def __dir__() -> list[str]:

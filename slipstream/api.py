@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,8 @@ from core.config.parsing.problems import ConfigError, Problem
 from core.monitoring.journal import read_rows
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths
-from rollout.plugins import python_path
+from rollout.plugins import python_path, refuse_while_importing
+from slipstream.functions import import_path, script_folder
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A YAML file, or the same tree as a mapping; keys may be dotted ("ppo.kl_ctl")."""
@@ -60,8 +61,8 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
     """Read and check a configuration without starting anything.
 
     `overrides` are keys with their values; dotted keys are passed as `**{"ppo.kl_ctl": 0.0}`. A function or class as a
-    value becomes its import path ("module:name"), a text stays the same text. Raises ConfigError (a ValueError) that
-    lists every problem.
+    value becomes its import path ("module:name"), also one of a notebook, a text stays the same text. Raises
+    ConfigError (a ValueError) that lists every problem.
     """
     with _arguments(config, overrides) as (file, words):
         try:
@@ -82,10 +83,11 @@ def train(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: ob
     Arguments as in load_config(). Raises ConfigError for bad input before anything starts, and RunError when the run
     fails or is interrupted.
     """
+    refuse_while_importing()
     checked = load_config(config, experiment=experiment, **overrides)
     with _arguments(config, overrides) as (file, words):
         words.append(f"trial_name={checked.trial_name}")  # its default is the time of this call
-        code = _run("core.quickstart", [experiment, "--config", str(file), *words], [*_folders(overrides)])
+        code = _run("core.quickstart", [experiment, "--config", str(file), *words])
     if code:
         raise RunError(f"{experiment} ended with exit code {code}: {EXIT_CODES.get(code, 'killed by a signal')}", code)
     fileroot = checked.external_configs.cluster_config.fileroot
@@ -99,7 +101,7 @@ def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **op
     `options` are those of `python -m tools.eval`, such as n_sampling=8 or temperature=0.6. Raises RunError.
     """
     words = ["--model_path", str(model), "--output_path", str(output), "--data_names", ",".join(map(str, data))]
-    code = _run("tools.eval", [*words, *_flags(options)], [])
+    code = _run("tools.eval", [*words, *_flags(options)])
     if code:
         raise RunError(f"evaluation of {model} ended with exit code {code}", code)
     return json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
@@ -111,28 +113,10 @@ def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Pa
     `options` are those of `python -m tools.convert`, such as dtype="bfloat16". Raises RunError.
     """
     words = ["--checkpoint_path", str(checkpoint), "--output_path", str(output), *_flags(options, dash=True)]
-    code = _run("tools.convert", words, [])
+    code = _run("tools.convert", words)
     if code:
         raise RunError(f"conversion of {checkpoint} ended with exit code {code}", code)
     return Path(output)
-
-
-def import_path(found: Callable[..., object]) -> str:
-    """Return "module:name" of a function or class, as configuration keys take it.
-
-    An object of the script that runs is found under the script's file name: the script needs an
-    `if __name__ == "__main__"` guard. Raises ValueError for lambdas and for objects inside functions.
-    """
-    name = found.__qualname__
-    if not name.isidentifier():
-        raise ValueError(f"{name} cannot be imported by a worker process; define it at the top level of a module")
-    module = found.__module__
-    if module == "__main__":
-        file = getattr(sys.modules["__main__"], "__file__", None)
-        if file is None:
-            raise ValueError(f"{name} is defined in an interactive session; put it into a file that workers can import")
-        module = Path(file).stem
-    return f"{module}:{name}"
 
 
 @contextmanager
@@ -145,7 +129,7 @@ def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterato
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         file = Path(folder) / "config.yaml"
         dotted = {key: value for key, value in config.items() if "." in key and key not in overrides}
-        tree = {key: value for key, value in config.items() if "." not in key}
+        tree = {key: _plain(value) for key, value in config.items() if "." not in key}
         file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         yield file, [*(f"{key}={_word(value)}" for key, value in dotted.items()), *words]
 
@@ -159,12 +143,24 @@ def _of_mapping(problem: Problem, file: Path) -> Problem:
 def _word(value: object) -> str:
     """Convert a value to YAML. A text stays the same text, also where YAML would read a section or a comment in it;
     null, numbers and ${references} have their meaning."""
+    value = _plain(value)
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return value if _is_plain(value) else yaml.safe_dump(value, default_style='"', width=math.inf).removesuffix("\n")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a configuration in the types of YAML: a function or class as its import path, a path as text,
+    a scalar of numpy or torch as a number."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if callable(value):
         return import_path(value)
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str):
-        return json.dumps(value, ensure_ascii=False)
-    return text if _is_plain(text) else yaml.safe_dump(text, default_style='"', width=math.inf).removesuffix("\n")
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
 
 
 def _is_plain(text: str) -> bool:
@@ -188,16 +184,11 @@ def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
     return words
 
 
-def _folders(overrides: Mapping[str, object]) -> Iterator[str]:
-    """Yield the folders of scripts whose functions were passed as values: workers import from there."""
-    for value in overrides.values():
-        if callable(value) and value.__module__ == "__main__":
-            yield str(Path(sys.modules["__main__"].__file__ or "").resolve().parent)
-
-
-def _run(module: str, words: Sequence[str], folders: Sequence[str]) -> int:
-    """Run a module of this installation in a process of its own; return its exit code."""
-    env = os.environ | {"PYTHONPATH": python_path(*folders)}
+def _run(module: str, words: Sequence[str]) -> int:
+    """Run a module of this installation in a process of its own; return its exit code. Raises RuntimeError where a
+    script that a run imports calls it."""
+    refuse_while_importing()
+    env = os.environ | {"PYTHONPATH": python_path(*script_folder())}
     with subprocess.Popen([sys.executable, "-P", "-m", module, *words], env=env) as process:
         try:
             return process.wait()

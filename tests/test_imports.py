@@ -103,7 +103,7 @@ ORDER = {
     "core.planning": ("gpus", "scene", "memory", "advice rates", "search"),
     "core.placement": ("ray_address", "allocation", "rules"),
     "core.checks": ("facts algorithm host resumption", "rules recipe"),
-    "slipstream": ("api", "cli"),
+    "slipstream": ("functions", "api cli"),
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo",

@@ -14,6 +14,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from rollout.plugins import state_folder
+
 _MARK = "# Written by a run of this user: "
 
 
@@ -40,7 +42,7 @@ def _code(key: bytes, text: str) -> str:
 
 def _key() -> bytes:
     """Return this user's key, made at its first use. Raises OSError and RuntimeError."""
-    file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "slipstream" / "key"
+    file = state_folder() / "key"
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not file.exists():
         descriptor, new = tempfile.mkstemp(dir=file.parent)  # readable by this user only

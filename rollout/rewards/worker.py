@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator
 from enum import IntEnum
 
-from rollout.plugins import PluginError, load_plugin
+from rollout.plugins import PluginError, clarify, load_plugin
 from rollout.processes import die_with
 from rollout.rewards.math import WRONG, UnparsableAnswerError
 from rollout.rewards.registry import REWARDS
@@ -99,7 +99,8 @@ def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) ->
         return WRONG, Outcome.MEMORY, ""
     except _TimeLimitError:
         return WRONG, Outcome.TIMEOUT, ""
-    except BaseException:  # noqa: BLE001 - an answer must not end the worker, not even by SystemExit
+    except BaseException as error:  # noqa: BLE001 - an answer must not end the worker, not even by SystemExit
+        clarify(error)
         return WRONG, Outcome.ERROR, traceback.format_exc(limit=-8)
     return score, Outcome.SCORED, ""
 

@@ -89,7 +89,7 @@ def test_processes_of_a_run_import_the_installation_before_the_working_folder(
 def test_options_from_python_are_the_flags_of_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[tuple[str, list[str]]] = []
 
-    def run(module: str, words: list[str], folders: list[str]) -> int:
+    def run(module: str, words: list[str]) -> int:
         called.append((module, words))
         return 0
 
