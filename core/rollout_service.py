@@ -53,7 +53,7 @@ class RolloutService:
         self._tokenizer = load_tokenizer(settings.tokenizer_path)
         self._encoder = Encoder(self._tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
         stop = self._encoder.end_token_ids
-        self._reward = settings.reward
+        self._reward, self._right_at = settings.reward, settings.right_at
         self._load_data(settings)
         self._rewards = RewardPool(
             settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
@@ -174,13 +174,13 @@ class RolloutService:
             self._experience.resample()
 
     async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """Return the next batch, packed, and the figures of the producer and of the workflow, when the samples of the
-        last one are in their file. Raises RewardFailureError where most completions could not be scored for some
-        batches, OSError where samples could not be written, and what ended the producer."""
+        """Return the next batch, packed, and the figures of the producer, the workflow and the rewards, when the
+        samples of the last one are in their file. Raises RewardFailureError where most completions could not be scored
+        for some batches, OSError where samples could not be written, and what ended the producer."""
         batch = await self._batches.take(version)
         self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
         figures = self._producer.stats() | self._batches.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
-        return batch, figures
+        return batch, figures | batch.reward_figures(self._right_at)
 
     async def write_samples(self) -> None:
         """Start writing the samples of the batch that was taken last. Call once after each take()."""
@@ -212,9 +212,9 @@ class RolloutService:
         }
 
     async def evaluate(self) -> dict[str, float]:
-        """Run the workflow once on each evaluation prompt: accuracy in [0, 1] (share of positive rewards), mean reward
-        and length in tokens, share of completions cut off by the limit. Of several sets: {set}/{figure}. Samples of
-        the answers are written."""
+        """Run the workflow once on each evaluation prompt: mean reward and length in tokens, share of completions cut
+        off by the limit, and the share of right ones where the reward of a right answer is known. Of several sets:
+        {set}/{figure}. Samples of the answers are written."""
         ended: dict[tuple[str, int], tuple[Prompt, Episode]] = {}
         generators = {
             name: EvaluationSampler(self.router, f"eval-{name}", context_tokens=2**31) for name in self._eval_prompts
@@ -240,7 +240,7 @@ class RolloutService:
         results = {}
         for name, prompts in self._eval_prompts.items():
             answers = [ended[name, i] for i in range(len(prompts))]
-            results[name] = _figures([episode for _, episode in answers])
+            results[name] = _figures([episode for _, episode in answers], self._right_at)
             await self._samples.write_evaluation(name, answers, step=self._version)
         if len(results) == 1:
             return next(iter(results.values()))
@@ -263,9 +263,9 @@ def _demonstrations(settings: RolloutSettings, encoder: Encoder) -> Demonstratio
     return Demonstrations(rows, settings.demonstrations_per_step)
 
 
-def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    return {
-        "accuracy": float(np.mean([e.is_correct for e in episodes])),
+def _figures(episodes: Sequence[Episode], right_at: float | None) -> dict[str, float]:
+    right = {} if right_at is None else {"accuracy": float(np.mean([e.is_right(right_at) for e in episodes]))}
+    return right | {
         "reward": float(np.mean([e.score for e in episodes])),
         "mean_length_tokens": float(np.mean([e.tokens for e in episodes])),
         "no_eos_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),

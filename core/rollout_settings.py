@@ -67,6 +67,8 @@ class RolloutSettings:
     """Name in WORKFLOWS, or package.module:Class."""
     reward: str
     """Name in REWARDS, or package.module:function."""
+    right_at: float | None = None
+    """The reward from which an answer is right. None: not known."""
     on_error: OnError = "skip"
     """What a workflow costs that keeps failing for a prompt."""
     max_error_share: float = 0.1

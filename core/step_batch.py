@@ -110,7 +110,6 @@ class StepBatch:
                 "n_valid_tokens": float(rollout.loss_mask.sum()),
                 "n_seqs": float(rollout.num_sequences),
                 "no_eos_ratio": float(rollout.no_eos.mean()),
-                **rollout.reward_figures(),
                 **_figures(rollout.demonstrations),
             },
         )

@@ -30,8 +30,8 @@ class Answer:
     completion: str
     answer: str
     """The part of the completion that was judged."""
-    score: float
-    """1: its reward is positive, as that of a right answer is; 0: not."""
+    score: float | None
+    """1: right, 0: wrong; None: the evaluation has no reward from which an answer is right (`right_at`)."""
     tokens: int
     """Sampled ones."""
     finish_reason: FinishReason

@@ -29,6 +29,7 @@ from rollout.types import (
     Sampler,
     SamplingParams,
     Workflow,
+    lowest_right,
 )
 from rollout.workflow_calls import outcome_of
 
@@ -56,10 +57,9 @@ class Episode:
     outcomes: Sequence[Outcome] = ()
     """How judging ended, each time; empty if the workflow judges without the reward pool."""
 
-    @property
-    def is_correct(self) -> bool:
-        """Whether it counts as correct, in training and in `tools.eval`: its score is above 0."""
-        return self.score > 0
+    def is_right(self, right_at: float) -> bool:
+        """Return whether it counts as right: its score is at least `right_at`."""
+        return self.score >= lowest_right(right_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ class EvaluationPlan:
     context_tokens: int
     """Prompt and completion together have at most this many."""
     seed: int
+    right_at: float | None = None
+    """The reward from which an answer is right. None: not known, so none is called right."""
 
     def names(self, prompt: Prompt) -> Iterator[Name]:
         yield prompt.query_id, "greedy", 0
@@ -250,7 +252,8 @@ async def answer_questions(
             set_name,
             Answer(
                 query_id=prompt.query_id, mode=mode, number=number, prompt=prompt.text, completion=episode.text,
-                answer=extracted_answer(episode.text), score=float(episode.is_correct), reward=episode.score,
+                answer=extracted_answer(episode.text), reward=episode.score,
+                score=None if plan.right_at is None else float(episode.is_right(plan.right_at)),
                 tokens=episode.tokens, finish_reason=episode.finish_reason,
                 unjudged=None if failed is None else failed.name.lower(),
             ),

@@ -158,5 +158,10 @@ class Workflow(Protocol):
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]: ...
 
 
+def lowest_right(right_at: float) -> float:
+    """Return the lowest reward that counts as `right_at`: rewards are rounded to float32, and so are their means."""
+    return right_at - 1e-6 * max(abs(right_at), 1.0)
+
+
 Reward = Callable[[Prompt, str], float]
 """(prompt, completion text) -> score. Runs in a worker process under a time limit."""

@@ -30,7 +30,7 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import PushConfig
+from core.config.runtime import Judged, PushConfig, RewardConfig
 from rollout.data.source import DataSource
 
 
@@ -161,9 +161,9 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return bool(self.dataset.valid_path)
 
     @property
-    def judged_by(self) -> tuple[str, str]:
-        """(workflow, reward) of evaluations of its models."""
-        return "math", "math"
+    def judged_by(self) -> Judged:
+        """How evaluations of its models sample and judge."""
+        return Judged("math", "math", RewardConfig().threshold, None)
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:

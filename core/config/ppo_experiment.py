@@ -33,6 +33,7 @@ from core.config.ppo import (
 from core.config.presets import PRESETS, with_preset
 from core.config.runtime import (
     EvaluationConfig,
+    Judged,
     PushConfig,
     RewardConfig,
     SamplesConfig,
@@ -287,8 +288,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return bool(self.evaluation.paths)
 
     @property
-    def judged_by(self) -> tuple[str, str]:
-        return self.workflow.type, self.reward.function
+    def judged_by(self) -> Judged:
+        sampled = self.ppo.gen.max_new_tokens
+        return Judged(self.workflow.type, self.reward.function, self.reward.threshold, sampled)
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:

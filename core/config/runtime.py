@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
@@ -130,10 +130,25 @@ class WorkflowConfig(Section):
     )  # fmt: skip
 
 
+class Judged(NamedTuple):
+    """How the answers of a run's models are sampled and judged."""
+
+    workflow: str
+    reward: str
+    right_at: float | None
+    """The reward from which an answer is right. None: not known."""
+    max_new_tokens: int | None
+    """None: the run samples nothing."""
+
+
 class RewardConfig(Section):
     """Scoring of answers, in worker processes."""
 
     function: str = key("math", "math, or a custom function as package.module:function")
+    right_at: float | None = key(
+        None, "Reward from which an answer counts as right, in accuracies and groups/solved. null: 1 for math, and no "
+        "accuracy for another function",
+    )  # fmt: skip
     num_workers: int = key(2, "Worker processes", ge=1)
     timeout_seconds: float = key(10.0, "Timeout per completion; one that exceeds it counts as wrong", gt=0)
     max_failed_share: float = key(
@@ -141,6 +156,11 @@ class RewardConfig(Section):
         "above it the terminal shows a warning", ge=0, le=1,
     )  # fmt: skip
     max_failed_batches: int = key(3, "End the run after this many batches in a row above max_failed_share", ge=1)
+
+    @property
+    def threshold(self) -> float | None:
+        """The reward from which an answer is right; None where that is not known."""
+        return 1.0 if self.right_at is None and self.function == "math" else self.right_at
 
 
 class EvaluationConfig(DataSection):

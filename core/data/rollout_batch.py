@@ -11,7 +11,7 @@ import torch
 
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens
-from rollout.types import Trajectory
+from rollout.types import Trajectory, lowest_right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +49,24 @@ class RolloutBatch:
             fields={"rollout_logprobs": torch.from_numpy(self.rollout_logprobs.copy())},
         )
 
-    def reward_figures(self) -> dict[str, float]:
-        """Return mean, std, min and max of the rewards as the reward function gave them; the shares of groups that are
-        solved (every reward above 0), unsolved (none is) and equal (all rewards the same, so that advantages within the
-        group are 0); mean and max of the sampled tokens of a completion."""
+    def reward_figures(self, right_at: float | None = None) -> dict[str, float]:
+        """Return mean, std, min and max of the rewards as the reward function gave them; the share of groups that are
+        equal (all rewards the same, so that advantages within the group are 0), and with `right_at`, the reward of a
+        right answer, the shares of right answers and of groups that are solved (all right) and unsolved (none is);
+        mean and max of the sampled tokens of a completion."""
         starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids) != 0])
         lowest = np.minimum.reduceat(self.rewards, starts)
         highest = np.maximum.reduceat(self.rewards, starts)
         lengths = np.add.reduceat((self.versions >= 0).astype(np.int64), self.cu_seqlens[:-1])
         figures = {f"reward/{name}": float(getattr(self.rewards, name)()) for name in ("mean", "std", "min", "max")}
-        figures |= {
-            "groups/solved": float((lowest > 0).mean()),
-            "groups/unsolved": float((highest <= 0).mean()),
-            "groups/equal": float((lowest == highest).mean()),
-        }
+        figures["groups/equal"] = float((lowest == highest).mean())
+        if right_at is not None:
+            right_at = lowest_right(right_at)
+            figures |= {
+                "reward/right": float((self.rewards >= right_at).mean()),
+                "groups/solved": float((lowest >= right_at).mean()),
+                "groups/unsolved": float((highest < right_at).mean()),
+            }
         return figures | {
             "answer_length/mean": float(lengths.mean()),
             "answer_length/max": float(lengths.max()),

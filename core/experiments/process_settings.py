@@ -65,6 +65,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
             keep_files=config.samples.keep_files,
         ),
         reward=config.reward.function,
+        right_at=config.reward.threshold,
         reward_workers=config.reward.num_workers,
         reward_timeout_seconds=config.reward.timeout_seconds,
         max_failed_share=config.reward.max_failed_share,

@@ -49,6 +49,17 @@ class RunPaths:
             logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
         )
 
+    @classmethod
+    def of_folder(cls, folder: Path) -> RunPaths | None:
+        """Return the folders of the trial of which `folder` is one; None for any other folder."""
+        parts = folder.expanduser().absolute().parts
+        if len(parts) < 5 or parts[-4] not in ("logs", "checkpoints", "recover"):
+            return None
+        root, trial = Path(*parts[:-4]), Path(*parts[-3:])
+        return cls(
+            logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
+        )
+
 
 def step_file(folder: Path, step: int) -> Path:
     """Return the file of a step that monitor.save_batches writes into `folder`; steps count from 1 as in the

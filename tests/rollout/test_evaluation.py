@@ -19,7 +19,7 @@ from rollout.workflows import SingleTurnMathWorkflow
 from tools.demo.data import make_tokenizer
 
 PLAN = EvaluationPlan(
-    num_samples=1, sampling=SamplingParams(max_new_tokens=4, temperature=1.0), context_tokens=64, seed=0
+    num_samples=1, sampling=SamplingParams(max_new_tokens=4, temperature=1.0), context_tokens=64, seed=0, right_at=0.5
 )
 
 

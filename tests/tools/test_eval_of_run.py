@@ -16,7 +16,7 @@ from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION
 from tools.eval.__main__ import BAD_INPUT, _parser, main
 from tools.eval.data import EvalError
-from tools.eval.settings import Judging, _experiment_of, config_of, judging_from
+from tools.eval.settings import Judging, _experiment_of, config_of, judging_from, newest_of_run
 
 PLUGINS = """
 from rollout.workflows import SingleTurnMathWorkflow
@@ -73,6 +73,29 @@ def test_workflow_reward_and_prompt_of_the_run_are_used_and_the_command_line_win
     assert judging_from(given(saved, "--ignore_run")) == Judging()
 
 
+def test_threshold_and_length_of_the_run_are_used_and_the_command_line_wins(saved: Path, tmp_path: Path) -> None:
+    judging = judging_from(given(saved))
+    assert (judging.right_at, judging.max_new_tokens) == (None, 16384), "of the run: graded, ppo.gen.max_new_tokens"
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    lengths = CONFIG.replace("kl_ctl: 0.0", "kl_ctl: 0.0, gen: {max_new_tokens: 9}")
+    config.write_text(signed(lengths.replace('half"', 'half", right_at: 0.5')))
+    judging = judging_from(given(saved))
+    assert (judging.right_at, judging.max_new_tokens) == (0.5, 9)
+    assert judging_from(given(saved, "--reward", "math")).right_at == 1.0
+    changed = judging_from(given(saved, "--right_at", "0.7", "--max_gen_tokens", "5"))
+    assert (changed.right_at, changed.max_new_tokens) == (0.7, 5)
+    assert judging_from(given(saved, "--ignore_run")).max_new_tokens == 32768
+
+
+def test_the_folder_of_a_run_is_its_newest_model(saved: Path, tmp_path: Path) -> None:
+    newest = shutil.copytree(saved, saved.with_name("epoch1epochstep10globalstep10"))
+    for folder in (tmp_path / "root/logs/user/e/t", tmp_path / "root/checkpoints/user/e/t"):
+        assert newest_of_run(folder) == newest
+    assert newest_of_run(saved) == saved and newest_of_run(tmp_path) == tmp_path
+    with pytest.raises(EvalError, match="the run has saved no model below"):
+        newest_of_run(tmp_path / "root/logs/user/e/other")
+
+
 @pytest.mark.parametrize("change", ["unsigned", "edited", "of another user"])
 def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
@@ -119,10 +142,12 @@ def test_the_experiment_of_a_configuration_is_recognized_by_its_keys(experiment:
 
 def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "own.jsonl", [{"ask": "2+2=", "level": 1}, {"ask": "3+3="}])
-    few = ("--n_sampling", "0")
-    assert main(arguments(saved, data, tmp_path / "out", *few, names=str(tmp_path / "own.jsonl"))) == 0
-    answers = {a.prompt: (a.score, a.reward) for a in read_answers(tmp_path / "out" / "own.jsonl")}
-    assert answers == {"2+2=": (1.0, 0.5), "3+3=": (0.0, -1.0)}
+    for right_at, expected in ((None, (None, None)), ("0.5", (1.0, 0.0)), ("1", (0.0, 0.0))):
+        out = tmp_path / f"out-{right_at}"
+        few = ("--n_sampling", "0", *(("--right_at", right_at) if right_at else ()))
+        assert main(arguments(saved, data, out, *few, names=str(tmp_path / "own.jsonl"))) == 0
+        answers = {a.prompt: (a.score, a.reward) for a in read_answers(out / "own.jsonl")}
+        assert answers == {"2+2=": (expected[0], 0.5), "3+3=": (expected[1], -1.0)}
 
 
 def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
@@ -151,7 +176,7 @@ def test_the_table_names_a_reward_that_is_not_the_default_and_two_rewards_are_no
     assert "Reward:" not in (tmp_path / "math" / "results.md").read_text()
     folders = [str(tmp_path / "own"), str(tmp_path / "math")]
     assert main(["compare", *folders]) == BAD_INPUT
-    assert "incomparable: reward='eval_plugins:half' in A and 'math' in B. Evaluate" in capsys.readouterr().err
+    assert "incomparable: reward='eval_plugins:half' in A and 'math' in B; right_at=None" in capsys.readouterr().err
     assert main(["compare", folders[0], folders[0]]) == 0
 
 

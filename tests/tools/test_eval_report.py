@@ -18,7 +18,7 @@ from rollout.evaluation import EvaluationPlan
 from rollout.types import Prompt, SamplingParams
 from tools.eval.__main__ import BAD_INPUT, main
 from tools.eval.compare import compare, setting_differences
-from tools.eval.report import pass_at_k, summarise, text_table
+from tools.eval.report import pass_at_k, summarise, text_table, write_report
 from tools.eval.run import _answer_all
 
 
@@ -44,7 +44,40 @@ def test_a_row_of_the_table_averages_over_questions() -> None:
     assert (result.num_questions, result.greedy_acc, result.greedy_length) == (2, 50.0, 20.0)
     assert result.sample_length == 15.0
     assert result.pass_at == {1: 25.0, 8: 50.0}
-    assert list(result.values().values()) == ["d", 2, 20.0, 15.0, 50.0, 25.0, 50.0, None]
+    assert list(result.values().values())[:8] == ["d", 2, 20.0, 15.0, 50.0, 25.0, 50.0, None]
+
+
+def graded(query_id: str, reward: float, *, number: int | None = None) -> Answer:
+    """An answer of a reward without a threshold."""
+    return replace(answer(query_id, 0.0, number=number), score=None, reward=reward)
+
+
+def test_a_graded_reward_is_reported_by_its_mean_and_calls_no_answer_right(tmp_path: Path) -> None:
+    answers = [graded(f"q{i}", reward) for i, reward in enumerate((0.3, 0.3, 0.3, 1.0, 0.3))]
+    result = summarise("d", [*answers, *(graded(f"q{i}", 0.5, number=0) for i in range(5))])
+    row = result.values()
+    assert (row["greedy_acc"], row["sample_pass@1"], result.pass_at) == (None, None, {})
+    half = 1.96 * float(np.std([0.3, 0.3, 0.3, 1.0, 0.3], ddof=1)) / 5**0.5
+    assert (row["greedy_reward"], row["greedy_reward_interval"]) == pytest.approx((0.44, half))
+    assert (row["sample_reward"], row["sample_reward_interval"]) == pytest.approx((0.5, 0.0))
+    table = write_report(tmp_path, [result], {"model_path": "m"}, reward="own:graded")
+    assert [cell.strip() for cell in table.splitlines()[3].split("|")[1:5]] == [
+        "d",
+        "5",
+        "0.440 ± 0.274",
+        "0.500 ± 0.000",
+    ]
+    assert "acc" not in table and "pass@" not in table and (tmp_path / "results.png").stat().st_size > 1000
+
+
+def test_graded_rewards_are_compared_by_their_means(tmp_path: Path, capsys) -> None:
+    a = write(tmp_path / "a", [graded(f"q{i}", 0.3) for i in range(20)])
+    b = write(tmp_path / "b", [graded(f"q{i}", 0.3 + 0.1 * (i % 2)) for i in range(20)])
+    reward, length = compare(a, b).differences
+    assert (reward.measure, reward.a, reward.b) == ("greedy_reward", pytest.approx(0.3), pytest.approx(0.35))
+    assert 0.02 < reward.low < 0.05 < reward.high < 0.08 and length.measure == "greedy_length"
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "+0.050" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,7 +150,8 @@ def test_two_files_of_one_name_are_not_compared(tmp_path: Path, capsys) -> None:
 
 
 SETTINGS: dict[str, Any] = {
-    "reward": "math", "workflow": "math", "max_gen_tokens": 6, "temperature": 0.6, "top_p": 0.95, "seed": 1,
+    "reward": "math", "right_at": 1.0, "workflow": "math",
+    "max_gen_tokens": 6, "temperature": 0.6, "top_p": 0.95, "seed": 1,
     "prompt_format": {
         "template": None, "system": None, "instruction": "", "chat_template": None, "chat_options": {},
     },

@@ -78,11 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         "--model_path",
         type=Path,
         required=True,
-        help="Hugging Face folder, saved step, recover checkpoint (of several engines its actor), or engine in one",
+        help="folder of a run (its newest model), Hugging Face folder, saved step, recover checkpoint (of several "
+        "engines its actor), or engine in one",
     )
     add("--output_path", type=arguments.new_folder, required=True, help="folder for completions and tables")
     add("--data_names", default="math_500,aime24,amc23", help="names, paths or Hugging Face ids, with commas")
-    add("--max_gen_tokens", type=_positive, default=32768, help="maximum tokens per completion")
+    add("--max_gen_tokens", type=_positive, help="maximum tokens per completion; default: that of the run, or 32768")
     add("--n_sampling", type=int, default=32, help="sampled completions per question, in addition to the greedy one")
     add("--temperature", type=float, default=0.6, help="of the sampled completions")
     add("--top_p", type=float, default=0.95, help="of the sampled completions")
@@ -103,8 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--workflow", help="workflow.type; default: that of the run that saved the model, or math")
     add(
         "--reward",
-        help="reward.function; default: that of the run that saved the model, or math. A completion is correct if its "
-        "reward is above 0, as in evaluations of a run",
+        help="reward.function; default: that of the run that saved the model, or math",
+    )
+    add(
+        "--right_at",
+        type=float,
+        help="reward from which a completion is right; default: reward.right_at of the run, 1 for math, and no "
+        "accuracy for another reward",
     )
     add("--config", type=Path, help="configuration of the run; default: {fileroot}/logs/{trial}/config.yaml")
     add("--ignore_run", action="store_true", help="do not use the configuration of the run that saved the model")

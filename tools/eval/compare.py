@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.answer_file import Answer, read_answers
+from rollout.answer_file import Answer, Mode, read_answers
 from tools.eval.model import DEFAULT_DTYPES, SETTINGS, read_json
-from tools.eval.report import PASS_AT, by_question, pass_at_k, text_table
+from tools.eval.report import PASS_AT, REWARDS, by_question, pass_at_k, text_table
 
 _ALL_COMPLETIONS = {
     "reward": "--reward",
+    "right_at": "--right_at",
     "workflow": "--workflow",
     "prompt_format.template": "--prompt_template",
     "prompt_format.system": "--system",
@@ -105,8 +106,10 @@ class Difference:
     num_questions: int
 
     def cells(self) -> tuple[object, ...]:
-        interval = f"[{self.low:+.1f}, {self.high:+.1f}]"
-        return (self.dataset, self.measure, self.a, self.b, f"{self.b - self.a:+.1f}", interval, self.num_questions)
+        places = 3 if self.measure in REWARDS else 1
+        a, b = (f"{value:.{places}f}" for value in (self.a, self.b))
+        interval = f"[{self.low:+.{places}f}, {self.high:+.{places}f}]"
+        return (self.dataset, self.measure, a, b, f"{self.b - self.a:+.{places}f}", interval, self.num_questions)
 
 
 @dataclass(frozen=True)
@@ -258,27 +261,41 @@ def _how(a: Sequence[Answer], b: Sequence[Answer]) -> str:
 def _pass_rates(k: int, answers: Sequence[Answer]) -> dict[str, float]:
     """Return pass@k in per cent by question."""
     return {
-        q: 100 * pass_at_k(len(s), sum(x.score > 0 for x in s), k) for q, s in by_question(answers, "sample").items()
+        q: 100 * pass_at_k(len(s), sum(bool(x.score) for x in s), k) for q, s in by_question(answers, "sample").items()
     }
 
 
 def _measures(a: Sequence[Answer], b: Sequence[Answer]) -> dict[str, Callable[[Sequence[Answer]], dict[str, float]]]:
     """Measure -> its value by question. pass@k where every question of both has k samples."""
+    is_graded = all(answer.score is not None for answer in (*a, *b))
     measures: dict[str, Callable[[Sequence[Answer]], dict[str, float]]] = {
-        "greedy_acc": lambda answers: {q: 100 * s[0].score for q, s in by_question(answers, "greedy").items()},
+        REWARDS[0]: partial(_rewards, "greedy"),
+        REWARDS[1]: partial(_rewards, "sample"),
+        "greedy_acc": lambda answers: {q: 100 * bool(s[0].score) for q, s in by_question(answers, "greedy").items()},
         "greedy_length": lambda answers: {q: float(s[0].tokens) for q, s in by_question(answers, "greedy").items()},
     }
     counts = [len(s) for answers in (a, b) for s in by_question(answers, "sample").values()]
     for k in (1, *PASS_AT):
-        if counts and k <= min(counts):
+        if is_graded and counts and k <= min(counts):
             measures[_SAMPLED if k == 1 else f"pass@{k}"] = partial(_pass_rates, k)
+    if not is_graded:
+        del measures["greedy_acc"]
     return measures
+
+
+def _rewards(mode: Mode, answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the mean reward of the answers of one mode by question."""
+    return {
+        q: float(np.mean([a.reward for a in s if a.reward is not None]))
+        for q, s in by_question(answers, mode).items()
+        if all(a.reward is not None for a in s)
+    }
 
 
 def _flips(dataset: str, a: Sequence[Answer], b: Sequence[Answer]) -> list[Flip]:
     left, right = by_question(a, "greedy"), by_question(b, "greedy")
     return [
-        Flip(dataset, q, right[q][0].score > 0, left[q][0].answer, right[q][0].answer)
+        Flip(dataset, q, bool(right[q][0].score), left[q][0].answer, right[q][0].answer)
         for q in sorted(left.keys() & right.keys())
         if left[q][0].score != right[q][0].score
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,30 @@ PASS_AT = (8, 16)
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1") + tuple(
     f"pass@{k}" for k in PASS_AT
 )
+REWARDS = ("greedy_reward", "sample_reward")
+"""Columns of mean rewards, each with the half-width of its 95 % interval; left out of the table of right and wrong."""
+
+
+@dataclass(frozen=True)
+class MeanReward:
+    """The mean reward of a question, and half of its 95 % interval over the questions."""
+
+    mean: float
+    interval: float
+
+    @classmethod
+    def of(cls, questions: Iterable[Sequence[Answer]]) -> MeanReward | None:
+        """Return the mean over questions of the mean reward of their answers; None without any reward."""
+        means = [
+            np.mean([a.reward for a in of if a.reward is not None]) for of in questions if of[0].reward is not None
+        ]
+        if not means:
+            return None
+        deviation = float(np.std(means, ddof=1)) if len(means) > 1 else 0.0
+        return cls(float(np.mean(means)), 1.96 * deviation / math.sqrt(len(means)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.interval:.3f}"
 
 
 @dataclass(frozen=True)
@@ -30,10 +54,13 @@ class Result:
     """Mean tokens of a greedy answer."""
     sample_length: float | None
     """Mean tokens of a sampled one; None where none was sampled, as below."""
-    greedy_acc: float
-    """Percent."""
+    greedy_acc: float | None
+    """Percent; None where no answer is called right, as below."""
     pass_at: Mapping[int, float]
     """k -> percent, for 1 and those of PASS_AT for which there are enough samples."""
+    greedy_reward: MeanReward | None
+    """None: an earlier release has written no rewards, as below."""
+    sample_reward: MeanReward | None
 
     def values(self) -> dict[str, str | int | float | None]:
         """Return the cells by the names of the columns."""
@@ -41,7 +68,19 @@ class Result:
             self.dataset, self.num_questions, self.greedy_length, self.sample_length, self.greedy_acc,
             *(self.pass_at.get(k) for k in (1, *PASS_AT)),
         )  # fmt: skip
-        return dict(zip(COLUMNS, cells, strict=True))
+        values = dict(zip(COLUMNS, cells, strict=True))
+        for column, reward in self._rewards():
+            values[column] = None if reward is None else reward.mean
+            values[f"{column}_interval"] = None if reward is None else reward.interval
+        return values
+
+    def row(self, columns: Sequence[str]) -> list[object]:
+        """Return the cells of a table with these columns."""
+        cells: dict[str, object] = {**self.values(), **dict(self._rewards())}
+        return [cells[column] for column in columns]
+
+    def _rewards(self) -> Iterator[tuple[str, MeanReward | None]]:
+        yield from zip(REWARDS, (self.greedy_reward, self.sample_reward), strict=True)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -68,16 +107,21 @@ def summarise(dataset: str, answers: Sequence[Answer]) -> Result:
     greedy = [a for a in answers if a.mode == "greedy"]
     sampled = by_question(answers, "sample")
     fewest = min((len(of_question) for of_question in sampled.values()), default=0)
-    rights = [(len(s), sum(a.score > 0 for a in s)) for s in sampled.values()]
+    is_graded = any(a.score is not None for a in greedy)
+    rights = [(len(s), sum(bool(a.score) for a in s)) for s in sampled.values()] if is_graded else []
     return Result(
         dataset=dataset,
         num_questions=len(greedy),
         greedy_length=float(np.mean([a.tokens for a in greedy])),
         sample_length=float(np.mean([a.tokens for s in sampled.values() for a in s])) if sampled else None,
-        greedy_acc=100 * float(np.mean([a.score > 0 for a in greedy])),
+        greedy_acc=100 * float(np.mean([bool(a.score) for a in greedy])) if is_graded else None,
         pass_at={
-            k: 100 * float(np.mean([pass_at_k(n, c, k) for n, c in rights])) for k in (1, *PASS_AT) if k <= fewest
+            k: 100 * float(np.mean([pass_at_k(n, c, k) for n, c in rights]))
+            for k in (1, *PASS_AT)
+            if rights and k <= fewest
         },
+        greedy_reward=MeanReward.of([a] for a in greedy),
+        sample_reward=MeanReward.of(sampled.values()),
     )
 
 
@@ -117,39 +161,69 @@ def write_report(
 
     reward: named below the table and in the title of the chart; None: the default one, which is not named.
     """
-    rows = [list(result.values().values()) for result in results]
+    columns = list(COLUMNS) if reward is None else _columns(results)
+    rows = [result.row(columns) for result in results]
     (folder / "results.json").write_text(
         json.dumps({"settings": settings, "results": [result.values() for result in results]}, indent=1) + "\n"
     )
     below = "" if reward is None else f"\nReward: {reward}"
-    (folder / "results.md").write_text(markdown_table(COLUMNS, rows) + (f"{below}\n" if below else ""))
+    (folder / "results.md").write_text(markdown_table(columns, rows) + (f"{below}\n" if below else ""))
     draw_bars(folder / "results.png", results, title=f"{settings['model_path']}{below}")
-    return text_table(COLUMNS, rows) + below
+    return text_table(columns, rows) + below
+
+
+def _columns(results: Sequence[Result]) -> list[str]:
+    """Return the columns of a reward other than right and wrong: its means first, accuracies where they are known."""
+    name, count, *lengths = COLUMNS[:4]
+    known = [column for column in COLUMNS[4:] if any(r.values()[column] is not None for r in results)]
+    return [name, count, *REWARDS, *lengths, *known]
 
 
 def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:
-    """Draw a PNG: for every dataset a group of bars, one per measure."""
+    """Draw a PNG: for every dataset a group of bars, one per measure: accuracies, or mean rewards with their intervals
+    where no answer is called right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    series = {"greedy": [r.greedy_acc for r in results]}
-    for k in (1, *PASS_AT):
-        if all(k in r.pass_at for r in results):
-            series[f"pass@{k}"] = [r.pass_at[k] for r in results]
+    is_graded = all(r.greedy_acc is not None for r in results)
+    series = _accuracies(results) if is_graded else _mean_rewards(results)
     figure, axes = plt.subplots(figsize=(max(5.0, 1.2 + 1.6 * len(results)), 4.0), dpi=150)
     width = 0.8 / len(series)
     colors = ("#666666", "#2a78d6", "#7db1ec", "#bcd7f6")
-    for i, ((name, values), color) in enumerate(zip(series.items(), colors, strict=False)):
+    for i, ((name, bars_of), color) in enumerate(zip(series.items(), colors, strict=False)):
         places = np.arange(len(results)) + (i - (len(series) - 1) / 2) * width
-        bars = axes.bar(places, values, 0.92 * width, label=name, color=color)
-        axes.bar_label(bars, fmt="%.1f", fontsize=6.5, color="#444444", padding=1)
+        values, intervals = zip(*bars_of, strict=True)
+        bars = axes.bar(places, values, 0.92 * width, label=name, color=color, yerr=None if is_graded else intervals)
+        axes.bar_label(bars, fmt="%.1f" if is_graded else "%.3f", fontsize=6.5, color="#444444", padding=1)
     axes.set_xticks(range(len(results)), [f"{r.dataset}\n{r.num_questions} questions" for r in results])
-    axes.set_ylim(0, 112)
-    axes.set_yticks(range(0, 101, 25), [f"{p} %" for p in range(0, 101, 25)])
+    if is_graded:
+        axes.set_ylim(0, 112)
+        axes.set_yticks(range(0, 101, 25), [f"{p} %" for p in range(0, 101, 25)])
     draw_horizontal_lines(axes)
     axes.legend(ncols=len(series), loc="upper left", bbox_to_anchor=(0, 1.1), frameon=False, fontsize=8)
     axes.set_title(title, loc="left", fontsize=9, pad=26)
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
+
+
+Bars = dict[str, list[tuple[float, float]]]
+"""Name of a series -> height and half of the interval of each bar."""
+
+
+def _accuracies(results: Sequence[Result]) -> Bars:
+    series: Bars = {"greedy": [(r.greedy_acc or 0.0, 0.0) for r in results]}
+    for k in (1, *PASS_AT):
+        if all(k in r.pass_at for r in results):
+            series[f"pass@{k}"] = [(r.pass_at[k], 0.0) for r in results]
+    return series
+
+
+def _mean_rewards(results: Sequence[Result]) -> Bars:
+    series: Bars = {}
+    for name in REWARDS:
+        of = [getattr(r, name) for r in results]
+        if all(of):
+            series[f"mean reward, {name.partition('_')[0]}"] = [(reward.mean, reward.interval) for reward in of]
+    return series

@@ -87,8 +87,7 @@ class Meter:
         self._tokens += answer.tokens
         count = self._counts[name]
         for one in (count, self._all):
-            one.new += 1
-            one.right += answer.score > 0
+            one.add(answer)
         self._bars.advance(self._bar_of[name])
         self._bars.update(self._bar_of[ALL], advance=1, rate=self._rate())
         if not self._bars.disable:
@@ -109,13 +108,21 @@ class Meter:
 class _Count:
     def __init__(self, done: int, wanted: int) -> None:
         self.done, self.wanted = done, wanted
-        self.new = self.right = 0
+        self.new = self.judged = 0
+        self.right = self.reward = 0.0
+
+    def add(self, answer: Answer) -> None:
+        self.new += 1
+        self.reward += answer.reward or 0.0
+        self.judged += answer.score is not None
+        self.right += answer.score or 0.0
 
     def answers(self) -> str:
         return f"{self.done + self.new}/{self.wanted} answers"
 
     def share(self) -> str:
-        return f"{100 * self.right / self.new:.1f} % of the new ones right"
+        right = f", {100 * self.right / self.new:.1f} % right" if self.judged else ""
+        return f"of the new ones: mean reward {self.reward / self.new:.3f}{right}"
 
 
 _ANSWERS_STAY_THE_SAME = {"mem_fraction_static", "max_total_tokens", "log_level", "watchdog_timeout"}
@@ -154,6 +161,7 @@ async def evaluate(settings: EvalSettings) -> str:
         sampling=sampling,
         context_tokens=context or 2**31,
         seed=settings.seed,
+        right_at=settings.judging.right_at,
     )
     for name, of in prompts.items():
         for prompt in of:
@@ -240,6 +248,7 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
         "chat_template_hash": encoder.chat_template and _hash(encoder.chat_template),
         "workflow": settings.judging.workflow,
         "reward": settings.judging.reward,
+        "right_at": settings.judging.right_at,
         "dtype": settings.generator.dtype,
         "generator": settings.generator.resolved(),
         "sglang": {k: v for k, v in sorted(settings.generator.sglang.items()) if k not in _ANSWERS_STAY_THE_SAME},

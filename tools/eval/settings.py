@@ -19,10 +19,12 @@ from core.config.experiments import EXPERIMENTS
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import read_yaml
 from core.runs.own import is_own
-from core.runs.record import CONFIG
+from core.runs.paths import RunPaths
+from core.runs.record import CONFIG, newest_model
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
 from rollout.plugins import PluginError, load_plugin
+from rollout.rewards.math import RIGHT
 from rollout.rewards.registry import REWARDS
 from rollout.types import SamplingParams
 from rollout.workflows import check_workflow
@@ -41,6 +43,9 @@ class Judging:
     """Name in WORKFLOWS, or package.module:Class."""
     reward: str = "math"
     """Name in REWARDS, or package.module:function."""
+    right_at: float | None = RIGHT
+    """The reward from which an answer is right. None: not known."""
+    max_new_tokens: int = 32768
     prompt_format: PromptFormat = PromptFormat(instruction=BOXED_INSTRUCTION)
     hints: Fields = Fields()
     """Columns of the run's data set, used where a benchmark has them."""
@@ -77,6 +82,7 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
     folders, names = data_folders(given.data_dir), [n.strip() for n in given.data_names.split(",") if n.strip()]
     if not names:
         raise EvalError("--data_names is empty; name benchmarks, as math_500,aime24")
+    given.model_path = newest_of_run(given.model_path)
     find_model(given.model_path)
     judging = judging_from(given)
     like = DataSource(
@@ -105,7 +111,7 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
         num_questions=given.num_questions,
         num_samples=given.n_sampling,
         sampling=SamplingParams(
-            max_new_tokens=given.max_gen_tokens, temperature=given.temperature, top_p=given.top_p
+            max_new_tokens=judging.max_new_tokens, temperature=given.temperature, top_p=given.top_p
         ),
         seed=given.seed,
         judging=judging,
@@ -123,10 +129,19 @@ def judging_from(given: argparse.Namespace) -> Judging:
         file = _own_config_of(given.model_path)
     judging = Judging() if file is None else _judging_of_run(file)
     if file is not None:
-        logger.info("Workflow, reward and prompt of the run: %s", file)
+        logger.info("Workflow, reward, prompt and tokens per completion of the run: %s", file)
     if given.reward is not None:
         boxed = BOXED_INSTRUCTION if given.reward == "math" else ""
-        judging = replace(judging, reward=given.reward, prompt_format=replace(judging.prompt_format, instruction=boxed))
+        judging = replace(
+            judging,
+            reward=given.reward,
+            right_at=RIGHT if given.reward == "math" else None,
+            prompt_format=replace(judging.prompt_format, instruction=boxed),
+        )
+    if given.right_at is not None:
+        judging = replace(judging, right_at=given.right_at)
+    if given.max_gen_tokens is not None:
+        judging = replace(judging, max_new_tokens=given.max_gen_tokens)
     if given.workflow is not None:
         judging = replace(judging, workflow=given.workflow)
     changes = {"template": given.prompt_template, "system": given.system, "instruction": given.instruction}
@@ -174,6 +189,18 @@ def _own_config_of(model: Path) -> Path | None:
     return None
 
 
+def newest_of_run(path: Path) -> Path:
+    """Return the newest model of a run whose folder of logs or of models is given; any other path as it is."""
+    paths = RunPaths.of_folder(path)
+    if paths is None or path.absolute() == paths.recover:
+        return path
+    newest = newest_model(paths)
+    if newest is None:
+        raise EvalError(f"--model_path {path}: the run has saved no model below {paths.checkpoints}")
+    logger.info("The newest model of the run: %s", newest)
+    return newest
+
+
 def config_of(model: Path) -> Path | None:
     """Return the configuration of the run that saved a model or a recover checkpoint: {root}/logs/{trial}/config.yaml
     of {root}/checkpoints/{trial}/... None: there is none."""
@@ -194,11 +221,13 @@ def _judging_of_run(file: Path) -> Judging:
             f"{file}: the configuration of the run cannot be read; give another --config, or --ignore_run to evaluate "
             f"with the defaults and --workflow, --reward, --prompt_template: {error}"
         ) from error
-    workflow, reward = config.judged_by
+    judged = config.judged_by
     return Judging(
-        workflow=workflow,
-        reward=reward,
-        prompt_format=config.prompt.prompt_format(boxed=reward == "math"),
+        workflow=judged.workflow,
+        reward=judged.reward,
+        right_at=judged.right_at,
+        max_new_tokens=judged.max_new_tokens or Judging.max_new_tokens,
+        prompt_format=config.prompt.prompt_format(boxed=judged.reward == "math"),
         hints=config.dataset.columns,
     )
 

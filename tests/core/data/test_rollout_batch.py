@@ -48,13 +48,21 @@ def test_rewards_groups_and_lengths_are_reported() -> None:
         return [trajectory([1, 2], [3] * (i + 1), [0] * (i + 1), reward, "stop") for i, reward in enumerate(rewards)]
 
     groups = [group(1.0, 1.0), group(2.0, 1.0), group(-1.0, -1.0), group(1.0, -1.0)]
-    figures = pack_trajectories(groups, episodes=list("abcd")).reward_figures()
+    figures = pack_trajectories(groups, episodes=list("abcd")).reward_figures(right_at=1.0)
     rewards = np.array([1, 1, 2, 1, -1, -1, 1, -1], np.float32)
     assert figures == {
         "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), "reward/min": -1.0,
-        "reward/max": 2.0, "groups/solved": 0.5, "groups/unsolved": 0.25, "groups/equal": 0.5,
+        "reward/max": 2.0, "reward/right": 0.625, "groups/solved": 0.5, "groups/unsolved": 0.25, "groups/equal": 0.5,
         "answer_length/mean": 1.5, "answer_length/max": 2.0,
     }  # fmt: skip
+
+
+def test_without_the_reward_of_a_right_answer_no_answer_counts_as_right() -> None:
+    graded = [trajectory([1], [2], [0], reward, "stop") for reward in (0.3, 0.3, 1.0, 0.9)]
+    batch = pack_trajectories([graded[:2], graded[2:]], episodes=list("ab"))
+    assert not {"reward/right", "groups/solved", "groups/unsolved"} & batch.reward_figures().keys()
+    figures = batch.reward_figures(right_at=0.9)
+    assert (figures["reward/right"], figures["groups/solved"], figures["groups/unsolved"]) == (0.5, 0.5, 0.5)
 
 
 def test_experts_are_no_field_of_every_model_and_unknown_where_a_trajectory_does_not_tell() -> None:
