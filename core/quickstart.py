@@ -36,7 +36,9 @@ from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
-from core.monitoring.logs import DRIVER_LOG, kept_records, log_to_terminal
+from core.monitoring.header import header
+from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
+from core.monitoring.screen import Screen
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import RAY_ADDRESS, not_joined_note
 from core.planning.advice import summary_lines
@@ -56,6 +58,7 @@ from core.runs.record import (
     command_line,
     how_to_continue,
     is_complete,
+    newest_model,
     where_the_model_is,
     write_complete,
     write_record,
@@ -114,6 +117,8 @@ def _main(argv: Sequence[str] | None) -> int:
     cluster = loaded.config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
     log_file = None if looks_only else paths.logs / DRIVER_LOG
+    in_full = looks_only or arguments.verbose or loaded.config.monitor.style == "areal"
+    screen = Screen(console, compact=not in_full)
     aside: RunPaths | None = None
     raise_at_signals()
     with ExitStack() as running:
@@ -123,7 +128,7 @@ def _main(argv: Sequence[str] | None) -> int:
                 running.enter_context(sole_run(paths.logs))
                 if begins_anew(loaded.config, paths):
                     aside = set_aside(paths)
-            log_to_terminal(log_file, level=loaded.config.monitor.log_level, console=console)
+            log_to_terminal(log_file, level=loaded.config.monitor.log_level, console=console, compact=screen.compact)
         except RunningError as error:
             return _refuse(str(error))
         except OSError as error:
@@ -135,7 +140,7 @@ def _main(argv: Sequence[str] | None) -> int:
         command = None if looks_only else list(map(masked_override, command_line(argv)))
         if command and not loaded.where("trial_name"):
             command.append(f"trial_name={loaded.config.trial_name}")
-        return _start(arguments.experiment, loaded, paths, console, command, aside=aside, lacking=lacking)
+        return _start(arguments.experiment, loaded, paths, screen, command, aside=aside, lacking=lacking)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check the recipe and list what this host lacks for it; start nothing"
     )
     parser.add_argument("--preflight", action="store_true", help="a dry run that fails where this host lacks anything")
+    parser.add_argument("--verbose", action="store_true", help="show every key, and the log lines as they are written")
     parser.add_argument("--help", "-h", action="store_true", help="all keys of the configuration")
     return parser
 
@@ -177,7 +183,7 @@ def _start(
     experiment: str,
     loaded: LoadedConfig,
     paths: RunPaths,
-    console: Console,
+    screen: Screen,
     command: Sequence[str] | None,
     *,
     aside: RunPaths | None,
@@ -186,7 +192,9 @@ def _start(
     """Log what will run, then run it. `command`: the words that start it again; None: a dry run. `aside`: the folders
     that an earlier run of the trial has now. `lacking`: what this host does not have for the run."""
     config = loaded.config
-    console.print(listing(config))
+    screen.print(*header(loaded, paths))
+    if not screen.compact:
+        screen.console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
@@ -205,7 +213,8 @@ def _start(
             "An earlier run of this trial is there; it is trial_name=%s from now on, with logs in %s. This run begins "
             "anew (recover_mode=%s).", aside.logs.name, aside.logs, config.recover_mode,
         )  # fmt: skip
-    console.print(allocation_table(config))
+    if not screen.compact:
+        screen.console.print(allocation_table(config))
     for line in device_lines(config):
         logger.info(line)
     if note := not_joined_note(config):
@@ -214,7 +223,7 @@ def _start(
     continues = not begins_anew(config, paths) and not config.recover_ignore_changes  # other data: other steps
     complete = continues and is_complete(paths, _length(config))
     if complete:
-        logger.info(_how_to_train_on(config, paths))
+        logger.info(_how_to_train_on(config, paths), extra=NOTICE)
     if command is None:
         for line in summary_lines(config):
             logger.info(line)
@@ -241,7 +250,7 @@ def _start(
         os.environ.setdefault(name, value)
     retries = config.recover_retries if config.recover_mode == "auto" else 0
     return run_attempts(
-        lambda attempt: _attempt(config, paths, console, attempt, command),
+        lambda attempt: _attempt(config, paths, screen, attempt, command),
         retries=retries,
         driver_seconds=config.deadlines.driver_seconds,
         end_seconds=2 * config.deadlines.interrupt_seconds + 30,
@@ -251,14 +260,18 @@ def _start(
 
 
 def _attempt(
-    config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt, command: Sequence[str]
+    config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt, command: Sequence[str]
 ) -> int:
     """Run one attempt and return the exit code. Unless it is final, another attempt may follow."""
     try:
-        _run(config, paths, console, attempt)
+        try:
+            _run(config, paths, screen, attempt)
+        finally:
+            screen.close()
         begin_shutdown()  # a signal changes nothing from here on
         write_complete(paths, _length(config))
         logger.info("Training is complete. %s", where_the_model_is(paths))
+        screen.finish(model=newest_model(paths), logs=paths.logs, experiment=config.NAME)
         return DONE
     except KeyboardInterrupt:
         return _interrupted(config, paths, attempt, command)
@@ -296,10 +309,10 @@ def _interrupted(config: ExperimentConfig, paths: RunPaths, attempt: Attempt, co
     return INTERRUPTED
 
 
-def _run(config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+def _run(config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
     module, _, function = config.RUN.partition(":")
-    getattr(importlib.import_module(module), function)(config, paths, console, attempt)
+    getattr(importlib.import_module(module), function)(config, paths, screen, attempt)
 
 
 def allocation_table(config: ExperimentConfig) -> Table:

@@ -92,7 +92,11 @@ class RolloutService:
         )
         self._producer = self._make_producer(settings, workflow, rules)
         self._version = 0
-        self._samples = SampleWriter(settings.samples, lambda tokens: str(self._tokenizer.decode(tokens)))
+        self._samples = SampleWriter(
+            settings.samples,
+            lambda tokens: str(self._tokenizer.decode(tokens)),
+            {prompt.query_id: " or ".join(prompt.answers) for prompt in self._dataset.prompts},
+        )
         demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
         self._batches = LeasedBatches(Lessee(self._experience, rules), self._samples, demonstrations)
 

@@ -5,6 +5,7 @@ Standard library only, and no tensor is read: a folder of many GB takes millisec
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
                 f"{path}: a link to {path.resolve()}, outside of the model's folder; copy the file into the folder"
             )
     return found
+
+
+def stored_parameters(folder: str | Path) -> int:
+    """Return the number of parameters in a folder's weight files. Raises OSError and WeightsError (a ValueError)."""
+    return sum(math.prod(tensor.shape) for tensor in stored_tensors(folder).values())
 
 
 def read_end_token_ids(folder: str | Path) -> tuple[int, ...]:

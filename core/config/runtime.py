@@ -272,6 +272,10 @@ class MonitorConfig(Section):
         8.0, "Spans that each process keeps for python -m tools.timeline, in MiB; the oldest are dropped. 0: none",
         ge=0,
     )  # fmt: skip
+    style: Literal["compact", "areal"] = key(
+        "compact",
+        "What the terminal shows: a row for each step, or the lines that the log file has, as in the AReaL tutorial",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = key(
         "info",
         "Minimum log level on the terminal. Log files contain info and above; with debug also requests, admissions, "

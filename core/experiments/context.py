@@ -29,10 +29,9 @@ from core.runs.checkpoints import RunIdentity
 from tracing import record_spans
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from core.config.experiments import ExperimentConfig
     from core.experiments.workers import TrainedEngines
+    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
     from core.runs.paths import RunPaths
     from rollout.experience import Schedule
@@ -44,7 +43,7 @@ class RunContext:
 
     config: ExperimentConfig
     paths: RunPaths
-    console: Console
+    screen: Screen
     attempt: Attempt
     recover: RecoverStore
     start: Start
@@ -52,7 +51,7 @@ class RunContext:
     memory: MemoryLimits
 
     @classmethod
-    def open(cls, config: ExperimentConfig, paths: RunPaths, console: Console, attempt: Attempt) -> RunContext:
+    def open(cls, config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> RunContext:
         """Find where the attempt begins, and open the experiment trackers and the timeline of the driver. Raises
         ValueError as find_start, and TrackerError."""
         record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
@@ -67,7 +66,7 @@ class RunContext:
         memory = MemoryLimits(attempt.memory, on_lowered=lambda limits: attempt.report(memory=limits))
         memory.load_state_dict(start.state.extra.get("memory", {}))  # type: ignore[arg-type]
         return cls(
-            config=config, paths=paths, console=console, attempt=attempt, recover=recover, start=start,
+            config=config, paths=paths, screen=screen, attempt=attempt, recover=recover, start=start,
             trackers=open_trackers(config, paths), memory=memory,
         )  # fmt: skip
 
@@ -97,7 +96,7 @@ class RunContext:
         samples in the log; None: none."""
         keep = rows_that_stay(self.start)
         return Monitor(
-            console=self.console,
+            screen=self.screen,
             sinks=[*metric_sinks(self.config, self.paths, continue_after=keep), *self.trackers],
             consumed=Journal(self.paths.logs / "consumed.jsonl", continue_after=keep) if consumed else None,
             total_steps=schedule.total_steps,

@@ -23,12 +23,11 @@ from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from allocation import Allocation
     from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
     from core.monitoring.monitor import Monitor
+    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
     from core.rollout_settings import DataFacts
     from core.runs.paths import RunPaths
@@ -38,15 +37,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+def run_ppo(config: PPOMATHConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
     allocation = resolve_allocation(config)
-    context = RunContext.open(config, paths, console, attempt)
+    context = RunContext.open(config, paths, screen, attempt)
     patience = config.launch.startup_timeout_seconds
     num_actors = sum(len(role.slots) for role in allocation.roles.values()) + 1
+    screen.begin("starting Ray")
     with context.cluster(num_actors=num_actors) as cluster:
+        screen.begin("starting the processes")
         cluster.reserve(allocation)
         workers = start_ppo_workers(config, allocation, cluster, context.memory)
         workers.groups.wait_started(patience)
@@ -58,9 +59,11 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, console: Console, attempt: A
             config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
         )
         context = context.fitted_to(schedule)
+        screen.begin("loading the models")
         weights = _load(config, allocation, workers, context, total_steps=schedule.total_steps)
         forget_modules()
         sample_steps = config.samples.log_freq_steps if config.samples.share else None
+        screen.begin("sampling and training the first step")
         with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
             _train(config, context, workers, weights, schedule, monitor, facts)
         workers.rollout.close()
@@ -119,9 +122,7 @@ def _train(
     )
 
     def evaluate(step: int) -> None:
-        result = {f"eval/{name}": value for name, value in workers.rollout.evaluate(weights.sync_rejoined).items()}
-        monitor.rpc("evaluate", result)
-        monitor.write(step, result)
+        monitor.evaluation(step, workers.rollout.evaluate(weights.sync_rejoined))
 
     evaluates = bool(config.evaluation.paths)
     periodic = context.periodic(

@@ -33,11 +33,10 @@ from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from allocation import Allocation
     from core.config.experiments import DPOConfig, SFTConfig
     from core.config.models import ModelTrainEvalConfig
+    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
     from core.runs.paths import RunPaths
     from mcore_adapter.data.batch import PackedBatch
@@ -48,15 +47,15 @@ ENGINE = "default"
 """The tutorial's name of the model that SFT trains; part of the path of a saved model."""
 
 
-def run_sft(config: SFTConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+def run_sft(config: SFTConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
-    run_offline(config, paths, console, attempt, trainer_type=SFTTrainer, objective=SFT(), reference=None)
+    run_offline(config, paths, screen, attempt, trainer_type=SFTTrainer, objective=SFT(), reference=None)
 
 
 def run_offline(
     config: SFTConfig | DPOConfig,
     paths: RunPaths,
-    console: Console,
+    screen: Screen,
     attempt: Attempt,
     *,
     trainer_type: type[SFTTrainer],
@@ -65,13 +64,16 @@ def run_offline(
 ) -> None:
     """Train on files. `reference`: section and folder of a model that stays as it is."""
     allocation, data = resolve_allocation(config), config.dataset
-    context = RunContext.open(config, paths, console, attempt)
+    context = RunContext.open(config, paths, screen, attempt)
+    screen.begin("reading the data")
     train, valid = _open_data(config)
     _check_same_rows(train, context.start, ignore_changes=config.recover_ignore_changes)
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
     context = context.fitted_to(schedule)
     memory, start = context.memory, context.start
+    screen.begin("starting Ray")
     with context.cluster(num_actors=len(allocation.trainer.slots)) as cluster:
+        screen.begin("starting the processes and loading the model")
         cluster.reserve(allocation)
         engine, ref = _start_engines(config, allocation, cluster, schedule.total_steps, reference)
         engines = TrainedEngines([engine])
@@ -81,6 +83,7 @@ def run_offline(
         if config.recovers:
             engines.prepare_saves()
         forget_modules()
+        screen.begin("training the first step")
         with context.monitor(schedule) as monitor:
             trainer = trainer_type(
                 engine=engine, reference=ref, objective=objective, train=train, valid=valid, schedule=schedule,
@@ -170,11 +173,11 @@ class DPOTrainer(SFTTrainer):
         return {"loss": means["preference_loss"], **means}
 
 
-def run_dpo(config: DPOConfig, paths: RunPaths, console: Console, attempt: Attempt) -> None:
+def run_dpo(config: DPOConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
     dpo = config.dpo
     run_offline(
-        config, paths, console, attempt,
+        config, paths, screen, attempt,
         trainer_type=DPOTrainer,
         objective=DPO(beta=dpo.beta, kind=dpo.loss, label_smoothing=dpo.label_smoothing),
         reference=(config.ref, config.ref_path),

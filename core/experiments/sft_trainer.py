@@ -132,6 +132,4 @@ class SFTTrainer:
             totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
             count += divisor
         means = self.summary({name: total / count for name, total in totals.items()})
-        result = {f"eval/{name}": value for name, value in means.items()}
-        self._monitor.rpc("evaluate", result)
-        self._monitor.write(step, result)
+        self._monitor.evaluation(step, means)

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 LEVEL = "SLIPSTREAM_LOG_LEVEL"
 """Environment variable of worker processes: monitor.log_level."""
 
+NOTICE = {"notice": True}
+"""`extra` of a record of level info that a compact terminal shows, too."""
+
 _PACKAGES = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "tools")
 
 
@@ -49,6 +52,21 @@ class LineFormatter(logging.Formatter):
         return line
 
 
+class _ShortFormatter(logging.Formatter):
+    """A line for a terminal that shows rows of steps: what it is about, without time and process."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{level}{record.getMessage()}"
+
+
+class _ForPeople(logging.Filter):
+    """Passes warnings, errors, and the information that is marked for the terminal."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or getattr(record, "notice", False)
+
+
 class _TerminalHandler(logging.Handler):
     """Above the progress bar, and a line stays a line: the terminal may wrap it, rich's own handler would cut it up."""
 
@@ -58,7 +76,9 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.print(self.format(record), soft_wrap=True, markup=False, highlight=False, emoji=False)
+            style = {logging.WARNING: "yellow", logging.ERROR: "red"}.get(record.levelno)
+            line = self.format(record)
+            self._console.print(line, style=style, soft_wrap=True, markup=False, highlight=False, emoji=False)
         except OSError:  # the terminal was closed: the run goes on without it, and so does the progress bar
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._console.file.fileno())
@@ -133,12 +153,16 @@ def worker_environment() -> dict[str, str]:
     return {LEVEL: "debug" if logging.getLogger(__name__).isEnabledFor(logging.DEBUG) else "info"}
 
 
-def log_to_terminal(path: Path | None, *, level: str, console: Console) -> None:
+def log_to_terminal(path: Path | None, *, level: str, console: Console, compact: bool = False) -> None:
     """Set up the driver's log: plain lines of `level` and above on the terminal (above the progress bar, if there is
-    one) and, with tracebacks, of info and above in the file at `path`."""
+    one) and, with tracebacks, of info and above in the file at `path`. `compact`: the terminal gets warnings, errors
+    and NOTICE alone, in a short form."""
     terminal = _TerminalHandler(console) if console.is_terminal else _OutputHandler(console.file)
     terminal.setFormatter(LineFormatter("master worker", tracebacks=False))
     terminal.setLevel(level.upper())
+    if compact:
+        terminal.setFormatter(_ShortFormatter())
+        terminal.addFilter(_ForPeople())
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from core.errors import could_not_write
 from core.monitoring.histogram import Histogram, Row
 from core.monitoring.journal import Journal
+from core.monitoring.no_signal import NoSignal
 from core.monitoring.samples import Sample, headline, log_text
+from core.monitoring.screen import Screen
 from tracing import add_span, span
 
 logger = logging.getLogger(__name__)
@@ -103,12 +103,12 @@ def _markdown_block(text: str) -> str:
 
 
 class Monitor:
-    """Progress bar, log lines and metric sinks of one run."""
+    """Terminal, log lines and metric sinks of one run."""
 
     def __init__(
         self,
         *,
-        console: Console,
+        screen: Screen,
         sinks: list[MetricSink],
         consumed: Journal | None,
         total_steps: int,
@@ -123,18 +123,14 @@ class Monitor:
         self._finished_here = 0
         self._spent_here = 0.0
         self._total_steps = total_steps
-        self._progress = Progress(
-            TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task("", total=total_steps, completed=done_steps)
+        self._screen, self._no_signal = screen, NoSignal()
+        screen.open(total_steps=total_steps, done_steps=done_steps)
 
     def __enter__(self) -> Monitor:
-        self._progress.start()
         return self
 
     def __exit__(self, error_type: object, *error: object) -> None:
-        self._progress.stop()
+        self._screen.close()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -154,6 +150,13 @@ class Monitor:
         """Log `RPC name actor_train returns {...}`."""
         logger.info("RPC name %s returns %s", name, {k: float(v) for k, v in metrics.items()})
 
+    def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Report an evaluation after `step` steps: name of the figure -> value."""
+        result = {f"eval/{name}": value for name, value in figures.items()}
+        self.rpc("evaluate", result)
+        self._screen.evaluation(step, result)
+        self.write(step, result)
+
     def consumed(self, step: int, episodes: Sequence[str]) -> None:
         """Write the ids of the episodes that step `step` (counting from 1) trained on."""
         if self._consumed is not None:
@@ -161,11 +164,14 @@ class Monitor:
 
     def samples(self, step: int, read: Callable[[], Sequence[Sample]]) -> None:
         """Report the answers that `read` returns, if they are due after step `step` (counting from 1)."""
+        if self._no_signal.is_due:
+            logger.warning("%s", self._no_signal.message(read()))
         if self._sample_steps is None or (step > 1 and step % self._sample_steps):
             return
         samples = read()
         for sample in samples:
             logger.info("%s", log_text(sample))
+        self._screen.samples(samples)
         for sink in self._sinks:
             if isinstance(sink, SampleSink):
                 sink.write_samples(step, samples)
@@ -209,8 +215,10 @@ class Monitor:
         spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())
         logger.info("Step time: %s, other %.3fs.", spent, seconds - sum(phases.values()))
         times = {f"time/{name.replace(' ', '_')}": value for name, value in phases.items()}
-        self.write(step, {**metrics, **times, "time/step": seconds})
-        self._progress.update(self._task, completed=step, description=headline)
+        row = {**metrics, **times, "time/step": seconds}
+        self.write(step, row)
+        self._screen.step(step, row, headline)
+        self._no_signal.count(row)
 
     def write(self, step: int, metrics: Row) -> None:
         """Write metrics to every sink, without a log line."""

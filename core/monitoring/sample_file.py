@@ -83,8 +83,9 @@ class SampleWriter:
     """One file of samples, and the notable ones of the last batch. A thread decodes and writes; the next batch waits
     for it. Raises OSError from the call after a failed write."""
 
-    def __init__(self, settings: SampleSettings, decode: Decode) -> None:
-        self._settings, self._decode = settings, decode
+    def __init__(self, settings: SampleSettings, decode: Decode, references: Mapping[str, str] | None = None) -> None:
+        """`references`: the right answers by query_id."""
+        self._settings, self._decode, self._references = settings, decode, references or {}
         self._file: SampleFile | None = None
         self._writing: asyncio.Task[list[Sample]] | None = None
         self._notable: list[Sample] = []
@@ -107,7 +108,9 @@ class SampleWriter:
     def _write(
         self, file: SampleFile, groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], step: int
     ) -> list[Sample]:
-        samples = choose_samples(groups, episodes, self._decode, step=step, share=self._settings.share)
+        samples = choose_samples(
+            groups, episodes, self._decode, step=step, share=self._settings.share, references=self._references
+        )
         file.write(samples)
         return [sample for sample in samples if sample.notable]
 

@@ -76,6 +76,8 @@ class Sample:
     """The parts of an answer that has tokens of an environment too; empty: the model wrote all of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the workflow reports of it."""
+    reference: str = ""
+    """The right answer, where the data set has it."""
     evaluation: str = ""
     """Name of the evaluation set of its prompt; empty: an answer of training."""
 
@@ -95,17 +97,24 @@ class Sample:
 
 
 def choose_samples(
-    groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], decode: Decode, *, step: int, share: float
+    groups: Sequence[Sequence[Trajectory]],
+    episodes: Sequence[str],
+    decode: Decode,
+    *,
+    step: int,
+    share: float,
+    references: Mapping[str, str] | None = None,
 ) -> list[Sample]:
     """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
-    worst and the longest answer of the step. `episodes`: id of each group."""
+    worst and the longest answer of the step. `episodes`: id of each group; `references`: right answers by query_id."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     answers = [groups[g][i] for g, i in every]
     notable = _notable(every, [t.reward for t in answers], [len(t.token_ids) - _prompt_length(t) for t in answers])
     picked = _picked([group[0].query_id for group in groups], share)
     return [
         _sample(
-            groups[g][i], decode, step=step, episode=episodes[g], index=i, notable=notable.get((g, i), ())
+            groups[g][i], decode, step=step, episode=episodes[g], index=i, notable=notable.get((g, i), ()),
+            reference=(references or {}).get(groups[g][i].query_id, ""),
         )
         for g, i in every
         if g in picked or (g, i) in notable
@@ -126,6 +135,7 @@ def choose_evaluation_samples(
             finish_reason=episode.finish_reason,
             prompt_tokens=len(prompt.token_ids), answer_tokens=episode.tokens, oldest_version=step,
             newest_version=step, notable=notable.get(i, ()), evaluation=name,
+            reference=" or ".join(prompt.answers),
         )
         for i, (prompt, episode) in enumerate(answers)
         if i in picked or i in notable
@@ -160,7 +170,14 @@ def _prompt_length(trajectory: Trajectory) -> int:
 
 
 def _sample(
-    trajectory: Trajectory, decode: Decode, *, step: int, episode: str, index: int, notable: tuple[str, ...]
+    trajectory: Trajectory,
+    decode: Decode,
+    *,
+    step: int,
+    episode: str,
+    index: int,
+    notable: tuple[str, ...],
+    reference: str,
 ) -> Sample:
     begin = _prompt_length(trajectory)
     tokens, versions = trajectory.token_ids, trajectory.versions
@@ -181,6 +198,7 @@ def _sample(
         notable=notable,
         turns=_turns(tokens[begin:], versions[begin:] != PROMPT_VERSION, decode),
         metrics={name: float(value) for name, value in trajectory.metrics.items()},
+        reference=reference,
     )
 
 
@@ -217,6 +235,7 @@ def headline(sample: Sample) -> str:
 def log_text(sample: Sample) -> str:
     """Return an answer as the log shows it: a headline, then prompt and answer, shortened."""
     parts = [f"Step {sample.step}, {' and '.join(sample.notable)} answer: {headline(sample)}"]
-    for name, text in (("prompt", sample.prompt), ("answer", sample.answer)):
+    right = (("right answer", sample.reference),) if sample.reference else ()
+    for name, text in (("prompt", sample.prompt), ("answer", sample.answer), *right):
         parts.append(f"  {name}: " + printable(shortened(text)).replace("\n", "\n    "))
     return "\n".join(parts)

@@ -68,7 +68,7 @@ def changes_since(paths: RunPaths, config: Mapping[str, object]) -> list[str]:
     before = _read(paths.logs / CONFIG)
     if before is None:
         return []
-    old, new = dict(_leaves(before)), dict(_leaves(config))
+    old, new = dict(leaves(before)), dict(leaves(config))
     changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
     more = [f"and {len(changed) - _MAX_CHANGES} more"] if len(changed) > _MAX_CHANGES else []
     return changed[:_MAX_CHANGES] + more
@@ -136,10 +136,11 @@ def _read(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every dotted key of a nested mapping with its value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

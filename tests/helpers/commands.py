@@ -29,6 +29,7 @@ class Command:
             "launch": {"threads_per_process": 1},
             "recover_mode": "disabled",  # a failure ends the run; tests of recovery set their own
             **config,
+            "monitor": {"style": "areal", **config.get("monitor", {})},
         }
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config))

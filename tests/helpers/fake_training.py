@@ -33,6 +33,7 @@ from core.data.stored_batch import StoredBatch, StoredFields
 from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
+from core.monitoring.screen import Screen
 from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState
@@ -216,7 +217,7 @@ def train(
     with ExitStack() as stack:
         monitor = stack.enter_context(
             Monitor(
-                console=Console(file=io.StringIO()),
+                screen=Screen(Console(file=io.StringIO()), compact=False),
                 sinks=[_Sink(run)],
                 consumed=_Consumed(run),  # type: ignore[arg-type]
                 total_steps=schedule.total_steps,

@@ -37,6 +37,7 @@ from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.memory import peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.rollout_settings import DataFacts
@@ -236,8 +237,8 @@ def run(size: Size, folder: Path) -> Usage:
             inference_tokens_per_mb=2 * size.tokens,
         )
         schedule = Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1)
-        console = Console(file=io.StringIO())
-        with Monitor(console=console, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
+        screen = Screen(Console(file=io.StringIO()), compact=False)
+        with Monitor(screen=screen, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
             trainer = PPOTrainer(
                 actor=engine,
                 critic=None,

@@ -20,6 +20,7 @@ from core.experiments.sft import DPOTrainer
 from core.experiments.sft_trainer import SFTTrainer
 from core.monitoring.histogram import Row
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.screen import Screen
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
@@ -98,7 +99,12 @@ def evaluated(trainer: type[SFTTrainer], objective: Any, valid: Any, *, batch_si
     )  # fmt: skip
     reference = EngineRef(**{**vars(reference), "group": engine.group})
     monitor = Monitor(
-        console=Console(file=io.StringIO()), sinks=[sink], consumed=None, total_steps=1, done_steps=0, elapsed=0.0
+        screen=Screen(Console(file=io.StringIO()), compact=False),
+        sinks=[sink],
+        consumed=None,
+        total_steps=1,
+        done_steps=0,
+        elapsed=0.0,
     )
     trainer(
         engine=engine, reference=reference if trainer is DPOTrainer else None, objective=objective, train=valid,

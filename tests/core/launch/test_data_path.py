@@ -27,6 +27,7 @@ from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.trainer import EngineRef, PPOTrainer
@@ -149,7 +150,12 @@ def run_steps(
         train_tokens_per_mb=tokens, inference_tokens_per_mb=tokens,
     )  # fmt: skip
     with Monitor(
-        console=Console(file=io.StringIO()), sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0
+        screen=Screen(Console(file=io.StringIO()), compact=False),
+        sinks=[],
+        consumed=None,
+        total_steps=STEPS,
+        done_steps=0,
+        elapsed=0.0,
     ) as monitor:
         trainer = PPOTrainer(
             actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),

@@ -15,6 +15,7 @@ from core.monitoring.histogram import Histogram
 from core.monitoring.journal import Journal, read_rows
 from core.monitoring.memory import split_memory
 from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
+from core.monitoring.screen import Screen
 
 
 @pytest.fixture
@@ -44,7 +45,14 @@ def test_a_phase_that_runs_twice_in_a_step_reports_the_sum_and_the_next_step_beg
 
 
 def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = Monitor(console=Console(quiet=True), sinks=[], consumed=None, total_steps=10, done_steps=4, elapsed=50.0)
+    monitor = Monitor(
+        screen=Screen(Console(quiet=True), compact=False),
+        sinks=[],
+        consumed=None,
+        total_steps=10,
+        done_steps=4,
+        elapsed=50.0,
+    )
     with caplog.at_level(logging.INFO):
         for step, seconds in ((5, 5.0), (6, 1.0), (7, 3.0), (8, 7.0)):
             monitor.step(

@@ -19,6 +19,7 @@ from core.monitoring.samples import (
     printable,
     shortened,
 )
+from core.monitoring.screen import Screen
 from rollout.evaluation import Episode
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
@@ -153,7 +154,8 @@ def test_samples_are_reported_after_the_first_step_and_every_few_steps(
         return choose([[answer("q", 1.0)]])
 
     monitor = Monitor(
-        console=Console(quiet=True), sinks=[sink], consumed=None, total_steps=6, done_steps=0, elapsed=0.0,
+        screen=Screen(Console(quiet=True), compact=False),
+        sinks=[sink], consumed=None, total_steps=6, done_steps=0, elapsed=0.0,
         sample_steps=every,
     )  # fmt: skip
     with caplog.at_level(logging.INFO):

@@ -1,0 +1,104 @@
+"""The five lines at the start of a run: what it is, model, data, layout, and the keys that were set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from rich.text import Text
+
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.load import LoadedConfig
+from core.config.needs import as_yaml
+from core.config.presets import PRESETS
+from core.config.show import recorded
+from core.placement.allocation import resolve_allocation
+from core.runs.paths import RunPaths
+from core.runs.record import leaves
+from model_specs.model_folder import stored_parameters
+
+_SHOWN_ELSEWHERE = ("experiment_name", "trial_name", "allocation_mode", "algorithm.name", "external_configs")
+"""Keys, or the start of keys, that other lines show."""
+
+
+def header(loaded: LoadedConfig, paths: RunPaths) -> Iterator[Text]:
+    """Yield the lines, each with its title."""
+    config = loaded.config
+    name = f"slipstream {_version()} · {config.NAME} · {config.experiment_name}/{config.trial_name}"
+    yield _line("run", f"{name} · logs {_short(paths.logs)}")
+    yield _line("model", _model(config))
+    yield _line("data", _data(config))
+    yield _line("layout", _layout(config))
+    yield _line("keys", _keys(loaded))
+
+
+def _line(title: str, text: str) -> Text:
+    return Text(f"{title:<8}", style="dim").append(text, style="default")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("slipstream")
+    except metadata.PackageNotFoundError:  # a checkout
+        return ""
+
+
+def _short(path: str | Path) -> str:
+    """Return a path from the working folder on, where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
+def _model(config: ExperimentConfig) -> str:
+    section = config.actor if isinstance(config, PPOMATHConfig) else config.model
+    try:
+        count = stored_parameters(section.path)
+    except (OSError, ValueError):
+        count = 0
+    size = f" · {_count(count)} parameters" if count else ""
+    return f"{_short(section.path)}{size} · lr {section.optimizer.lr:g}"
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return str(number)
+
+
+def _data(config: ExperimentConfig) -> str:
+    control, data = config.exp_ctrl, config.dataset
+    length = "1 epoch" if control.total_train_epochs == 1 else f"{control.total_train_epochs} epochs"
+    if control.total_train_steps is not None:
+        length += f", at most {control.total_train_steps} steps"
+    batch = f"{data.train_bs_n_seqs} sequences a step"
+    if isinstance(config, PPOMATHConfig):
+        batch = f"{data.train_bs_n_seqs} prompts × {config.group_size} answers a step"
+        length += f" · {config.ppo.gen.max_new_tokens} tokens an answer · reward {config.reward.function}"
+    return f"{_short(config.data_sources[0][1].path)} · {batch} · {length}"
+
+
+def _layout(config: ExperimentConfig) -> str:
+    allocation = resolve_allocation(config)
+    alike: dict[str, list[str]] = {}
+    for row in allocation.table():
+        if row.role in config.placed_roles:
+            alike.setdefault(f"{row.backend} {row.layout} on {row.device}", []).append(row.role)
+    return " · ".join(f"{', '.join(roles)}: {what}" for what, roles in alike.items())
+
+
+def _keys(loaded: LoadedConfig) -> str:
+    """Return what the preset set, and what the user did."""
+    config = loaded.config
+    values = dict(leaves(recorded(config)))
+    given = [key for key in values if key in loaded.sources and not key.startswith(_SHOWN_ELSEWHERE)]
+    said = []
+    if isinstance(config, PPOMATHConfig):
+        name = config.algorithm_name
+        preset = PRESETS[name].values if name in PRESETS else {}
+        filled = " ".join(f"{key}={as_yaml(value)}" for key, value in preset.items() if not loaded.where(key))
+        said.append(f"{name} set {filled}" if filled else f"algorithm {name}")
+    given = [key for key in given if key.rpartition(".")[2] not in ("path", "train_path", "valid_path")]
+    said.append(f"you set {' '.join(f'{key}={values[key]}' for key in given) or 'nothing else'}")
+    return "; ".join(said)

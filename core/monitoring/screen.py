@@ -1,0 +1,192 @@
+"""What a run shows on the terminal: five lines at the start, its phases, a row for each step, answers, and the end.
+
+With monitor.style=areal, and with --verbose, the terminal has the log lines of the tutorial instead. The log file has
+those in any case. Invariant: a phase of the start is named when it begins, and every few seconds while it lasts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.status import Status
+from rich.text import Text
+
+from core.monitoring.samples import Sample
+from core.monitoring.step_table import Row, StepTable, number
+from rollout.data.source import printable
+
+_TICK_SECONDS = 4.0
+"""After which a line says that a phase goes on, where no spinner shows it."""
+_HEADER_STEPS = 20
+"""Steps between two lines with the titles of the columns."""
+_PIPE_WIDTH = 120
+
+
+class Screen:
+    """The terminal of one run. `compact`: it shows rows; else log lines are written to it by their handler."""
+
+    def __init__(self, console: Console, *, compact: bool) -> None:
+        self.console, self.compact = console, compact
+        self._began = time.monotonic()
+        self._phase: _Phase | None = None
+        self._progress: Progress | None = None
+        self._table: StepTable | None = None
+        self._first_reward: float | None = None
+        self._last_reward: float | None = None
+        self._rows = 0
+
+    @property
+    def width(self) -> int:
+        """Characters of a line; a pipe has room for all columns."""
+        return self.console.width if self.console.is_terminal else max(_PIPE_WIDTH, self.console.width)
+
+    def print(self, *lines: Text | str) -> None:
+        """Print lines, cut off at the width of a terminal."""
+        for line in lines if self.compact else ():
+            text = Text(line) if isinstance(line, str) else line
+            if self.console.is_terminal:
+                text.truncate(self.width, overflow="ellipsis")
+            with suppress(OSError):  # the terminal was closed: the run goes on without it
+                self.console.print(text, soft_wrap=True, highlight=False)
+
+    def begin(self, phase: str) -> None:
+        """Name a phase of the start; it ends when the next one or training begins."""
+        self.end_phase()
+        if self.compact:
+            self._phase = _Phase(self, phase)
+
+    def end_phase(self) -> None:
+        """Say how long the phase took that is under way, if there is one."""
+        if self._phase is not None:
+            self._phase.end()
+            self._phase = None
+
+    def open(self, *, total_steps: int, done_steps: int) -> None:
+        """Begin the progress bar."""
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self._progress.add_task("", total=total_steps, completed=done_steps)
+        self._total_steps = total_steps
+        if not self.compact:
+            self._progress.start()
+
+    def close(self) -> None:
+        """End what moves on the terminal."""
+        self.end_phase()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, step: int, row: Row, headline: str) -> None:
+        """Show a step that has finished. `headline`: its figure beside the progress bar."""
+        assert self._progress is not None, "open() comes first"
+        self.end_phase()
+        self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=step, description=headline)
+        if not self.compact:
+            return
+        if self._table is None:
+            self._table = StepTable(row, total_steps=self._total_steps, width=self.width)
+        if self._rows % _HEADER_STEPS == 0:
+            self.print(self._table.header())
+        self._rows += 1
+        self.print(self._table.line(step, row))
+        with suppress(KeyError):
+            self._last_reward = number(row, "reward/mean")
+            self._first_reward = self._last_reward if self._first_reward is None else self._first_reward
+
+    def evaluation(self, step: int, figures: Row) -> None:
+        """Show the figures of an evaluation after `step` steps."""
+        said = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in figures.items())
+        self.print(Text(f"{'eval':>11}  {said}", style="magenta"))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Show the best and the worst answer of a step, with the right one; one of them where they are equal."""
+        rated = {name: s for s in samples for name in s.notable if name in ("best", "worst")}
+        if len({s.reward for s in rated.values()}) == 1:
+            rated = {"answer": next(iter(rated.values()))}
+        for name, sample in rated.items():
+            self._sample(name, sample)
+
+    def _sample(self, name: str, sample: Sample) -> None:
+        right = f"  (right: {_line(sample.reference, 40)})" if sample.reference else ""
+        text = Text(f"{name:>11}  {sample.reward:.3f}  ", style={"best": "green", "worst": "red"}.get(name, ""))
+        room = max(20, (self.width - len(text) - len(right) - 3) // 2)
+        text.append(_line(sample.prompt, room), style="dim")
+        text.append(f" → {_line(sample.answer, room)}", style="default")
+        self.print(text.append(right, style="dim"))
+
+    def finish(self, *, model: Path | None, logs: Path, experiment: str) -> None:
+        """Print the closing box: rewards, time, model, and what to do next."""
+        seconds = time.monotonic() - self._began
+        lines = []
+        if self._first_reward is not None:
+            lines.append(f"reward  {self._first_reward:.3f} → {self._last_reward:.3f} (first and last step)")
+        lines.append(f"model   {model or 'none was saved'}")
+        lines.append(f"next    slipstream watch {logs}")
+        if experiment == "ppo-math":
+            lines.append(f"        slipstream samples {logs}")
+        if model is not None:
+            lines.append(f"        slipstream eval --model_path {logs} --output_path eval --data_names YOURS.jsonl")
+        title = f" done in {duration(seconds)} "
+        bar = "─" * (min(self.width, 80) - len(title) - 2)
+        self.print("")
+        self.print(Text(f"╭─{title}{bar}", style="green"))
+        for line in lines if self.compact else ():
+            self.console.print(Text("│ ", style="green").append(line, style="default"), soft_wrap=True, highlight=False)
+        self.print(Text(f"╰{'─' * (min(self.width, 80) - 1)}", style="green"))
+
+
+class _Phase:
+    """A phase of the start: a spinner on a terminal, elsewhere a line, and one every few seconds."""
+
+    def __init__(self, screen: Screen, name: str) -> None:
+        self._screen, self._name, self._began = screen, name, time.monotonic()
+        self._over = threading.Event()
+        self._status: Status | None = None
+        if screen.console.is_terminal:
+            self._status = screen.console.status(f"{name} ...")
+            self._status.start()
+        else:
+            screen.print(f"{name} ...")
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
+        self._ticker.start()
+
+    def _tick(self) -> None:
+        while not self._over.wait(1.0 if self._status else _TICK_SECONDS):
+            said = f"{self._name} ... {time.monotonic() - self._began:.0f} s"
+            if self._status:
+                self._status.update(said)
+            else:
+                self._screen.print(said)
+
+    def end(self) -> None:
+        self._over.set()
+        self._ticker.join()
+        if self._status is not None:
+            self._status.stop()
+        self._screen.print(Text(f"{self._name}: {time.monotonic() - self._began:.1f} s", style="dim"))
+
+
+def _line(text: str, chars: int) -> str:
+    """Return a text in one line of at most `chars` characters: its start and its end."""
+    text = " ".join(printable(text).split())
+    if len(text) <= chars:
+        return text
+    head = chars // 3
+    return f"{text[:head]} … {text[head + 3 - chars :]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as 43 s, 2 min 5 s or 3 h 20 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
