@@ -30,13 +30,13 @@ from rich.table import Table
 from allocation import AllocationRow
 from config_schema.nearest import nearest_names
 from core.checks import run_checks
+from core.checks.header import header
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
-from core.monitoring.header import header
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
 from core.monitoring.screen import Screen
 from core.placement.allocation import resolve_allocation
@@ -311,6 +311,7 @@ def _interrupted(config: ExperimentConfig, paths: RunPaths, attempt: Attempt, co
 
 def _run(config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     # Not before the checks have passed: these modules import torch and Ray, which takes seconds.
+    screen.begin("importing torch and Ray")
     module, _, function = config.RUN.partition(":")
     getattr(importlib.import_module(module), function)(config, paths, screen, attempt)
 

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 _OWN = (
-    "allocation", "config_schema", "core", "evaluation", "mcore_adapter", "model_specs", "rollout", "slipstream", "tools",
-    "tracing",
+    "allocation", "config_schema", "core", "evaluation", "mcore_adapter", "model_specs", "rollout", "slipstream",
+    "tools", "tracing",
 )  # fmt: skip
 _IMPORTING = "SLIPSTREAM_IMPORTS"
 """Environment variable that holds the module of the user that is being imported."""

@@ -1,4 +1,4 @@
-"""The console script: `slipstream {train,sft,dpo,dry-run,plan,eval,compare,samples,timeline,convert,demo,...} ...`.
+"""The console script: `slipstream COMMAND ...`, with the commands of COMMANDS.
 
 Every command is one of the module commands under a shorter name, with the same arguments. Invariant: the code that runs
 is that of this installation, also where the working folder has packages named core or tools, unless PYTHONPATH names
@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "plan": ("tools.plan", (), "compute whether a configuration fits in memory, before it starts"),
     "eval": ("tools.eval", (), "evaluate a model on benchmarks"),
     "compare": ("tools.eval", ("compare",), "compare two evaluations"),
+    "runs": ("tools.runs", (), "list runs with state, step and reward"),
+    "watch": ("tools.watch", (), "watch a run: reward curve, last steps, answers"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),
     "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),

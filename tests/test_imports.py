@@ -102,13 +102,13 @@ ORDER = {
     "config_schema": ("needs nearest", "section"),
     "core.planning": ("gpus", "scene", "memory", "advice rates", "search"),
     "core.placement": ("ray_address", "allocation", "rules"),
-    "core.checks": ("facts algorithm host resumption", "rules recipe"),
+    "core.checks": ("facts algorithm host resumption", "rules recipe", "header"),
     "slipstream": ("functions", "api cli"),
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo",
-        "curves convert plan samples timeline",
-        "eval",
+        "curves convert plan samples timeline runs",
+        "eval watch",
         "mutants conformance",
         "chaos bench",
     ),
@@ -144,7 +144,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
         "core.launch.rollout_actor": "core.rollout_service",
-        "core.launch.trainer_rank": "mcore_adapter.engine mcore_adapter.parallel",
+        "core.launch.trainer_rank": "core.weight_sync.senders mcore_adapter.engine mcore_adapter.parallel",
     },
     "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",

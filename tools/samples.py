@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         if arguments.against is None:
-            _show(_chosen(_folder(arguments.run), arguments.step, arguments), arguments, console)
+            _show(*_chosen(_folder(arguments.run), arguments.step, arguments), arguments, console)
         else:
             _compare(arguments, console)
     except BadRequest as error:
@@ -108,8 +108,9 @@ def _folder(path: Path) -> Path:
     return run_with(path, "samples.jsonl", without="samples.share=0 writes none")
 
 
-def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) -> list[Sample]:
-    """Return the samples of a run that the conditions keep; of its last step where no step is given."""
+def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) -> tuple[list[Sample], str]:
+    """Return the samples of a run that the conditions keep, of its last step where no step is given, and among which
+    they were searched."""
     keep = _conditions(arguments)
     samples: list[Sample] = []
     sets: set[str] = set()
@@ -135,7 +136,7 @@ def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) ->
         "reward": lambda s: -s.reward,
         "length": lambda s: -s.answer_tokens,
     }
-    return sorted(kept, key=order[arguments.sort])
+    return sorted(kept, key=order[arguments.sort]), f"{len(samples)} of {_steps(samples)}"
 
 
 def _is_of(sample: Sample, wanted: str | None) -> bool:
@@ -160,7 +161,7 @@ def _conditions(arguments: argparse.Namespace) -> list[Keep]:
     return keep
 
 
-def _show(samples: Sequence[Sample], arguments: argparse.Namespace, console: Console) -> None:
+def _show(samples: Sequence[Sample], searched: str, arguments: argparse.Namespace, console: Console) -> None:
     shown = samples[: arguments.limit or None]
     if arguments.json:
         for sample in shown:
@@ -168,7 +169,8 @@ def _show(samples: Sequence[Sample], arguments: argparse.Namespace, console: Con
         return
     for sample in shown:
         console.print(_panel(sample, arguments))
-    console.print(f"{len(shown)} of {len(samples)} answers shown" + _hint(shown, samples))
+    among = f", found among the {searched}" if _conditions(arguments) else ""
+    console.print(f"{len(shown)} of {len(samples)} answers shown{among}" + _hint(shown, samples))
 
 
 def _hint(shown: Sequence[Sample], samples: Sequence[Sample]) -> str:
@@ -185,13 +187,20 @@ def _panel(sample: Sample, arguments: argparse.Namespace) -> Panel:
             parts.append(_marked(f"[{turn.by}] {shortened(turn.text, chars)}", arguments, style))
     else:
         parts.append(_marked(shortened(sample.answer, chars), arguments))
+    if sample.reference:
+        parts.append(Text(f"right answer: {printable(shortened(sample.reference, chars))}", style="green"))
     parts.append(Text(headline(sample), style="bold"))  # in the panel: a narrow terminal would cut a subtitle off
     return Panel(
         Group(*parts),
         title=Text(f"step {sample.step}{_of(sample)}{notable}"),
         title_align="left",
-        border_style="green" if sample.reward > 0 else "red",
+        border_style=_style(sample),
     )
+
+
+def _style(sample: Sample) -> str:
+    """Return the colour of an answer: green for the best of its step, red for the worst."""
+    return "green" if "best" in sample.notable else "red" if "worst" in sample.notable else "default"
 
 
 def _of(sample: Sample) -> str:
@@ -215,7 +224,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> None:
         sides = (run, arguments.step), (run, step_range(arguments.against))
     else:
         sides = (run, arguments.step), (_folder(Path(arguments.against)), arguments.step)
-    left, right = (_chosen(folder, steps, arguments) for folder, steps in sides)
+    left, right = (_chosen(folder, steps, arguments)[0] for folder, steps in sides)
     rows, common = _pairs(left, right)
     table = Table(show_lines=True, expand=True)
     for (folder, _), samples in zip(sides, (left, right), strict=True):
@@ -250,16 +259,19 @@ def _pairs(left: Sequence[Sample], right: Sequence[Sample]) -> tuple[list[tuple[
 
 
 def _title(folder: Path, samples: Sequence[Sample]) -> str:
-    steps = sorted({sample.step for sample in samples})
-    shown = "no step" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     mean = f", mean reward {sum(s.reward for s in samples) / len(samples):.3f}" if samples else ""
-    return f"{folder.parent.name}/{folder.name}: {shown}, {len(samples)} answers{mean}"
+    return f"{folder.parent.name}/{folder.name}: {_steps(samples)}, {len(samples)} answers{mean}"
+
+
+def _steps(samples: Sequence[Sample]) -> str:
+    steps = sorted({sample.step for sample in samples})
+    return "no step" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _cell(sample: Sample, arguments: argparse.Namespace) -> Group:
     chars = _FULL if arguments.full else _SHORT // 2
     return Group(
-        Text(f"step {sample.step}{_of(sample)}: {headline(sample)}", style="green" if sample.reward > 0 else "red"),
+        Text(f"step {sample.step}{_of(sample)}: {headline(sample)}", style=_style(sample)),
         Text(printable(shortened(sample.prompt, chars)), style="dim"),
         _marked(shortened(sample.answer, chars), arguments),
     )

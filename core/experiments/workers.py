@@ -19,7 +19,7 @@ from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import WeightPush
-from core.weight_sync.senders import SenderPlan
+from core.weight_sync.sender_plan import SenderPlan
 from mcore_adapter.checkpoint.files import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings

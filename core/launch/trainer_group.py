@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
-    from core.weight_sync.buckets import SendReport
-    from core.weight_sync.senders import SenderPlan
+    from core.weight_sync.sender_plan import SenderPlan, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint

@@ -23,7 +23,6 @@ from core.monitoring.logs import log_to_file
 from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
-from core.weight_sync.senders import make_sender
 from mcore_adapter.device import get_device
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
 from rollout.bucket import FlatBucket
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from allocation import Device, ParallelLayout
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
-    from core.weight_sync.buckets import Sender, SendReport
-    from core.weight_sync.senders import SenderPlan
+    from core.weight_sync.buckets import Sender
+    from core.weight_sync.sender_plan import SenderPlan, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
     from mcore_adapter.settings import EngineModel
@@ -176,6 +175,8 @@ class TrainerRank:
 
     def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> None:
         """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
+        from core.weight_sync.senders import make_sender
+
         self._receivers = TRANSPORTS[plan.type].receivers
         self._sender: Sender = make_sender(
             plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,

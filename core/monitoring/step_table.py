@@ -85,7 +85,8 @@ COLUMNS = (
 class StepTable:
     """The columns of one run, chosen by its first row."""
 
-    def __init__(self, first: Row, *, total_steps: int, width: int) -> None:
+    def __init__(self, first: Row, *, total_steps: int | None, width: int) -> None:
+        """`total_steps`: None where it is not known; `width`: characters of a line."""
         self._total_steps = total_steps
         self._columns = []
         left = width - _STEP_WIDTH
@@ -105,7 +106,8 @@ class StepTable:
 
     def line(self, step: int, row: Row) -> Text:
         """Return the cells of a step; a figure that this row lacks is a dash."""
-        text = Text(f"{f'{step}/{self._total_steps}':>{_STEP_WIDTH}}")
+        of_all = "" if self._total_steps is None else f"/{self._total_steps}"
+        text = Text(f"{f'{step}{of_all}':>{_STEP_WIDTH}}")
         for column in self._columns:
             try:
                 cell, style = column.cell(row), column.style(row)

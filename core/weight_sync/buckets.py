@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.weight_sync.calls import PushError
+from core.weight_sync.sender_plan import SendReport
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
@@ -44,19 +45,6 @@ class SenderSettings:
     """fp8_block: weights of linear layers are quantized, once, by every rank that receives full tensors."""
     staged_bytes: int | None = None
     """Most bytes laid out before the pause, on every rank. None: what the device has to spare."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendReport:
-    """What one `send` cost."""
-
-    seconds: float
-    num_bytes: int
-    num_buckets: int
-    compared: str = ""
-    """Result of compare_checksums, where it was requested."""
-    changed: float | None = None
-    """Share of the values that have changed, where only those were sent."""
 
 
 class Sender(Protocol):

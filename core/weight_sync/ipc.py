@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.buckets import BucketSender, SenderSettings, SendReport
+from core.weight_sync.buckets import BucketSender, SenderSettings
 from core.weight_sync.calls import Deadline, PushError, call_all
+from core.weight_sync.sender_plan import SendReport
 from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import WeightEndpoint

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
-from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings, SendReport
+from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings
 from core.weight_sync.calls import SENDER, Deadline, PushError, call_all, in_background
+from core.weight_sync.sender_plan import SendReport
 from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership, WeightEndpoint

@@ -25,8 +25,7 @@ from allocation import RoleAllocation
 from core.config.runtime import Verify
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
-from core.weight_sync.buckets import SendReport
-from core.weight_sync.senders import SenderPlan
+from core.weight_sync.sender_plan import SenderPlan, SendReport
 from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)

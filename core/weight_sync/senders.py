@@ -1,40 +1,16 @@
-"""What every rank of the trainer makes its sender from, and the sender of each transport."""
+"""The sender of each transport, in the ranks of the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 
-from allocation import RoleAllocation, Slot
-from core.config.runtime import Changes
 from core.weight_sync.buckets import Sender, SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from rollout.inference.backend import Quantization, TransportName, WeightEndpoint
-
-
-@dataclass(frozen=True, kw_only=True)
-class SenderPlan:
-    """What every rank of the trainer makes its sender from."""
-
-    type: TransportName
-    model_path: str
-    """The servers' model folder: pushed folders get its config.json."""
-    dtype: str
-    """Format that the servers hold weights in."""
-    bucket_bytes: int
-    timeout_seconds: float
-    folder: Path
-    """For disk: a folder that trainer and servers share."""
-    changes: Changes = "never"
-    """For disk: whether to send only the values that have changed."""
-    weight_format: Quantization = "auto"
-    """Of the servers' linear layers."""
-
+from core.weight_sync.sender_plan import SenderPlan
 
 SENDERS: Mapping[str, Callable[[SenderSettings, torch.device, SenderPlan, str], Sender]] = {
     "nccl": lambda settings, device, plan, host: NcclSender(settings, device, host=host),
@@ -57,15 +33,3 @@ def make_sender(plan: SenderPlan, *, rank: int, world_size: int, device: torch.d
         weight_format=plan.weight_format,
     )
     return SENDERS[plan.type](settings, device, plan, host)
-
-
-def with_colocated_ranks(
-    servers: Sequence[WeightEndpoint], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
-) -> list[WeightEndpoint]:
-    """Return the endpoints, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled
-    in (empty where there is none)."""
-    rank_at = {slot: rank for rank, slot in enumerate(trainer.slots)}
-    return [
-        server.beside(tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))
-        for server, slots in zip(servers, replicas, strict=True)
-    ]

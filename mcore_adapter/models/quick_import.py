@@ -15,6 +15,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_NOT_USED = ("wandb", "torch.utils.tensorboard")
+"""Optional libraries that megatron imports for its own trackers; they load for seconds."""
+
 
 class _MegatronFinder:
     """Find megatron.core as usual, and execute it with a torch.compile that waits for the first call.
@@ -56,10 +59,14 @@ def _with_late_compiler(execute: Callable[[ModuleType], None], module: ModuleTyp
 
     compiler = torch.compile
     torch.compile = functools.partial(_compiled_when_called, compiler)
+    absent = [name for name in _NOT_USED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: ImportError
     try:
         execute(module)
     finally:
         torch.compile = compiler
+        for name in absent:
+            del sys.modules[name]
     _leave_optimizers_to_python()
 
 

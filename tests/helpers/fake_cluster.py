@@ -16,7 +16,7 @@ from core.launch import generators as launch_generators
 from core.launch.generators import GeneratorPool
 from core.recovery.memory import MemoryLimits
 from core.weight_sync.push import WeightPush
-from core.weight_sync.senders import SenderPlan
+from core.weight_sync.sender_plan import SenderPlan
 from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.sglang.endpoint import SGLangEndpoint
 

@@ -13,10 +13,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from core.errors import LaunchError, PushFailure
-from core.weight_sync.buckets import SendReport
 from core.weight_sync.calls import PushError
 from core.weight_sync.push import WeightPush
-from core.weight_sync.senders import SenderPlan
+from core.weight_sync.sender_plan import SenderPlan, SendReport
 from helpers.fake_cluster import ALLOCATION, Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import Buckets, SenderSettings, SendReport
+from core.weight_sync.buckets import Buckets, SenderSettings
 from core.weight_sync.calls import PushError
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
+from core.weight_sync.sender_plan import SendReport
 from core.weight_sync.verification import wrong_formats
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.block_fp8 import QUANTIZATION_CONFIG

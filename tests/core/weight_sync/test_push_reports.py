@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from core.weight_sync.buckets import SendReport
 from core.weight_sync.push import WeightPush
-from core.weight_sync.senders import SenderPlan
+from core.weight_sync.sender_plan import SenderPlan, SendReport
 from helpers.fake_cluster import ALLOCATION
 
 

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from allocation import parse
 from core.errors import LaunchError
-from core.weight_sync.buckets import Buckets, SenderSettings, SendReport, buckets_to_stage
+from core.weight_sync.buckets import Buckets, SenderSettings, buckets_to_stage
 from core.weight_sync.calls import Deadline, PushError, in_background
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
-from core.weight_sync.senders import SENDERS, SenderPlan, with_colocated_ranks
+from core.weight_sync.sender_plan import SenderPlan, SendReport, with_colocated_ranks
+from core.weight_sync.senders import SENDERS
 from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from allocation import parse
 from core.weight_sync.buckets import Sender
-from core.weight_sync.senders import SenderPlan, make_sender
+from core.weight_sync.sender_plan import SenderPlan
+from core.weight_sync.senders import make_sender
 from mcore_adapter.device import Device
 from mcore_adapter.engine import MegatronEngine
 from rollout.inference.gpus import query_gpus

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.text import Text
 
+from config_schema.needs import as_yaml
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.load import LoadedConfig
-from core.config.needs import as_yaml
 from core.config.presets import PRESETS
 from core.config.show import recorded
 from core.placement.allocation import resolve_allocation

@@ -1,0 +1,56 @@
+"""What the driver tells the senders in the trainer's ranks, and gets of them; without their libraries, which load for
+seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allocation import RoleAllocation, Slot
+from core.config.runtime import Changes
+from rollout.inference.backend import Quantization, TransportName, WeightEndpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderPlan:
+    """What every rank of the trainer makes its sender from."""
+
+    type: TransportName
+    model_path: str
+    """The servers' model folder: pushed folders get its config.json."""
+    dtype: str
+    """Format that the servers hold weights in."""
+    bucket_bytes: int
+    timeout_seconds: float
+    folder: Path
+    """For disk: a folder that trainer and servers share."""
+    changes: Changes = "never"
+    """For disk: whether to send only the values that have changed."""
+    weight_format: Quantization = "auto"
+    """Of the servers' linear layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReport:
+    """What one `send` cost."""
+
+    seconds: float
+    num_bytes: int
+    num_buckets: int
+    compared: str = ""
+    """Result of compare_checksums, where it was requested."""
+    changed: float | None = None
+    """Share of the values that have changed, where only those were sent."""
+
+
+def with_colocated_ranks(
+    servers: Sequence[WeightEndpoint], replicas: Sequence[Sequence[Slot]], trainer: RoleAllocation
+) -> list[WeightEndpoint]:
+    """Return the endpoints, each on the slots of its replica, with the trainer's rank on each of a server's GPUs filled
+    in (empty where there is none)."""
+    rank_at = {slot: rank for rank, slot in enumerate(trainer.slots)}
+    return [
+        server.beside(tuple(rank_at[slot] for slot in slots[: server.tp] if slot in rank_at))
+        for server, slots in zip(servers, replicas, strict=True)
+    ]

@@ -1,0 +1,96 @@
+"""List runs with their state, step and reward.
+
+    slipstream runs [FOLDER]
+
+FOLDER is a fileroot (external_configs.cluster_config.fileroot), default: runs. The newest run comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from core.monitoring.journal import read_rows
+from core.runs.paths import RUNNING
+from core.runs.record import COMPLETE, STARTS
+from tools import arguments
+
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One run of the list."""
+
+    name: str
+    state: str
+    """running, complete or stopped."""
+    started: datetime
+    step: int
+    reward: float | None
+    """Of the last step; the loss for a run without rewards."""
+    logs: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the list; return 0, or 2 where there is no run."""
+    parser = argparse.ArgumentParser(
+        prog=arguments.program("tools.runs"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="fileroot of the runs")
+    root = parser.parse_args(argv).folder
+    found = sorted(runs_below(root), key=lambda run: run.started)
+    if not found:
+        print(f"error: no run in {root}/logs; give the fileroot of a run", file=sys.stderr)
+        return BAD_INPUT
+    width = max(len(run.name) for run in found)
+    print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  logs")
+    for run in found:
+        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        print(
+            f"{run.name:<{width}}  {run.state:<8}  {run.started:%Y-%m-%d %H:%M}  {run.step:>6}  {reward:>8}  {run.logs}"
+        )
+    return 0
+
+
+def runs_below(root: Path) -> Iterator[Listed]:
+    """Yield the runs of a fileroot."""
+    for starts in root.glob(f"logs/*/*/*/{STARTS}"):
+        logs = starts.parent
+        rows = steps_of(logs)
+        last = rows[-1] if rows else {}
+        yield Listed(
+            name=f"{logs.parent.name}/{logs.name}",
+            state=state_of(logs),
+            started=datetime.fromtimestamp(starts.stat().st_mtime),
+            step=int(last.get("step", 0)),
+            reward=last.get("reward/mean", last.get("loss")),
+            logs=logs,
+        )
+
+
+def steps_of(logs: Path) -> list[dict[str, float]]:
+    """Return the rows of the steps of a run, without those of evaluations."""
+    file = logs / "metrics.jsonl"
+    return [row for row in read_rows(file) if "time/step" in row] if file.exists() else []
+
+
+def state_of(logs: Path) -> str:
+    """Return whether a run is running, complete or stopped."""
+    try:
+        with open(logs / RUNNING) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "running"
+    except OSError:  # no lock file, or a file system without locks
+        pass
+    return "complete" if (logs / COMPLETE).exists() else "stopped"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Watch a run in the terminal: its reward curve, its last steps, and its best and worst answers.
+
+    slipstream watch RUN [--once]
+
+RUN is the folder of a run's logs or models. On a terminal the view is renewed until the run ends; Ctrl-C leaves the
+run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from core.monitoring.sample_file import read_samples
+from core.monitoring.samples import Sample
+from core.monitoring.screen import duration
+from core.monitoring.step_table import StepTable
+from core.runs.paths import RunPaths
+from tools import arguments
+from tools.runs import state_of, steps_of
+
+BAD_INPUT = 2
+_BARS = "▁▂▃▄▅▆▇█"
+_STEPS = 12
+_REFRESH_SECONDS = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the run until it ends; return 0, 2 where there is no such run."""
+    parser = argparse.ArgumentParser(
+        prog=arguments.program("tools.watch"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="folder of a run's logs or models")
+    parser.add_argument("--once", action="store_true", help="show the present state and end")
+    given = parser.parse_args(argv)
+    paths = RunPaths.of_folder(given.run)
+    if paths is None or not paths.logs.is_dir():
+        print(f"error: {given.run}: not the folder of a run; `slipstream runs` lists them", file=sys.stderr)
+        return BAD_INPUT
+    console = Console(highlight=False)
+    if given.once or not console.is_terminal:
+        console.print(view(paths.logs, console.width))
+        return 0
+    with Live(view(paths.logs, console.width), console=console, auto_refresh=False) as live:
+        while state_of(paths.logs) == "running":
+            time.sleep(_REFRESH_SECONDS)
+            live.update(view(paths.logs, console.width), refresh=True)
+    return 0
+
+
+def view(logs: Path, width: int) -> RenderableType:
+    """Return what is shown of a run, for a terminal of this width."""
+    rows = steps_of(logs)
+    title = Text(f"{logs.parent.name}/{logs.name} · {state_of(logs)}", style="bold")
+    if not rows:
+        return Group(title, Text("no step has finished yet"))
+    name = "reward/mean" if "reward/mean" in rows[-1] else "loss"
+    values = [row[name] for row in rows if name in row]
+    seconds = sum(row["time/step"] for row in rows)
+    curve = f"{name} {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values, width - 40)}  {duration(seconds)}"
+    table = StepTable(rows[-1], total_steps=None, width=width)
+    steps = [table.line(int(row["step"]), row) for row in rows[-_STEPS:]]
+    return Group(title, Text(curve), Text(""), table.header(), *steps, *_answers(logs, width))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve of at most `width` characters: each the mean of as many neighbours."""
+    size = -(-len(values) // max(width, 1))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _answers(logs: Path, width: int) -> list[Text]:
+    """Return the best and the worst answer of the last step that has any."""
+    has_any = (logs / "samples.jsonl").exists()
+    samples = [sample for sample in read_samples(logs) if not sample.evaluation] if has_any else []
+    last = max((sample.step for sample in samples), default=0)
+    return [Text(""), *(_answer(s, width) for s in samples if s.step == last and {"best", "worst"} & set(s.notable))]
+
+
+def _answer(sample: Sample, width: int) -> Text:
+    right = f" (right: {sample.reference})" if sample.reference else ""
+    said = f"{sample.notable[0]:>6} {sample.reward:.3f}  {sample.prompt} → {sample.answer}{right}"
+    text = Text(" ".join(said.split()), style="green" if "best" in sample.notable else "red")
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
