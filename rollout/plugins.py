@@ -77,14 +77,15 @@ class PluginError(ValueError):
     """An import path that does not lead to what is needed."""
 
 
-def load_plugin(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
-    """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments and
-    return its result when called: an async function is refused.
+def load_plugin(spec: str, *, kind: str, arguments: Sequence[str] | None) -> Any:
+    """Return the object at `spec` ("pkg.mod:Name"), which must be callable with len(arguments) positional arguments
+    (None: with any) and return its result when called: an async function is refused.
 
     `kind` and the names in `arguments` are for the error. Raises PluginError.
     """
     found = _find(spec, kind=kind)
-    _check_call(found, spec, kind=kind, args=arguments, kwargs={})
+    if arguments is not None:
+        _check_call(found, spec, kind=kind, args=arguments, kwargs={})
     if any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
         raise PluginError(
             f"{kind} {spec}: is `async def`, and what it returns would not be awaited; write `def`, with "

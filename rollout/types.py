@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length", "abort"]
 PROMPT_VERSION = -1
 """Entry of `Trajectory.versions` for tokens that no policy sampled."""
 
+REWARD_PART = "reward/"
+"""What the names of metrics of a trajectory begin with that are parts of its reward."""
+
 _BOX = "\\boxed{"
 
 
@@ -156,6 +159,17 @@ class Workflow(Protocol):
     """Turns one prompt into its group of trajectories; custom ones are loaded from an import path."""
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]: ...
+
+
+class Score(float):
+    """A reward with the figures that it is made of, by name; a number in every other respect."""
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, value: float, parts: Mapping[str, float] | None = None) -> Score:
+        score = super().__new__(cls, value)
+        score.parts = parts or {}
+        return score
 
 
 def lowest_right(right_at: float) -> float:

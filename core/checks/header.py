@@ -75,7 +75,7 @@ def _data(config: ExperimentConfig) -> str:
     batch = f"{data.train_bs_n_seqs} sequences a step"
     if isinstance(config, PPOMATHConfig):
         batch = f"{data.train_bs_n_seqs} prompts × {config.group_size} answers a step"
-        length += f" · {config.ppo.gen.max_new_tokens} tokens an answer · reward {config.reward.function}"
+        length += f" · {config.ppo.gen.max_new_tokens} tokens an answer · reward {config.reward.spec}"
     return f"{_short(config.data_sources[0][1].path)} · {batch} · {length}"
 
 

@@ -27,8 +27,8 @@ from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
-from rollout.plugins import PluginError, load_plugin, unknown_name
-from rollout.rewards.registry import REWARDS
+from rollout.plugins import PluginError
+from rollout.rewards.load import check_reward
 from rollout.workflows import check_workflow
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
-    boxed = config.reward.function == "math"
+    boxed = "math" in config.reward.functions
     model, longest = Path(config.actor.path), config.dataset.max_prompt_len
     prompt_format = config.prompt.prompt_format(boxed=boxed)
     trained: list[Row] = []
@@ -228,15 +228,8 @@ def _of_data(key: str, error: DatasetError) -> Problem:
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
-    if config.reward.function in REWARDS:
-        return
-    function = config.reward.function
-    if ":" not in function:
-        message = unknown_name(function, kind="reward", known=sorted(REWARDS), own="function")
-        yield Problem(key="reward.function", message=message)
-        return
     try:
-        load_plugin(function, kind="reward function", arguments=("prompt", "text"))
+        check_reward(config.reward.spec)
     except PluginError as error:
         yield Problem(key="reward.function", message=str(error))
 

@@ -11,6 +11,7 @@ from config_schema.section import Section, Violation, key, section
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError
+from rollout.rewards.load import join_spec
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]
@@ -144,7 +145,10 @@ class Judged(NamedTuple):
 class RewardConfig(Section):
     """Scoring of answers, in worker processes."""
 
-    function: str = key("math", "math, or a custom function as package.module:function")
+    function: str | list[str] = key(
+        "math", "math, a custom function as package.module:function, or a list of them, whose rewards are added"
+    )
+    weights: list[float] | None = key(None, "Factor of each function of a list. null: 1 each")
     right_at: float | None = key(
         None, "Reward from which an answer counts as right, in accuracies and groups/solved. null: 1 for math, and no "
         "accuracy for another function",
@@ -157,10 +161,30 @@ class RewardConfig(Section):
     )  # fmt: skip
     max_failed_batches: int = key(3, "End the run after this many batches in a row above max_failed_share", ge=1)
 
+    def rules(self, at: str) -> Iterator[Violation]:
+        """Yield a list of weights that is not as long as that of the functions."""
+        count = len(self.functions)
+        if not count:
+            yield Violation((f"{at}function",), "is an empty list; write at least one function")
+        elif self.weights is not None and len(self.weights) != count:
+            yield Violation(
+                (f"{at}weights",), f"has {len(self.weights)} numbers for {count} functions; write one for each"
+            )
+
+    @property
+    def functions(self) -> list[str]:
+        """All functions."""
+        return [self.function] if isinstance(self.function, str) else list(self.function)
+
+    @property
+    def spec(self) -> str:
+        """The functions with their weights as one text (rollout/rewards/load.py)."""
+        return join_spec(self.functions, self.weights)
+
     @property
     def threshold(self) -> float | None:
         """The reward from which an answer is right; None where that is not known."""
-        return 1.0 if self.right_at is None and self.function == "math" else self.right_at
+        return 1.0 if self.right_at is None and self.spec == "math" else self.right_at
 
 
 class EvaluationConfig(DataSection):

@@ -11,7 +11,7 @@ import torch
 
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens
-from rollout.types import Trajectory, lowest_right
+from rollout.types import REWARD_PART, Trajectory, lowest_right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,14 @@ class RolloutBatch:
         }
 
     def workflow_figures(self) -> dict[str, float]:
-        """Return workflow/{name}/mean, min and max of each workflow metric over the trajectories that report it."""
-        figures = {}
+        """Return workflow/{name}/mean, min and max of each workflow metric over the trajectories that report it; of a
+        part of the reward as reward/{name}/..."""
+        figures: dict[str, float] = {}
         for name, values in self.workflow_metrics.items():
             reported = values[~np.isnan(values)]
             if reported.size:
-                figures[f"workflow/{name}/mean"] = float(reported.mean())
-                figures[f"workflow/{name}/min"] = float(reported.min())
-                figures[f"workflow/{name}/max"] = float(reported.max())
+                key = name if name.startswith(REWARD_PART) else f"workflow/{name}"
+                figures |= {f"{key}/{kind}": float(getattr(reported, kind)()) for kind in ("mean", "min", "max")}
         return figures
 
     def token_ages(self, version: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Says that nothing is learned: every answer has had the same reward for some steps, so no advantage is left."""
+"""Detects that nothing is learned: every answer has had the same reward for some steps, so no advantage is left."""
 
 from __future__ import annotations
 

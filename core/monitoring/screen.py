@@ -22,7 +22,7 @@ from core.monitoring.step_table import Row, StepTable, number
 from rollout.data.source import printable
 
 _TICK_SECONDS = 4.0
-"""After which a line says that a phase goes on, where no spinner shows it."""
+"""Seconds between the lines of a phase that lasts, where there is no spinner."""
 _HEADER_STEPS = 20
 """Steps between two lines with the titles of the columns."""
 _PIPE_WIDTH = 120

@@ -1,5 +1,7 @@
-"""What the driver tells the senders in the trainer's ranks, and gets of them; without their libraries, which load for
-seconds."""
+"""What the driver passes to the senders in the trainer's ranks, and gets of them.
+
+Without the libraries of the senders, which load for seconds.
+"""
 
 from __future__ import annotations
 

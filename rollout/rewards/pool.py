@@ -8,6 +8,7 @@ counted. No worker outlives its pool, nor the process of its pool.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -21,12 +22,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.plugins import PluginError, user_frame
+from rollout.plugins import user_frame
 from rollout.processes import end_group
+from rollout.rewards.load import check_names
 from rollout.rewards.math import WRONG
-from rollout.rewards.registry import QUICK_REWARDS, REWARDS
+from rollout.rewards.registry import QUICK_REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
-from rollout.types import Prompt
+from rollout.types import Prompt, Score
 from tracing import span
 
 logger = logging.getLogger(__name__)
@@ -64,12 +66,11 @@ class RewardPool:
     def __init__(
         self, reward: str, *, num_workers: int = 2, timeout_seconds: float = 5.0, memory_limit_gib: float = 4.0
     ) -> None:
-        """`reward`: a name in REWARDS or an import path "pkg.mod:fn" of fn(prompt, text) -> float.
+        """`reward`: a spec of rollout/rewards/load.py, a name in REWARDS or an import path "pkg.mod:fn" for example.
 
         `timeout_seconds` is per answer; `memory_limit_gib` is what a worker may take on top of its imports.
         """
-        if reward not in REWARDS and ":" not in reward:
-            raise PluginError(f"unknown reward {reward!r}: use one of {sorted(REWARDS)} or an import path pkg.mod:fn")
+        check_names(reward)
         if num_workers < 1 or timeout_seconds <= 0 or memory_limit_gib <= 0:
             raise ValueError(
                 f"num_workers={num_workers}, timeout_seconds={timeout_seconds}, memory_limit_gib={memory_limit_gib}: "
@@ -217,6 +218,8 @@ class RewardPool:
 
     def _resolve(self, answer: _Answer, score: float, outcome: Outcome, message: str = "") -> None:
         self._outcomes[outcome] += 1
+        if outcome is Outcome.SCORED and message:
+            score, message = Score(score, json.loads(message)), ""
         if not outcome.is_verdict:
             place = user_frame(message)
             self.last_error = message.strip().rpartition("\n")[2] or outcome.name.lower()

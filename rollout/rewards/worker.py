@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import pickle
 import resource
@@ -17,17 +18,18 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
-from rollout.plugins import PluginError, clarify, load_plugin
+from rollout.plugins import PluginError, clarify
 from rollout.processes import die_with
+from rollout.rewards.load import load_reward, split_spec
 from rollout.rewards.math import WRONG, UnparsableAnswerError
 from rollout.rewards.registry import REWARDS
-from rollout.types import Prompt, Reward
+from rollout.types import Prompt, Score
 
 RESULT = struct.Struct("<dBI")
-"""Score, Outcome, length of the UTF-8 message that follows."""
+"""Score, Outcome, length of the UTF-8 message that follows: why there is no verdict, or the parts (JSON)."""
 
 _MAX_SCORE = 3.4028234663852886e38
 """Of float32, in which the trainer holds rewards."""
@@ -78,19 +80,20 @@ def main(argv: list[str]) -> None:
                 _send(channel, *_score(reward, prompt, text, timeout_seconds))
 
 
-def _prepare(spec: str) -> Reward:
+def _prepare(spec: str) -> Callable[[Prompt, str], Score]:
     """Return the reward function, with the libraries that its first call would import already there."""
-    if spec in REWARDS:
+    if any(name in REWARDS for _, name in split_spec(spec)):
         importlib.import_module("rollout.rewards.math_equality")
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        return REWARDS[spec]
-    return load_plugin(spec, kind="reward function", arguments=("prompt", "text"))
+    return load_reward(spec)
 
 
-def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) -> tuple[float, Outcome, str]:
+def _score(
+    reward: Callable[[Prompt, str], Score], prompt: Prompt, text: str, timeout_seconds: float
+) -> tuple[float, Outcome, str]:
     try:
         with _time_limit(timeout_seconds):
-            score = float(reward(prompt, text))
+            score = reward(prompt, text)
         if not abs(score) <= _MAX_SCORE:  # NaN is not
             return WRONG, Outcome.ERROR, f"reward function returned {score}; a reward is a finite number of float32"
     except UnparsableAnswerError:
@@ -102,7 +105,7 @@ def _score(reward: Reward, prompt: Prompt, text: str, timeout_seconds: float) ->
     except BaseException as error:  # noqa: BLE001 - an answer must not end the worker, not even by SystemExit
         clarify(error)
         return WRONG, Outcome.ERROR, traceback.format_exc(limit=-8)
-    return score, Outcome.SCORED, ""
+    return score, Outcome.SCORED, json.dumps(score.parts) if score.parts else ""
 
 
 @contextlib.contextmanager

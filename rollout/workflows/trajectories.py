@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
+from rollout.types import PROMPT_VERSION, REWARD_PART, Completion, Prompt, Trajectory
 
 
 def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> int:
@@ -19,7 +19,8 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int) -> in
 
 
 def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> Trajectory:
-    """Concatenate prompt and completion; the prompt is masked out. Raises RuntimeError on an aborted completion."""
+    """Concatenate prompt and completion; the prompt is masked out, and parts of a Score are metrics. Raises
+    RuntimeError on an aborted completion."""
     import numpy as np
 
     if completion.finish_reason == "abort":
@@ -51,4 +52,5 @@ def build_trajectory(prompt: Prompt, completion: Completion, reward: float) -> T
         reward=reward,
         finish_reason=completion.finish_reason,
         routed_experts=experts,
+        metrics={f"{REWARD_PART}{name}": value for name, value in getattr(reward, "parts", {}).items()},
     )

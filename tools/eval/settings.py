@@ -23,9 +23,9 @@ from core.runs.paths import RunPaths
 from core.runs.record import CONFIG, newest_model
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
-from rollout.plugins import PluginError, load_plugin
+from rollout.plugins import PluginError
+from rollout.rewards.load import check_reward
 from rollout.rewards.math import RIGHT
-from rollout.rewards.registry import REWARDS
 from rollout.types import SamplingParams
 from rollout.workflows import check_workflow
 from tools.eval.data import Benchmark, EvalError, data_folders, find_benchmark
@@ -150,9 +150,8 @@ def judging_from(given: argparse.Namespace) -> Judging:
     template = judging.prompt_format.template
     if template is not None and "{prompt}" not in template:
         raise EvalError(f"--prompt_template {template!r} has no {{prompt}}; write it where the question belongs")
-    if judging.reward not in REWARDS:
-        with _way_out("reward", judging.reward, given, file):
-            load_plugin(judging.reward, kind="reward function", arguments=("prompt", "text"))
+    with _way_out("reward", judging.reward, given, file):
+        check_reward(judging.reward)
     with _way_out("workflow", judging.workflow, given, file):
         check_workflow(judging.workflow)
     return judging

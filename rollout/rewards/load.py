@@ -1,0 +1,165 @@
+"""From `reward.function` to one function (Prompt, text) -> Score: of several with weights, and of three signatures.
+
+    (prompt, text)                                                 own rewards
+    (completions, **columns) -> list                               TRL's
+    (data_source, solution_str, ground_truth, extra_info)          verl's
+
+A result is a number, a bool, or a mapping with "score" and further numbers, which become metrics. Invariant: a spec is
+one text, "0.5*package.module:name + math", so that a run, its record and an evaluation name rewards in the same way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollout.plugins import PluginError, load_plugin, unknown_name
+from rollout.rewards.math import WRONG, UnparsableAnswerError
+from rollout.rewards.registry import REWARDS
+from rollout.types import Prompt, Score
+
+_TERM = re.compile(r"\s*(?:(-?[\d.]+(?:e-?\d+)?)\s*\*)?\s*([^\s*]+)\s*", re.IGNORECASE)
+_SCORE = "score"
+"""Key of the reward in a result with several figures."""
+_ANSWERS = ("answer", "solution", "ground_truth")
+"""Columns that TRL's functions ask for, where the data set's own answer column is meant."""
+
+
+def join_spec(functions: Sequence[str], weights: Sequence[float] | None) -> str:
+    """Return the spec of reward functions; of one function without a weight its name."""
+    weights = weights or [1.0] * len(functions)
+    terms = zip(functions, weights, strict=False)  # lists that differ in length are refused by the configuration
+    return " + ".join(name if weight == 1.0 else f"{weight:g}*{name}" for name, weight in terms)
+
+
+def split_spec(spec: str) -> list[tuple[float, str]]:
+    """Return (weight, name) of each function of a spec. Raises PluginError."""
+    found = [_TERM.fullmatch(term) for term in spec.split("+")]
+    if not all(found):
+        raise PluginError(f"reward {spec!r}: write names as package.module:name, several as 0.5*first + second")
+    return [(float(match[1] or 1.0), match[2]) for match in found if match]
+
+
+def check_names(spec: str) -> None:
+    """Check the names of a spec without importing anything. Raises PluginError."""
+    for _, name in split_spec(spec):
+        if name not in REWARDS and ":" not in name:
+            raise PluginError(unknown_name(name, kind="reward", known=sorted(REWARDS), own="function"))
+
+
+def check_reward(spec: str) -> None:
+    """Find every function of a spec and check its signature. Raises PluginError."""
+    for _, name in split_spec(spec):
+        _load(name)
+
+
+def load_reward(spec: str) -> Callable[[Prompt, str], Score]:
+    """Return the weighted sum of the functions of a spec; the values of several, and the further figures of each, are
+    its parts. Raises PluginError."""
+    terms = [(weight, _short(name), _load(name)) for weight, name in split_spec(spec)]
+
+    def judge(prompt: Prompt, text: str) -> Score:
+        total, is_scored = 0.0, False
+        parts: dict[str, float] = {}
+        for weight, name, function in terms:
+            try:
+                value, figures = _result(function(prompt, text))
+            except UnparsableAnswerError:
+                if len(terms) == 1:
+                    raise
+                value, figures = WRONG, {}
+            parts |= figures
+            if value is None:
+                continue
+            is_scored = True
+            total += weight * value
+            if len(terms) > 1:
+                parts[name] = value
+        if not is_scored:
+            raise ValueError("returned None; a reward is a number")
+        return Score(total, parts)
+
+    return judge
+
+
+def _load(name: str) -> Callable[[Prompt, str], object]:
+    """Return one function as (prompt, text)."""
+    if name in REWARDS:
+        return REWARDS[name]
+    check_names(name)
+    found = load_plugin(name, kind="reward function", arguments=None)
+    try:
+        parameters = inspect.signature(found).parameters
+    except ValueError:  # a builtin: the call itself will show it
+        return found
+    if "completions" in parameters:
+        return _from_trl(found, parameters)
+    if "solution_str" in parameters:
+        return _from_verl(found, parameters)
+    return load_plugin(name, kind="reward function", arguments=("prompt", "text"))
+
+
+def _from_trl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
+    """Return a function over lists as one over a single completion. A conversation gets its completions as messages."""
+
+    def judge(prompt: Prompt, text: str) -> object:
+        messages = prompt.meta.get("messages")
+        answers = dict.fromkeys(_ANSWERS, prompt.answers[0]) if prompt.answers else {}
+        row: dict[str, object] = {
+            **answers,
+            **prompt.meta,
+            "prompts": prompt.text if messages is None else messages,
+            "completions": text if messages is None else [{"role": "assistant", "content": text}],
+        }
+        accepted = _accepted(parameters, row)
+        return function(**{name: [value] for name, value in accepted.items()})[0]
+
+    return judge
+
+
+def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
+    def judge(prompt: Prompt, text: str) -> object:
+        row: dict[str, object] = {
+            "data_source": prompt.meta.get("data_source", prompt.task),
+            "solution_str": text,
+            "ground_truth": prompt.answers[0] if prompt.answers else None,
+            "extra_info": prompt.meta.get("extra_info", dict(prompt.meta)),
+        }
+        return function(**_accepted(parameters, row))
+
+    return judge
+
+
+def _accepted(parameters: Mapping[str, inspect.Parameter], row: Mapping[str, object]) -> dict[str, object]:
+    """Return the columns that a function takes. Raises ValueError for one that the data set does not have."""
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        given = dict(row)
+    else:
+        given = {name: value for name, value in row.items() if name in parameters}
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given
+    ]
+    if missing:
+        raise ValueError(f"the reward asks for {', '.join(missing)}; the data set has {', '.join(row)}")
+    return given
+
+
+def _result(result: object) -> tuple[float | None, dict[str, float]]:
+    """Return the reward of a result, None where the function does not apply, and its further figures."""
+    if not isinstance(result, Mapping):
+        return None if result is None else float(result), {}  # type: ignore[arg-type]
+    if _SCORE not in result:
+        raise ValueError(f"returned a mapping without {_SCORE!r}, which is the reward: {', '.join(map(str, result))}")
+    numbers = {str(name): float(value) for name, value in result.items() if isinstance(value, int | float)}
+    return numbers.pop(_SCORE, None), {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _short(name: str) -> str:
+    """Return the name of a part in metrics: that of the function."""
+    name = name.rpartition(":")[2]
+    return name or "reward"
