@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from core.algorithms.build import read_options as read_options
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
+    from core.config.parsing.problems import ConfigError as ConfigError
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.sequences import sequence_mean as sequence_mean
@@ -58,6 +59,7 @@ _HOME = {
     ),
     "Algorithm": "core.algorithms.base",
     "PolicyGradient": "core.algorithms.policy_gradient",
+    "ConfigError": "core.config.parsing.problems",
     "AlgorithmSettings": "core.config.algorithm",
     **dict.fromkeys(("Section", "key"), "config_schema.section"),
     "read_options": "core.algorithms.build",

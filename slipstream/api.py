@@ -13,11 +13,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,24 +26,31 @@ from core.checks.rules import load_config as _load
 from core.config.experiments import ExperimentConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.monitoring.journal import read_rows
+from core.monitoring.logs import DRIVER_LOG
+from core.monitoring.sample_file import read_samples
+from core.monitoring.samples import Sample
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths
+from core.runs.record import newest_model
 from rollout.plugins import python_path, refuse_while_importing
 from slipstream.functions import import_path, script_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A YAML file, or the same tree as a mapping; keys may be dotted ("ppo.kl_ctl")."""
 
 
 class RunError(RuntimeError):
-    """A command ended with an exit code other than 0. `code` is that exit code."""
+    """A command ended with an exit code other than 0. `code` is that exit code, `cause` the last error of its log."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
+    def __init__(self, message: str, code: int, cause: str = "") -> None:
+        super().__init__(f"{message}: {cause}" if cause else message)
+        self.code, self.cause = code, cause
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """A finished run: its configuration and its output folders."""
 
@@ -51,6 +58,34 @@ class Run:
     logs: Path
     checkpoints: Path
     recover: Path
+
+    def __repr__(self) -> str:
+        rows = self.metrics()
+        name = f"{self.config.experiment_name}/{self.config.trial_name}"
+        return f"<Run {name}: {int(rows[-1]['step']) if rows else 0} steps, {self.logs}>"
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the newest saved model, in the format of Hugging Face; None without one."""
+        return newest_model(RunPaths(logs=self.logs, checkpoints=self.checkpoints, recover=self.recover))
+
+    def samples(self) -> list[Sample]:
+        """Return the sampled answers of samples.jsonl, oldest first."""
+        return list(read_samples(self.logs)) if (self.logs / "samples.jsonl").exists() else []
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Return a figure of the mean reward, or the loss, over the steps; write it to `path` where that is given."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        rows = [row for row in self.metrics() if "time/step" in row]
+        name = "reward/mean" if rows and "reward/mean" in rows[0] else "loss"
+        axes.plot([row["step"] for row in rows], [row[name] for row in rows])
+        axes.set(xlabel="step", ylabel=name, title=f"{self.config.experiment_name}/{self.config.trial_name}")
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the rows of logs/metrics.jsonl, oldest first: one for each step, and one for each evaluation."""
@@ -77,21 +112,30 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
         return loaded.config
 
 
-def train(config: ConfigSource, *, experiment: str = "ppo-math", **overrides: object) -> Run:
-    """Run an experiment to its end and return where it wrote; its log lines go to this process's terminal.
+def train(
+    config: ConfigSource,
+    *,
+    experiment: str = "ppo-math",
+    on_step: Callable[[dict[str, float]], object] | None = None,
+    **overrides: object,
+) -> Run:
+    """Run an experiment to its end and return where it wrote; its output goes to this process's terminal.
 
-    Arguments as in load_config(). Raises ConfigError for bad input before anything starts, and RunError when the run
-    fails or is interrupted.
+    Arguments as in load_config(). `on_step` is called with each new row of metrics.jsonl, in this thread; what it
+    raises ends the run, which saves first. Raises ConfigError for bad input before anything starts, and RunError when
+    the run fails or is interrupted.
     """
     refuse_while_importing()
     checked = load_config(config, experiment=experiment, **overrides)
     with _arguments(config, overrides) as (file, words):
         words.append(f"trial_name={checked.trial_name}")  # its default is the time of this call
-        code = _run("core.quickstart", [experiment, "--config", str(file), *words])
+        fileroot = checked.external_configs.cluster_config.fileroot
+        paths = RunPaths.for_trial(fileroot, checked.experiment_name, checked.trial_name)
+        rows = _NewRows(paths.logs / "metrics.jsonl", on_step) if on_step else None
+        code = _run("core.quickstart", [experiment, "--config", str(file), *words], meanwhile=rows)
     if code:
-        raise RunError(f"{experiment} ended with exit code {code}: {EXIT_CODES.get(code, 'killed by a signal')}", code)
-    fileroot = checked.external_configs.cluster_config.fileroot
-    paths = RunPaths.for_trial(fileroot, checked.experiment_name, checked.trial_name)
+        why = EXIT_CODES.get(code, "killed by a signal")
+        raise RunError(f"{experiment} ended with exit code {code} ({why})", code, _last_error(paths.logs / DRIVER_LOG))
     return Run(config=checked, logs=paths.logs, checkpoints=paths.checkpoints, recover=paths.recover)
 
 
@@ -184,14 +228,53 @@ def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
     return words
 
 
-def _run(module: str, words: Sequence[str]) -> int:
-    """Run a module of this installation in a process of its own; return its exit code. Raises RuntimeError where a
-    script that a run imports calls it."""
+class _NewRows:
+    """Passes each new row of a file of metrics on."""
+
+    def __init__(self, file: Path, on_step: Callable[[dict[str, float]], object]) -> None:
+        self._file, self._on_step = file, on_step
+        self._last = (file.stat().st_ino, file.stat().st_size) if file.exists() else (0, 0)
+
+    def __call__(self) -> None:
+        if not self._file.exists():
+            return
+        found, (inode, done) = self._file.stat(), self._last
+        begin = done if found.st_ino == inode and found.st_size >= done else 0  # of an earlier run, or begun anew
+        with open(self._file, "rb") as file:
+            file.seek(begin)
+            lines = file.read()
+        whole = lines[: lines.rfind(b"\n") + 1]
+        self._last = (found.st_ino, begin + len(whole))
+        for line in whole.splitlines():
+            self._on_step(json.loads(line))
+
+
+def _last_error(log: Path) -> str:
+    """Return the last line of a log with an error, without its time; empty without one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(" ERROR: ")[2] for line in reversed(lines) if " ERROR: " in line), "")
+
+
+def _run(module: str, words: Sequence[str], *, meanwhile: Callable[[], object] | None = None) -> int:
+    """Run a module of this installation in a process of its own; return its exit code. `meanwhile` is called twice a
+    second, and after the end. Raises RuntimeError where a script that a run imports calls it."""
     refuse_while_importing()
     env = os.environ | {"PYTHONPATH": python_path(*script_folder())}
     with subprocess.Popen([sys.executable, "-P", "-m", module, *words], env=env) as process:
         try:
-            return process.wait()
+            while meanwhile is not None:
+                try:
+                    process.wait(0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    meanwhile()
+            code = process.wait()
+            if meanwhile is not None:
+                meanwhile()
+            return code
         except BaseException:
             process.terminate()  # the command ends its own processes in order
             process.wait()

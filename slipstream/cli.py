@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "samples": ("tools.samples", (), "show what a run sampled in training"),
     "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
+    "fetch": ("tools.fetch", (), "write a small chat model as a folder, without a hub"),
     "demo": ("tools.demo", (), "train a small model on CPU"),
     "chaos": ("tools.chaos", (), "kill a run again and again, and compare it with an undisturbed one"),
     "bench": ("tools.bench", (), "measure, each figure beside its baseline"),

@@ -106,7 +106,7 @@ ORDER = {
     "slipstream": ("functions", "api cli"),
     "tools": (
         "arguments",
-        "scratch_model setup_cluster loss demo",
+        "scratch_model setup_cluster loss demo fetch",
         "curves convert plan samples timeline runs",
         "eval watch",
         "mutants conformance",
@@ -136,6 +136,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.demo.__main__": "rollout.inference.embedded.generator torch transformers",
         "tools.eval.__main__": "tools.eval.run tools.eval.settings",
         "tools.loss.__main__": "tools.loss.compute",
+        "tools.fetch": "numpy safetensors tokenizers torch",
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import yaml
 
 import slipstream
 from core.config.parsing.problems import ConfigError
+from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
-from slipstream.api import _arguments, _flags
+from slipstream.api import _arguments, _flags, _NewRows
 
 CHANGES: dict[str, Any] = {
     "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
@@ -116,3 +118,63 @@ def test_problems_of_a_mapping_do_not_name_the_file_that_it_is_written_to(tmp_pa
     assert problems(tree, **{"seed.x": 1}) == ["override 'seed.x=1': seed: is a value (config), not a section"]
     path.write_text(yaml.safe_dump({**tree, "grup_size": 2}))
     assert problems(path)[0].startswith(f"{path}:") and problems(path)[0].endswith(unknown)
+
+
+def finished_run(folder: Path) -> slipstream.Run:
+    """A run as its files would show it."""
+    config = slipstream.load_config(write_run(folder, SMALLEST_PPO), trial_name="first")
+    paths = RunPaths.for_trial(str(folder), config.experiment_name, "first")
+    paths.logs.mkdir(parents=True)
+    rows = [{"step": i, "reward/mean": i / 10, "time/step": 0.5} for i in (1, 2, 3)]
+    (paths.logs / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return slipstream.Run(config=config, logs=paths.logs, checkpoints=paths.checkpoints, recover=paths.recover)
+
+
+def test_a_run_has_its_newest_model_its_curve_and_a_short_text(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    assert run.model is None and run.samples() == []
+    for step in (9, 10):
+        folder = run.checkpoints / "actor" / f"epoch1epochstep{step}globalstep{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    assert run.model == folder
+    assert run.plot(tmp_path / "curve.png").axes[0].lines[0].get_ydata().tolist() == [0.1, 0.2, 0.3]
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+    assert repr(run) == f"<Run {run.config.experiment_name}/first: 3 steps, {run.logs}>"
+
+
+def test_each_new_row_of_metrics_is_passed_on_once(tmp_path: Path) -> None:
+    file, seen = tmp_path / "metrics.jsonl", []
+    file.write_text('{"step": 1}\n')
+    rows = _NewRows(file, seen.append)
+    rows()
+    with file.open("a") as metrics:
+        metrics.write('{"step": 2}\n{"ste')
+        metrics.flush()
+        rows()
+        metrics.write('p": 3}\n')
+    rows()
+    rows()
+    assert seen == [{"step": 2}, {"step": 3}]
+
+
+def test_a_failed_run_raises_the_cause_that_its_log_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path, SMALLEST_PPO)
+    (tmp_path / "fails.py").write_text("def score(prompt, text):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = slipstream.load_config(path, trial_name="first")
+    fileroot = config.external_configs.cluster_config.fileroot
+    logs = RunPaths.for_trial(fileroot, config.experiment_name, "first").logs
+
+    def fails(*arguments: object, **options: object) -> int:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "master_worker.log").write_text(
+            "t quickstart INFO: x\nt quickstart ERROR: no such thing (a.py, line 5)\n"
+        )
+        return 1
+
+    monkeypatch.setattr("slipstream.api._run", fails)
+    with pytest.raises(slipstream.RunError, match=r"exit code 1 .*: no such thing \(a.py, line 5\)") as caught:
+        slipstream.train(path, trial_name="first")
+    assert (caught.value.code, caught.value.cause) == (1, "no such thing (a.py, line 5)")
+    assert issubclass(slipstream.ConfigError, ValueError)
