@@ -90,6 +90,10 @@ def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # the locale may be C and the words UTF-8
         argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
     arguments = _parser().parse_intermixed_args(argv)
+    files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml")) and "=" not in word]
+    if len(files) == 1 and arguments.config is None:  # `slipstream train run.yaml`
+        arguments.config = files[0]
+        arguments.overrides.remove(files[0])
     try:
         refuse_while_importing()
     except RuntimeError as error:
@@ -155,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys to set, over those of the file")
     parser.add_argument("--config", metavar="X.yaml", help="configuration file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check the recipe and list what this host lacks for it; start nothing"
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="check the recipe and list what this host lacks for it; start nothing",
     )
     parser.add_argument("--preflight", action="store_true", help="a dry run that fails where this host lacks anything")
     parser.add_argument("--verbose", action="store_true", help="show every key, and the log lines as they are written")

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if words else BAD_INPUT
     if words[0] not in COMMANDS:
-        print(f"error: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        from core.config.presets import PRESETS
+
+        hint = f"; for an algorithm: slipstream train algorithm={words[0]} ..." if words[0].lower() in PRESETS else ""
+        print(f"error: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return BAD_INPUT
     module, first, _ = COMMANDS[words[0]]
     os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts

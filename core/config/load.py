@@ -25,6 +25,7 @@ from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
+from core.config.presets import PRESETS
 
 S = TypeVar("S", bound=Section)
 
@@ -64,7 +65,10 @@ def load(
     problems: list[Problem] = []
     replaced: list[Problem] = []
     for override in overrides:
-        problems += apply_override(tree, override, replaced)
+        name = override.removeprefix("algorithm=")
+        is_name = name != override and name.strip()[:1] not in ("", "{", "[")
+        problems += apply_override(tree, f"algorithm.name={name}" if is_name else override, replaced)
+    _name_algorithm(tree)
     as_given = copied(tree)
     translated = translate(tree, model)
     tree.children.setdefault("trial_name", Scalar(time.strftime("%Y%m%d-%H%M%S"), ""))
@@ -107,6 +111,18 @@ def bind(model: type[S], values: Mapping[str, object], prefix: str) -> S:
     if problems:
         raise ConfigError(problems)
     return section
+
+
+def _name_algorithm(tree: Table) -> None:
+    """Read `algorithm: grpo` as its name, and the name of a preset in any case and with any of - . + in it."""
+    node = tree.children.get("algorithm")
+    if isinstance(node, Scalar) and not node.is_null:
+        node = tree.children["algorithm"] = Table(node.where, {"name": node})
+    name = node.children.get("name") if isinstance(node, Table) else None
+    if isinstance(node, Table) and isinstance(name, Scalar):
+        plain = name.text.lower().replace("++", "_pp").replace("-", "_").replace(".", "_")
+        if plain in PRESETS:
+            node.children["name"] = Scalar(plain, name.where, name.quoted)
 
 
 def _where(sources: Mapping[str, str], key: str) -> str:

@@ -11,15 +11,18 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 
-from core.monitoring.samples import Sample
 from core.monitoring.step_table import Row, StepTable, number
 from rollout.data.source import printable
+
+if TYPE_CHECKING:
+    from core.monitoring.samples import Sample
 
 _TICK_SECONDS = 4.0
 """Seconds between the lines of a phase that lasts, where there is no spinner."""

@@ -92,7 +92,7 @@ def _load(name: str) -> Callable[[Prompt, str], object]:
     check_names(name)
     found = load_plugin(name, kind="reward function", arguments=None)
     try:
-        parameters = inspect.signature(found).parameters
+        parameters = inspect.signature(found).parameters if callable(found) else {}
     except ValueError:  # a builtin: the call itself will show it
         return found
     if "completions" in parameters:

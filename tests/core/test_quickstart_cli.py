@@ -116,7 +116,7 @@ def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(
     (damaged / "COMMITTED").touch()
     done = run("ppo-math", "--config", str(path), "recover_mode=resume")
     assert done.returncode == 1
-    assert "ERROR: recover_mode=resume: there is no valid recover checkpoint in" in done.stdout
+    assert "\nerror: recover_mode=resume: there is no valid recover checkpoint in" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     (log,) = tmp_path.glob("out/logs/*/small/one/master_worker.log")
     assert "Traceback (most recent call last):" in log.read_text()

@@ -598,3 +598,9 @@ def test_whatever_the_text_the_answer_is_a_configuration_or_a_list_of_problems(
     path.write_bytes(SMALLEST_PPO.encode() + file.encode("utf-8", "surrogatepass"))
     with contextlib.suppress(ConfigError):
         load_config("ppo-math", path, [override, f"seed={override}", f"actor.sglang={override}"])
+
+
+@pytest.mark.parametrize("word", ["algorithm=grpo", "algorithm.name=GRPO", "algorithm.name=Grpo"])
+def test_the_name_of_a_preset_may_be_the_section_and_in_any_case(word: str, tmp_path: Path) -> None:
+    assert load(tmp_path, SMALLEST_PPO, word).algorithm_name == "grpo"
+    assert load(tmp_path, f"{SMALLEST_PPO}algorithm: Dr.GRPO\n").algorithm_name == "dr_grpo"

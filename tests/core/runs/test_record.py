@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from core import quickstart
 from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
 from core.config.show import recorded
+from core.monitoring.screen import Screen
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.own import is_own
 from core.runs.paths import RunPaths
@@ -136,13 +138,13 @@ sys.exit(quickstart.main(sys.argv[1:]))
 def test_a_trial_without_a_name_has_the_same_one_in_every_attempt_and_where_it_continues(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     run.write_text(re.sub("trial_name: .*\n", "", run.read_text()))
-    command = [sys.executable, "-c", WITHOUT_A_NAME, "ppo-math", "--config", str(run)]
+    command = [sys.executable, "-c", WITHOUT_A_NAME, "ppo-math", "--config", str(run), "--verbose"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == INTERRUPTED, done.stdout + done.stderr
     (logs,) = (tmp_path / "out" / "logs").glob("*/small/*")
     assert re.fullmatch(r"\d{8}-\d{6}", logs.name)
     assert f"attempt 2 is {logs.name}" in done.stdout
-    assert re.search(f"Continue with: .*--config {run} trial_name={logs.name}$", done.stdout, re.MULTILINE)
+    assert re.search(f"Continue with: .*--config {run} --verbose trial_name={logs.name}$", done.stdout, re.MULTILINE)
 
 
 def attempt(
@@ -154,7 +156,7 @@ def attempt(
 
     monkeypatch.setattr(quickstart, "_run", run)
     words = ["python", "-m", "core.quickstart", "ppo-math", "--config", "my run.yaml", "seed=3", "x.API_KEY=***"]
-    return quickstart._attempt(config, paths, None, Attempt(), words)  # type: ignore[arg-type]
+    return quickstart._attempt(config, paths, Screen(Console(quiet=True), compact=True), Attempt(), words)
 
 
 def test_complete_names_the_folder_of_the_newest_model(
