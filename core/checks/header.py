@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from config_schema.needs import as_yaml
-from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig
 from core.config.presets import PRESETS
 from core.config.show import recorded
@@ -51,13 +51,13 @@ def _short(path: str | Path) -> str:
 
 
 def _model(config: ExperimentConfig) -> str:
-    section = config.actor if isinstance(config, PPOMATHConfig) else config.model
+    about = config.summary
     try:
-        count = stored_parameters(section.path)
+        count = stored_parameters(about.model)
     except (OSError, ValueError):
         count = 0
     size = f" · {_count(count)} parameters" if count else ""
-    return f"{_short(section.path)}{size} · lr {section.optimizer.lr:g}"
+    return f"{_short(about.model)}{size} · lr {about.lr:g}"
 
 
 def _count(number: int) -> str:
@@ -68,15 +68,12 @@ def _count(number: int) -> str:
 
 
 def _data(config: ExperimentConfig) -> str:
-    control, data = config.exp_ctrl, config.dataset
+    control = config.exp_ctrl
     length = "1 epoch" if control.total_train_epochs == 1 else f"{control.total_train_epochs} epochs"
     if control.total_train_steps is not None:
         length += f", at most {control.total_train_steps} steps"
-    batch = f"{data.train_bs_n_seqs} sequences a step"
-    if isinstance(config, PPOMATHConfig):
-        batch = f"{data.train_bs_n_seqs} prompts × {config.group_size} answers a step"
-        length += f" · {config.ppo.gen.max_new_tokens} tokens an answer · reward {config.reward.spec}"
-    return f"{_short(config.data_sources[0][1].path)} · {batch} · {length}"
+    (_, source), *_ = config.data_sources
+    return " · ".join((_short(source.path), config.summary.batch, length, *config.summary.sampled))
 
 
 def _layout(config: ExperimentConfig) -> str:
@@ -94,8 +91,7 @@ def _keys(loaded: LoadedConfig) -> str:
     values = dict(leaves(recorded(config)))
     given = [key for key in values if key in loaded.sources and not key.startswith(_SHOWN_ELSEWHERE)]
     said = []
-    if isinstance(config, PPOMATHConfig):
-        name = config.algorithm_name
+    if (name := config.summary.algorithm) is not None:
         preset = PRESETS[name].values if name in PRESETS else {}
         filled = " ".join(f"{key}={as_yaml(value)}" for key, value in preset.items() if not loaded.where(key))
         said.append(f"{name} set {filled}" if filled else f"algorithm {name}")

@@ -30,7 +30,7 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import Judged, PushConfig, RewardConfig
+from core.config.runtime import Judged, PushConfig, RewardConfig, Summary
 from rollout.data.source import DataSource
 
 
@@ -159,6 +159,12 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def evaluates(self) -> bool:
         """True if there is data to evaluate on."""
         return bool(self.dataset.valid_path)
+
+    @property
+    def summary(self) -> Summary:
+        """What the lines at the start of a run show."""
+        batch = f"{self.dataset.train_bs_n_seqs} sequences a step"
+        return Summary(model=self.model.path, lr=self.model.optimizer.lr, batch=batch)
 
     @property
     def judged_by(self) -> Judged:

@@ -37,6 +37,7 @@ from core.config.runtime import (
     PushConfig,
     RewardConfig,
     SamplesConfig,
+    Summary,
     WorkflowConfig,
 )
 from rollout.data.source import DataSource
@@ -286,6 +287,16 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def evaluates(self) -> bool:
         return bool(self.evaluation.paths)
+
+    @property
+    def summary(self) -> Summary:
+        return Summary(
+            model=self.actor.path,
+            lr=self.actor.optimizer.lr,
+            batch=f"{self.dataset.train_bs_n_seqs} prompts × {self.group_size} answers a step",
+            sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self.reward.spec}"),
+            algorithm=self.algorithm_name,
+        )
 
     @property
     def judged_by(self) -> Judged:

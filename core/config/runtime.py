@@ -142,6 +142,19 @@ class Judged(NamedTuple):
     """None: the run samples nothing."""
 
 
+class Summary(NamedTuple):
+    """What the lines at the start of a run show of its configuration."""
+
+    model: str
+    """Folder of the model that is trained."""
+    lr: float
+    batch: str
+    """What one step trains on."""
+    sampled: tuple[str, ...] = ()
+    """How answers are sampled and judged."""
+    algorithm: str | None = None
+
+
 class RewardConfig(Section):
     """Scoring of answers, in worker processes."""
 

@@ -51,7 +51,8 @@ def service(
         max_staleness=max_staleness, over_age="wait", in_order=False, num_epochs=1, num_steps=None,
         sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
         on_error=on_error, prompt_format=PromptFormat(),
-        samples=samples, reward=reward, reward_workers=1, reward_timeout_seconds=10.0, seed=1, shuffle=True,
+        samples=samples, reward=reward, right_at=0.2, reward_workers=1, reward_timeout_seconds=10.0, seed=1,
+        shuffle=True,
         health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
     )  # fmt: skip
     return RolloutService([generator], settings)

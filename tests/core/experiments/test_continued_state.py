@@ -14,6 +14,7 @@ from rich.console import Console
 from core.checks.rules import load_config
 from core.experiments import context
 from core.experiments.common import Start, find_start
+from core.monitoring.screen import Screen
 from core.processes.supervise import Attempt
 from core.recovery.manifest import seal
 from core.recovery.plain_state import write_state
@@ -76,6 +77,8 @@ def test_memory_limits_of_the_checkpoint_hold_in_the_next_start(
     monkeypatch.setattr(context, "find_start", lambda *_: start)
     cluster = config.external_configs.cluster_config
     paths = RunPaths.for_trial(cluster.fileroot, config.experiment_name, config.trial_name)
-    opened = context.RunContext.open(config, paths, Console(quiet=True), Attempt(number=1, memory={"actor_inf": 50}))
+    opened = context.RunContext.open(
+        config, paths, Screen(Console(quiet=True), compact=False), Attempt(number=1, memory={"actor_inf": 50})
+    )
     assert (opened.memory.tokens("actor_train", 200), opened.memory.tokens("actor_inf", 200)) == (100, 50)
     record_spans("nothing", tmp_path, limit_mib=0)
