@@ -127,6 +127,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.data.left_out": "rollout.data.tokenizer",
         "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
         "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
+        "slipstream.cli": "core.config.presets",
         "tools.chaos.compare": "torch",
         "tools.chaos.run": "torch transformers",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
@@ -189,6 +190,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "an optional extra": {"core.monitoring.tracked_runs": "mlflow wandb"},
     "matplotlib loads for a second: only where a picture is drawn": {
+        "slipstream.api": "matplotlib",
         "tools.demo.plot": "matplotlib",
         "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
