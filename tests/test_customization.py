@@ -338,7 +338,11 @@ def test_the_readmes_script_loads_with_its_own_reward(tmp_path: Path, demo: Path
     (tmp_path / "train.py").write_text(script)
     [row] = re.findall(r"`(\{\"prompt\": .*?\})`", readme)
     (tmp_path / "prompts.jsonl").write_text(f"{row}\n" * 64)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}  # without the runs of whoever tests
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }  # without the runs of whoever tests
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert re.fullmatch(r"exact_[0-9a-f]{12}:exact grpo\n", done.stdout), done.stderr
 
