@@ -66,13 +66,16 @@ class RolloutService:
         )
         self._failed_scores = FailedScores(max_share=settings.max_failed_share, max_batches=settings.max_failed_batches)
         self._group_size = settings.group_size
-        make = partial(make_workflow, settings.workflow, tokenizer=self._tokenizer, seed=settings.seed)
+        make = partial(
+            make_workflow, settings.workflow, tokenizer=self._tokenizer, encoder=self._encoder, seed=settings.seed
+        )
         workflow = make(
             reward_pool=self._rewards,
             sampling=replace(settings.sampling, stop_token_ids=stop),
             group_size=settings.group_size,
         )
         self._on_error = settings.on_error
+        self._timeout_seconds = settings.workflow_timeout_seconds
         self._eval_rewards = RecordedRewards(self._rewards)
         self._eval_workflow = make(
             reward_pool=self._eval_rewards,
@@ -124,6 +127,8 @@ class RolloutService:
             task_set=settings.dataset.name,
             max_in_flight=settings.max_in_flight,
             group_size=settings.group_size,
+            max_retries=settings.max_retries,
+            timeout_seconds=settings.workflow_timeout_seconds,
             limits=GroupLimits(vocab_size=settings.vocab_size, max_tokens=settings.max_tokens),
             errors=ErrorPolicy(
                 on_error=settings.on_error, max_share=settings.max_error_share, always_fatal=_NOT_OF_A_PROMPT
@@ -234,6 +239,7 @@ class RolloutService:
                 self._eval_rewards,
                 self._tokenizer,
                 max_in_flight=len(questions),
+                timeout_seconds=self._timeout_seconds,
                 fatal=_NOT_OF_A_PROMPT if self._on_error == "skip" else (Exception,),
                 on_done=lambda key, prompt, episode: ended.update({key: (prompt, episode)}),
             )

@@ -13,6 +13,7 @@ from rollout.data.source import DataSource
 from rollout.errors import OnError
 from rollout.experience import OverAge
 from rollout.types import SamplingParams
+from rollout.workflows import WorkflowChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,12 @@ class RolloutSettings:
     """Of training; the tokenizer's end tokens are added."""
     eval_sampling: SamplingParams
     """Of evaluation; the tokenizer's end tokens are added."""
-    workflow: str
-    """Name in WORKFLOWS, or package.module:Class."""
+    workflow: str | WorkflowChoice
+    """The workflow of each task, or of all: a name in WORKFLOWS, or package.module:Class."""
+    workflow_timeout_seconds: float | None = None
+    """Limit of a rollout beside generation and scoring. None: there is none."""
+    max_retries: int = 3
+    """Further runs of a workflow that failed."""
     reward: str
     """Name in REWARDS, or package.module:function."""
     right_at: float | None = None

@@ -75,7 +75,7 @@ class StepBatch:
         sequence is longer than a microbatch."""
         torch.set_num_threads(1)  # counts for the calling thread only
         self._rollout, self._version = rollout, request.version
-        units = units_of(rollout.group_ids, request.unit)
+        units = units_of(rollout.group_ids, request.unit, rollout.rollouts)
         minibatches = deal_minibatches(units, request.num_minibatches, seed=request.seed)
         token_ids, loss_mask, experts = rollout.token_ids, rollout.loss_mask, rollout.routed_experts
         self._cu_seqlens = rollout.cu_seqlens
@@ -89,7 +89,14 @@ class StepBatch:
         self._writer = BatchWriter(
             put, token_ids=token_ids, cu_seqlens=self._cu_seqlens, loss_mask=loss_mask, routed_experts=experts,
             units=units if request.unit == "pair" else None, minibatches=minibatches, uses=request.uses,
+            rollouts=self._rollouts() if rollout.has_branches else None,
         )  # fmt: skip
+
+    def _rollouts(self) -> np.ndarray:
+        """Return the rollout of each sequence, [N]; a demonstration is one by itself."""
+        rollout = self._rollout
+        num_shown = len(self._cu_seqlens) - 1 - rollout.num_sequences
+        return np.concatenate((rollout.rollouts, rollout.num_rollouts + np.arange(num_shown)))
 
     @property
     def stored(self) -> StoredBatch:

@@ -20,6 +20,7 @@ from rollout.answer_file import Answer, Mode, Name
 from rollout.data.encoder import Tokenizer
 from rollout.rewards.math import WRONG, extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
+from rollout.time_limit import not_counted, within
 from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import (
     Completion,
@@ -122,15 +123,15 @@ class EvaluationSampler:
         sampling = request.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
-        return await self._generator.generate(
-            replace(
-                request,
-                sampling=sampling,
-                request_id=f"{self._name}/{request.request_id}",
-                # One without a group stays one: the router would send those of a shared group to one generator.
-                group_id=request.group_id and f"{self._name}/{request.group_id}",
-            )  # fmt: skip
+        request = replace(
+            request,
+            sampling=sampling,
+            request_id=f"{self._name}/{request.request_id}",
+            # One without a group stays one: the router would send those of a shared group to one generator.
+            group_id=request.group_id and f"{self._name}/{request.group_id}",
         )
+        with not_counted():
+            return await self._generator.generate(request)
 
 
 class RecordedRewards:
@@ -164,20 +165,22 @@ async def run_episodes(
     tokenizer: Tokenizer,
     *,
     max_in_flight: int,
+    timeout_seconds: float | None,
     fatal: tuple[type[Exception], ...],
     on_done: Callable[[Key, Prompt, Episode], None],
 ) -> None:
     """Run a workflow, whose groups have one sample, on each prompt; call `on_done` as each has ended.
 
     At most `max_in_flight` episodes run at once; they start in the order given. The first error of the types `fatal`
-    ends the evaluation; an episode with another one, or with malformed trajectories, counts as wrong."""
+    ends the evaluation; an episode with another one, with malformed trajectories, or that takes `timeout_seconds`
+    beside generation and scoring, counts as wrong."""
     remaining = iter(questions)
     num_failed = 0
 
     async def work() -> None:
         for key, prompt, workflow, generator in remaining:  # shared by all workers: each takes the next one
             outcomes = rewards.begin()
-            sample = partial(_episode, workflow, prompt, generator, outcomes, tokenizer)
+            sample = partial(_episode, workflow, prompt, generator, outcomes, tokenizer, timeout_seconds)
             outcome = await outcome_of(sample, fatal=fatal)
             if isinstance(outcome, fatal):
                 raise outcome
@@ -198,10 +201,15 @@ async def run_episodes(
 
 
 async def _episode(
-    workflow: Workflow, prompt: Prompt, generator: Sampler, outcomes: Sequence[Outcome], tokenizer: Tokenizer
+    workflow: Workflow,
+    prompt: Prompt,
+    generator: Sampler,
+    outcomes: Sequence[Outcome],
+    tokenizer: Tokenizer,
+    timeout_seconds: float | None,
 ) -> Episode:
     """Run the workflow. `outcomes`: the list that RecordedRewards fills in meanwhile."""
-    answer = await workflow.run(prompt, generator)
+    answer = await within(timeout_seconds, partial(workflow.run, prompt, generator))
     trajectories = check_group(answer, prompt, version=_ANY_VERSION, limits=GroupLimits())
     last = trajectories[-1]
     sampled = np.flatnonzero(last.loss_mask)
@@ -224,6 +232,7 @@ async def answer_questions(
     plan: EvaluationPlan,
     workflows: Mapping[Mode, Workflow],
     max_in_flight: int,
+    timeout_seconds: float | None = None,
     fatal: tuple[type[Exception], ...],
     on_answer: Callable[[str, Answer], None],
 ) -> None:
@@ -259,4 +268,7 @@ async def answer_questions(
             ),
         )  # fmt: skip
 
-    await run_episodes(missing, rewards, tokenizer, max_in_flight=max_in_flight, fatal=fatal, on_done=keep)
+    await run_episodes(
+        missing, rewards, tokenizer, max_in_flight=max_in_flight, timeout_seconds=timeout_seconds, fatal=fatal,
+        on_done=keep,
+    )  # fmt: skip

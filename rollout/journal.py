@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollout.experience import Event, Experience
+from rollout.time_limit import not_counted
 from rollout.types import Completion, GenerateRequest, Sampler
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ _current: ContextVar[JournaledSampler | None] = ContextVar("journal", default=No
 class JournaledSampler:
     """The generators as the workflow of one episode sees them.
 
-    `load` is what the episode takes of the generators, in requests: those that run, and until end() those of
-    `num_expected` that have not been answered. `on_change` is called with every difference."""
+    `completions` are its finished ones. `load` is what the episode takes of the generators, in requests: those that
+    run, and until end() those of `num_expected` that have not been answered. `on_change` is called with every
+    difference."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class JournaledSampler:
         self._num_finished = 0
         self._running: dict[str, tuple[str, str]] = {}  # by request id: key of the event, and what was asked
         self._ended = False
+        self.completions: list[Completion] = []
         self.load = num_expected
 
     def enter(self) -> None:
@@ -65,15 +68,16 @@ class JournaledSampler:
         known = self._take_known(key, asked)
         if known is not None and request.output is None:
             if known.value.finish_reason != "abort":
-                self._num_finished += 1
+                self._finish(known.value)
                 self._count()
                 return known.value
             request = replace(request, output=known.value)
         self._running[request.request_id] = key, asked
         try:
             self._count()
-            completion = await self._sampler.generate(request)
-            self._num_finished += 1
+            with not_counted():
+                completion = await self._sampler.generate(request)
+            self._finish(completion)
             self._record(key, asked, completion)
         finally:
             del self._running[request.request_id]
@@ -101,6 +105,10 @@ class JournaledSampler:
         """Count the workflow as ended: the load is now what may still run of it, and nothing more is recorded."""
         self._num_expected, self._ended = 0, True
         self._count()
+
+    def _finish(self, completion: Completion) -> None:
+        self._num_finished += 1
+        self.completions.append(completion)
 
     def _key(self, kind: str) -> str:
         turn = self._turns[kind]

@@ -83,7 +83,7 @@ def load_plugin(spec: str, *, kind: str, arguments: Sequence[str] | None) -> Any
 
     `kind` and the names in `arguments` are for the error. Raises PluginError.
     """
-    found = _find(spec, kind=kind)
+    found = find_plugin(spec, kind=kind)
     if arguments is not None:
         _check_call(found, spec, kind=kind, args=arguments, kwargs={})
     if any(map(inspect.iscoroutinefunction, (found, type(found).__call__))):
@@ -94,10 +94,19 @@ def load_plugin(spec: str, *, kind: str, arguments: Sequence[str] | None) -> Any
     return found
 
 
+def load_coroutine(spec: str, *, kind: str, arguments: Sequence[str]) -> Any:
+    """Return the `async def` function at `spec` with these positional arguments. Raises PluginError."""
+    found = find_plugin(spec, kind=kind)
+    if not inspect.iscoroutinefunction(found):
+        raise PluginError(f"{kind} {spec}: must be `async def {spec.partition(':')[2]}({', '.join(arguments)})`")
+    _check_call(found, spec, kind=kind, args=arguments, kwargs={})
+    return found
+
+
 def check_factory(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], settings: Iterable[str]) -> None:
     """Find the class or factory at `spec`, which must take these keyword arguments, and check a class's methods, as
     build_plugin checks those of what it returns. Raises PluginError."""
-    found = _find(spec, kind=kind)
+    found = find_plugin(spec, kind=kind)
     _check_call(found, spec, kind=kind, args=(), kwargs=dict.fromkeys(settings))
     if inspect.isclass(found):
         check_methods(found, spec, kind=kind, methods=methods)
@@ -108,7 +117,7 @@ def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], 
 
     `methods` maps the name of each coroutine method to its positional arguments. Raises PluginError.
     """
-    factory = _find(spec, kind=kind)
+    factory = find_plugin(spec, kind=kind)
     _check_call(factory, spec, kind=kind, args=(), kwargs=settings)
     return check_methods(factory(**settings), spec, kind=kind, methods=methods)
 
@@ -140,7 +149,8 @@ def unknown_name(name: str, *, kind: str, known: Iterable[str], own: str) -> str
     return message
 
 
-def _find(spec: str, *, kind: str) -> Any:
+def find_plugin(spec: str, *, kind: str) -> Any:
+    """Return the object at `spec`, "pkg.mod:Name". Raises PluginError."""
     module_name, colon, name = spec.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise PluginError(f"{kind} {spec!r}: write it as package.module:Name{_without_path(module_name, name)}")

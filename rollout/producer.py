@@ -26,7 +26,8 @@ from rollout.experience import Episode, Experience, Rules, Tags, episode_id
 from rollout.experience.episode import summary
 from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
-from rollout.trajectory_checks import GroupLimits, check_group
+from rollout.time_limit import within
+from rollout.trajectory_checks import CUT_TOKENS, GroupLimits, check_group, check_sampled
 from rollout.types import Generator, Prompt, Trajectory, Workflow
 from rollout.workflow_calls import as_failure, outcome_of
 
@@ -49,6 +50,7 @@ class RolloutProducer:
         max_in_flight: int | None = None,
         group_size: int = 1,
         max_retries: int = 3,
+        timeout_seconds: float | None = None,
         limits: GroupLimits | None = None,
         errors: ErrorPolicy | None = None,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
@@ -58,9 +60,9 @@ class RolloutProducer:
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
-        with the same seeds; then `errors` decides: the episode is skipped, or the store fails. None: it fails.
-        `limits`: what else than `group_size` a group must keep. `stats_sources` are added to stats(): a reward pool's,
-        a router's.
+        with the same seeds, and so is one that takes `timeout_seconds` beside generation and scoring; then `errors`
+        decides: the episode is skipped, or the store fails. None: it fails. `limits`: what else than `group_size` a
+        group must keep. `stats_sources` are added to stats(): a reward pool's, a router's.
         """
         for name, value, least in (
             ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1), ("max_retries", max_retries, 0),
@@ -75,7 +77,7 @@ class RolloutProducer:
         self._max_in_flight = max_in_flight
         self._group_size = group_size
         self._load = _Load()  # of all episodes
-        self._max_retries = max_retries
+        self._max_retries, self._timeout_seconds = max_retries, timeout_seconds
         self._limits = replace(limits or GroupLimits(), group_size=group_size)
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
@@ -84,7 +86,8 @@ class RolloutProducer:
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
-        self._counts = {"num_prompts": 0, "num_trajectories": 0, "num_tokens": 0, "num_failures": 0, "num_skipped": 0}
+        counted = ("num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped")
+        self._counts = dict.fromkeys(counted, 0)
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
@@ -213,9 +216,12 @@ class RolloutProducer:
 
     async def _sample(self, prompt: Prompt, journal: JournaledSampler) -> list[Trajectory]:
         journal.enter()
-        answer = await self._workflow.run(prompt, journal)
+        answer = await within(self._timeout_seconds, partial(self._workflow.run, prompt, journal))
         # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
-        return check_group(answer, prompt, version=self._version + 1, limits=self._limits)
+        group = check_group(answer, prompt, version=self._version + 1, limits=self._limits)
+        if journal.completions:
+            check_sampled(group, journal.completions, prompt)
+        return group
 
     def _finish(self, tags: Tags, group: list[Trajectory]) -> None:
         """Store the group of an episode. Start others: its requests are over, and a dropped group makes room."""
@@ -224,6 +230,7 @@ class RolloutProducer:
         self._counts["num_prompts"] += 1
         self._counts["num_trajectories"] += len(group)
         self._counts["num_tokens"] += sum(episode.tags.trained)
+        self._counts["num_cut"] += sum(CUT_TOKENS in t.metrics for t in group)
         logger.debug("prompt %s has %d finished trajectories", tags.id, len(group))
         spread = self._rules.spread
         self._experience.put(episode, None if spread is None else spread.drops)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
 
-from rollout.types import PROMPT_VERSION, FinishReason, Prompt, Trajectory
+from rollout.types import PROMPT_VERSION, Completion, FinishReason, Prompt, Trajectory
 
 _MAX_LOGPROB = 0.1
 """A log-probability is at most 0; servers that compute in bfloat16 round it to a little more."""
@@ -28,6 +28,8 @@ _ARRAYS = (
     ("versions", "iu", "integers"),
 )  # fmt: skip
 """Field, kinds of dtype, and what they are called."""
+CUT_TOKENS = "cut_tokens"
+"""Metric of a trajectory that was longer than a microbatch: the tokens that it lost."""
 _NAMES = tuple(name for name, _, _ in _ARRAYS)
 
 
@@ -36,40 +38,97 @@ class GroupLimits:
     """What the configuration and the model allow. None: not known."""
 
     group_size: int = 1
-    """Trajectories of a group, at least."""
+    """Rollouts of a group, at least."""
     vocab_size: int | None = None
     max_tokens: int | None = None
-    """Of one trajectory: the smallest microbatch of the trainer."""
+    """Of one trajectory: the smallest microbatch of the trainer. Longer ones are cut after their last turn that
+    fits."""
 
 
 def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits) -> list[Trajectory]:
-    """Return `group` itself. `version`: the newest that may have sampled a token.
+    """Return the trajectories of `group`; those that are too long are cut, and have the metric CUT_TOKENS. `version`:
+    the newest that may have sampled a token.
 
     Raises TypeError when it is not a list of trajectories with arrays of the right shapes and types, ValueError when a
     value is impossible."""
     if not isinstance(group, list) or not group or not all(isinstance(t, Trajectory) for t in group):
         raise TypeError(f"{prompt.query_id}: a workflow returns a non-empty list of Trajectory, not {group!r:.200}")
-    if len(group) < limits.group_size:
+    num_rollouts = len({i if t.rollout is None else ("branch", t.rollout) for i, t in enumerate(group)})
+    if num_rollouts < limits.group_size:
+        branches = "" if num_rollouts == len(group) else f" in {len(group)} trajectories"
         raise ValueError(
-            f"{prompt.query_id}: the workflow returned {len(group)} trajectories, group_size={limits.group_size} are "
-            "needed: advantages compare the trajectories of a group"
+            f"{prompt.query_id}: the workflow returned {num_rollouts} rollouts{branches}, "
+            f"group_size={limits.group_size} are needed: advantages compare the rollouts of a group"
         )
     for index, trajectory in enumerate(group):
         for wrong in _type_errors(trajectory):
             raise TypeError(f"{prompt.query_id}, trajectory {index}: {wrong}")
+    if limits.max_tokens is not None and any(len(t.token_ids) > limits.max_tokens for t in group):
+        group = [_cut(t, limits.max_tokens) if len(t.token_ids) > limits.max_tokens else t for t in group]
     if _is_suspect(group, version, limits):
         for index, trajectory in enumerate(group):
-            for wrong in (*_own_errors(trajectory, limits), *_token_errors(trajectory, version, limits)):
+            for wrong in (*_own_errors(trajectory), *_token_errors(trajectory, version, limits)):
                 raise ValueError(f"{prompt.query_id}, trajectory {index}: {wrong}")
     return group
+
+
+def check_sampled(group: Iterable[Trajectory], completions: Iterable[Completion], prompt: Prompt) -> None:
+    """Raise ValueError where a token is trained that is none of the tokens of `completions`, with its log-probability:
+    a workflow edited what was sampled, or tokenised it again."""
+    sampled = list(completions)
+    known = {(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in sampled}
+    pairs: np.ndarray | None = None
+    for index, t in enumerate(group):
+        for start, end in _turns(t.loss_mask):
+            token_ids, logprobs = t.token_ids[start:end], t.rollout_logprobs[start:end]
+            if (token_ids.tobytes(), logprobs.tobytes()) in known:
+                continue
+            if pairs is None:
+                pairs = np.concatenate([_pairs(c.token_ids, c.logprobs) for c in sampled])
+            foreign = ~np.isin(_pairs(token_ids, logprobs), pairs)
+            if foreign.any():
+                at = start + int(np.argmax(foreign))
+                raise ValueError(
+                    f"{prompt.query_id}, trajectory {index}: token_ids[{at}]={t.token_ids[at]} is trained, but no "
+                    "generator sampled it with this log-probability in this rollout; append completions with "
+                    "TrajectoryBuilder.sampled(), unchanged, and other tokens with observed()"
+                )
+
+
+def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """Return tokens with their log-probabilities as one integer each: [n] uint64."""
+    bits = np.ascontiguousarray(logprobs, np.float32).view(np.uint32)
+    return (token_ids.astype(np.uint64) << np.uint64(32)) | bits
+
+
+def _turns(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return (first, end) of each run of trained tokens."""
+    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _cut(t: Trajectory, max_tokens: int) -> Trajectory:
+    """Return the turns of a trajectory that `max_tokens` hold; where they do not hold the first, the part of it that
+    they hold."""
+    ends = [end for _, end in _turns(t.loss_mask) if end <= max_tokens]
+    end = ends[-1] if ends else max_tokens
+    return replace(
+        t,
+        token_ids=t.token_ids[:end],
+        loss_mask=t.loss_mask[:end],
+        rollout_logprobs=t.rollout_logprobs[:end],
+        versions=t.versions[:end],
+        routed_experts=None if t.routed_experts is None else t.routed_experts[:end],
+        finish_reason="length",
+        metrics={**t.metrics, CUT_TOKENS: float(len(t.token_ids) - end)},
+    )
 
 
 def _is_suspect(group: list[Trajectory], version: int, limits: GroupLimits) -> bool:
     """Return whether a value may be wrong: True wherever a rule is broken, in a quarter of the rules' time for short
     answers. Long ones are better checked one by one, in the processor's cache."""
     lens = [len(t.token_ids) for t in group]
-    longest = math.inf if limits.max_tokens is None else limits.max_tokens
-    if sum(lens) > _AT_ONCE or min(lens) == 0 or max(lens) > longest:
+    if sum(lens) > _AT_ONCE or min(lens) == 0:
         return True
     if not all(abs(float(t.reward)) <= _MAX_REWARD and t.finish_reason in _ENDS for t in group):  # NaN is not
         return True
@@ -100,7 +159,7 @@ def _type_errors(t: Trajectory) -> Iterator[str]:
             yield f"metrics[{name!r}] must be a number, not {value!r:.80}"
 
 
-def _own_errors(t: Trajectory, limits: GroupLimits) -> Iterator[str]:
+def _own_errors(t: Trajectory) -> Iterator[str]:
     """Yield what is wrong with a trajectory as a whole."""
     if not math.isfinite(t.reward) or abs(t.reward) > _MAX_REWARD:
         yield f"reward={float(t.reward)} must be a finite number of float32"
@@ -110,8 +169,6 @@ def _own_errors(t: Trajectory, limits: GroupLimits) -> Iterator[str]:
         yield "loss_mask is True for no token: there is nothing to train"
     elif t.loss_mask[0]:
         yield "loss_mask is True for the first token, which nothing precedes; a trajectory begins with its prompt"
-    if limits.max_tokens is not None and len(t.token_ids) > limits.max_tokens:
-        yield f"token_ids: {len(t.token_ids)} tokens, more than max_tokens_per_mb={limits.max_tokens} holds"
 
 
 def _token_errors(t: Trajectory, version: int, limits: GroupLimits) -> Iterator[str]:

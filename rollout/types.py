@@ -115,6 +115,8 @@ class Trajectory:
     """What the workflow reports, as {"num_turns": 3}: workflow/{name}/mean, min and max of the step's metrics."""
     routed_experts: np.ndarray | None = None
     """[n, layers, k] int16: the experts that each token went through; negative: not known. None: of no token."""
+    rollout: int | None = None
+    """Number of the rollout in its group that this is a branch of; None: it is a rollout by itself."""
 
     @property
     def oldest_version(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams as SamplingParams
     from rollout.types import Trajectory as Trajectory
     from rollout.types import Workflow as Workflow
+    from rollout.workflows import TrajectoryBuilder as TrajectoryBuilder
     from rollout.workflows import sample_seed as sample_seed
     from slipstream.api import Run as Run
     from slipstream.api import RunError as RunError
@@ -68,7 +69,7 @@ _HOME = {
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",
     "recorded": "rollout.journal",
-    "sample_seed": "rollout.workflows",
+    **dict.fromkeys(("TrajectoryBuilder", "sample_seed"), "rollout.workflows"),
     "sequence_mean": "mcore_adapter.data.sequences",
 }  # fmt: skip
 """Public name -> the module that defines it."""

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "samples": ("tools.samples", (), "show what a run sampled in training"),
     "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
+    "check-template": ("tools.check_template", (), "show how a chat template continues conversations"),
     "fetch": ("tools.fetch", (), "write a small chat model as a folder, without a hub"),
     "demo": ("tools.demo", (), "train a small model on CPU"),
     "chaos": ("tools.chaos", (), "kill a run again and again, and compare it with an undisturbed one"),
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the help text: every command with its description."""
-    lines = [f"  {name:<9}{description}" for name, (_, _, description) in COMMANDS.items()]
+    lines = [f"  {name:<15}{description}" for name, (_, _, description) in COMMANDS.items()]
     return "\n".join(
         ["usage: slipstream COMMAND [arguments]", "", *lines, "", "slipstream COMMAND --help explains one."]
     )

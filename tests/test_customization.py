@@ -229,7 +229,7 @@ def test_the_workflow_samples_two_answers_and_trains_both(folder: Path) -> None:
         assert (trajectory.rollout_logprobs != 0).tolist() == trajectory.loss_mask.tolist()
         assert any(list(r.prompt_ids) == trajectory.token_ids[:6].tolist() for r in generator.requests)
         last = tokenizer.decode(trajectory.token_ids[6:], skip_special_tokens=True)
-        assert (trajectory.reward, trajectory.metrics) == (len(last), {"sampled_tokens": 6.0})
+        assert (trajectory.reward, trajectory.metrics) == (len(last), {"num_tokens": 9})
     again = asyncio.run(workflow.run(PROMPT, generator))
     assert [t.token_ids.tolist() for t in again] == [t.token_ids.tolist() for t in group]
     assert len({r.request_id for r in generator.requests}) == 8

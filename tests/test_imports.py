@@ -48,9 +48,9 @@ ORDER = {
     ),
     "rollout": (
         "bucket",
-        "types plugins errors processes",
+        "types plugins errors processes time_limit",
         "answer_file",
-        "trajectory_checks data rewards experience workflow_calls",
+        "trajectories trajectory_checks data rewards experience workflow_calls",
         "journal",
         "inference.errors inference.gpus inference.changes inference.versions",
         "inference.router",
@@ -58,6 +58,7 @@ ORDER = {
         "inference.sglang inference.embedded inference.mock",
         "inference.registry",
         "inference.transports",
+        "sessions environments",
         "workflows",
         "producer evaluation",
     ),
@@ -102,12 +103,12 @@ ORDER = {
     "config_schema": ("needs nearest", "section"),
     "core.planning": ("gpus", "scene", "memory", "advice rates", "search"),
     "core.placement": ("ray_address", "allocation", "rules"),
-    "core.checks": ("facts algorithm host resumption", "rules recipe", "header"),
+    "core.checks": ("facts algorithm workflow host resumption", "rules recipe", "header"),
     "slipstream": ("functions", "api cli"),
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo fetch",
-        "curves convert plan samples timeline runs",
+        "check_template curves convert plan samples timeline runs",
         "eval watch",
         "mutants conformance",
         "chaos bench",
@@ -142,7 +143,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
         "rollout.inference.mock.backend": "rollout.inference.mock.generator",
-        "rollout.workflows.trajectories": "numpy",
+        "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
         "core.launch.rollout_actor": "core.rollout_service",

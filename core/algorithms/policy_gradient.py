@@ -84,15 +84,17 @@ class PolicyGradient(Algorithm):
         scores, task_reward, figures = _scores(batch, settings)
         divergence = token_divergence({**fields, **trained_on}, settings)
         kl_penalty = None if divergence is None else settings.kl_ctl * divergence
+        rollouts = torch.tensor(batch.rollouts)
         if kl_penalty is not None and settings.kl_reward_level == "sequence":
-            scores = scores.index_add(0, _sequence_of_token(batch), -kl_penalty * mask)
-        scores = self.baseline(scores, torch.tensor(batch.group_ids))
-        check_baseline(scores, batch.num_sequences)
+            scores = scores.index_add(0, rollouts[_sequence_of_token(batch)], -kl_penalty * mask)
+        scores = self.baseline(scores, torch.tensor(batch.group_ids_of_rollouts))
+        check_baseline(scores, batch.num_rollouts)
+        scores = scores[rollouts]
         per_token = None if settings.kl_reward_level == "sequence" else kl_penalty
         advantages, returns = self._of_tokens(batch, fields, scores, per_token)
         if not settings.disable_value:
             trained_on["returns"] = self._normalised(returns, mask)
-        metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_sequences, settings)
+        metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_rollouts, settings)
         if divergence is not None:
             self._kl.update(float((divergence * mask).sum() / mask.sum().clamp(min=1)), batch.num_sequences)
         if settings.adv_norm:
@@ -112,7 +114,8 @@ class PolicyGradient(Algorithm):
         return demonstration_weight(max(self._steps - 1, 0), self._settings)
 
     def baseline(self, scores: Tensor, group_ids: Tensor) -> Tensor:
-        """Compute the advantage of each sequence, or its score where a critic has the baseline: [N] of [N] each."""
+        """Compute the advantage of each rollout, or its score where a critic has the baseline: [R] of [R] each. A
+        rollout is one sequence, or the branches that a workflow returned of it, with the mean of their scores."""
         return BASELINES[self._settings.advantage](scores, group_ids, self._settings)
 
     def _of_tokens(
@@ -195,8 +198,8 @@ class Critic(Objective):
 
 
 def _scores(batch: RolloutBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Return the score of each sequence [N], the mean reward before penalties, and metrics."""
-    scores = sequence_scores(batch, settings)
+    """Return the score of each rollout [R], the mean reward before penalties, and metrics."""
+    scores = batch.of_rollouts(sequence_scores(batch, settings))
     task_reward = scores.mean()
     if not settings.overlong_share:
         return scores, task_reward, {}
@@ -204,7 +207,7 @@ def _scores(batch: RolloutBatch, settings: AlgorithmSettings) -> tuple[Tensor, T
     penalty = overlong_penalty(
         lens, max_tokens=settings.max_new_tokens, share=settings.overlong_share, factor=settings.overlong_penalty
     )
-    return scores + penalty, task_reward, {"overlong_penalty": float(penalty.mean())}
+    return scores + batch.of_rollouts(penalty), task_reward, {"overlong_penalty": float(penalty.mean())}
 
 
 def _sequence_of_token(batch: RolloutBatch) -> Tensor:

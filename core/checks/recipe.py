@@ -13,6 +13,7 @@ from core.checks.algorithm import check_algorithm
 from core.checks.facts import keys_of_conversations, not_used
 from core.checks.host import Check
 from core.checks.resumption import check_checkpoint, check_prompts, check_rows, check_settings
+from core.checks.workflow import check_workflows
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.parsing.problems import Problem
@@ -29,7 +30,6 @@ from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward
-from rollout.workflows import check_workflow
 
 if TYPE_CHECKING:
     pass
@@ -235,10 +235,7 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
-    try:
-        check_workflow(config.workflow.type)
-    except PluginError as error:
-        yield Problem(key="workflow.type", message=str(error))
+    yield from check_workflows(config.workflow)
 
 
 def _environment(config: ExperimentConfig) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import Judged, PushConfig, RewardConfig, Summary
+from core.config.runtime import Judged, PushConfig, RewardConfig, Summary, WorkflowConfig
 from rollout.data.source import DataSource
 
 
@@ -169,7 +169,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     @property
     def judged_by(self) -> Judged:
         """How evaluations of its models sample and judge."""
-        return Judged("math", "math", RewardConfig().threshold, None)
+        return Judged(WorkflowConfig(), "math", RewardConfig().threshold, None)
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:

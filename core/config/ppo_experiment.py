@@ -301,7 +301,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def judged_by(self) -> Judged:
         sampled = self.ppo.gen.max_new_tokens
-        return Judged(self.workflow.type, self.reward.spec, self.reward.threshold, sampled)
+        return Judged(self.workflow, self.reward.spec, self.reward.threshold, sampled)
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:

@@ -11,6 +11,7 @@ from config_schema.section import Section, Violation, key, section
 from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError
+from rollout.inference.backend import FlagValue
 from rollout.rewards.load import join_spec
 
 Verify = Literal["never", "first", "always"]
@@ -119,10 +120,27 @@ class ExperimentSaveEvalControl(Section):
 class WorkflowConfig(Section):
     """How a prompt becomes trajectories."""
 
-    type: str = key("math", "math (single-turn), or a custom class as package.module:Class")
+    type: str = key(
+        "math",
+        "math (single-turn), endpoint (a program that talks to the API of OpenAI or Anthropic), environment (a game or "
+        "task with reset and step), or a custom class as package.module:Class",
+    )
+    by_task: dict[str, str] = key(
+        {}, "Workflows of other tasks, {task of the row: as type}; rows of other tasks have type"
+    )
+    options: dict[str, FlagValue] = key({}, "Settings of workflows of your own: fields of their class Config")
+    timeout_seconds: float | None = key(
+        600.0,
+        "Time limit of a rollout for tools and environments: the time in which it waits neither for generators nor for "
+        "reward workers. null: none",
+        gt=0,
+    )
+    max_retries: int = key(
+        3, "Further runs, with the same seeds, of a workflow that raised or exceeded its limit", ge=0
+    )
     on_error: OnError = key(
         "skip",
-        "When a workflow has raised, or returned malformed trajectories, four times for one prompt. skip: another "
+        "When a workflow has failed max_retries + 1 times for one prompt. skip: another "
         "prompt takes its place, with a warning. fail: the run ends",
     )
     max_error_share: float = key(
@@ -134,7 +152,7 @@ class WorkflowConfig(Section):
 class Judged(NamedTuple):
     """How the answers of a run's models are sampled and judged."""
 
-    workflow: str
+    workflow: WorkflowConfig
     reward: str
     right_at: float | None
     """The reward from which an answer is right. None: not known."""

@@ -9,7 +9,7 @@ import torch
 
 from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
-from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
+from mcore_adapter.data.sequences import ROLLOUTS, TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
 from mcore_adapter.data.shape import read_shape
 
 
@@ -30,10 +30,13 @@ class BatchWriter:
         loss_mask: np.ndarray,  # [T] bool
         routed_experts: np.ndarray | None = None,  # [T, layers, k]
         units: np.ndarray | None = None,  # [N] int64
+        rollouts: np.ndarray | None = None,  # [N] int64
         minibatches: Sequence[Sequence[int]],
         uses: Sequence[Use],
     ) -> None:
-        """Place the tokens. `units`: equal for sequences that run in one microbatch; None: any cut will do."""
+        """Place the tokens. `units`: equal for sequences that run in one microbatch; None: any cut will do.
+        `rollouts`: equal for sequences that weights count as one; None: there are no such sequences."""
+        self._rollouts = rollouts
         self._put, self._token_ids, self._cu_seqlens, self._loss_mask = put, token_ids, cu_seqlens, loss_mask
         shape = read_shape(token_ids, cu_seqlens, loss_mask, units)
         arrays = {"token_ids": token_ids.astype(np.int32, copy=False), "loss_mask": loss_mask}
@@ -68,11 +71,14 @@ class BatchWriter:
 
     def _weigh(self, token_weights: TokenWeights, fields: Arrays) -> tuple[np.ndarray, list[Divisors]]:
         """Return weights [T] float32, computed over whole minibatches."""
+        tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
+        if self._rollouts is not None:
+            tensors[ROLLOUTS] = torch.from_numpy(np.repeat(self._rollouts, np.diff(self._cu_seqlens)))
         batch = PackedBatch(
             token_ids=torch.from_numpy(self._token_ids).long(),
             cu_seqlens=torch.from_numpy(self._cu_seqlens),
             loss_mask=torch.from_numpy(self._loss_mask),
-            fields={name: torch.from_numpy(value) for name, value in fields.items()},
+            fields=tensors,
         )
         weights, divisors = torch.zeros(batch.num_tokens), []
         for minibatch in self.stored.minibatches:

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 Unit = Literal["sequence", "group", "pair"]
 
 
-def units_of(group_ids: np.ndarray, unit: Unit) -> np.ndarray:
-    """Return the unit of each sequence, [N] int64, from 0 on without gaps; `group_ids` [N] ascend.
+def units_of(group_ids: np.ndarray, unit: Unit, rollouts: np.ndarray | None = None) -> np.ndarray:
+    """Return the unit of each sequence, [N] int64, from 0 on without gaps; `group_ids` [N] ascend. `rollouts` [N]:
+    number of the rollout that each is a branch of, also without gaps; None: there are no branches.
 
     Raises ValueError where a pair is incomplete."""
     if unit == "sequence":
-        return np.arange(len(group_ids))
+        return np.arange(len(group_ids)) if rollouts is None else rollouts
     if unit == "group":
         return group_ids
+    if rollouts is not None and rollouts.max() + 1 < len(rollouts):
+        raise ValueError("algorithms of pairs compare single answers; the workflow returned rollouts with branches")
     if (np.bincount(group_ids) % 2).any():
         raise ValueError("algorithms of pairs need an even number of answers to each prompt; set group_size to one")
     return np.arange(len(group_ids)) // 2  # a group's sequences are adjacent

@@ -25,6 +25,7 @@ class RolloutBatch:
     versions: np.ndarray  # [T] int32
     rewards: np.ndarray  # [N] float32
     group_ids: np.ndarray  # [N] int64, 0 .. number of groups - 1
+    rollouts: np.ndarray  # [N] int64, 0 .. R - 1: the rollout that each is a branch of, almost always the only one
     prompt_lens: np.ndarray  # [N] int64
     no_eos: np.ndarray  # [N] bool
     episodes: Sequence[str]
@@ -40,6 +41,28 @@ class RolloutBatch:
     def num_sequences(self) -> int:
         return len(self.rewards)
 
+    @property
+    def num_rollouts(self) -> int:
+        return int(self.rollouts.max()) + 1
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether a rollout has several trajectories."""
+        return self.num_rollouts < self.num_sequences
+
+    def of_rollouts(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the values [N] of its branches for each rollout: [R]."""
+        if not self.has_branches:
+            return values
+        rollouts = torch.from_numpy(self.rollouts)
+        counts = torch.bincount(rollouts).to(values.dtype)
+        return torch.zeros(self.num_rollouts, dtype=values.dtype).index_add_(0, rollouts, values) / counts
+
+    @property
+    def group_ids_of_rollouts(self) -> np.ndarray:
+        """Group of each rollout: [R]."""
+        return self.group_ids[np.unique(self.rollouts, return_index=True)[1]]
+
     def to_packed(self) -> PackedBatch:
         """Return the part that the engines see, with rollout_logprobs as its first field."""
         return PackedBatch(
@@ -50,20 +73,21 @@ class RolloutBatch:
         )
 
     def reward_figures(self, right_at: float | None = None) -> dict[str, float]:
-        """Return mean, std, min and max of the rewards as the reward function gave them; the share of groups that are
-        equal (all rewards the same, so that advantages within the group are 0), and with `right_at`, the reward of a
-        right answer, the shares of right answers and of groups that are solved (all right) and unsolved (none is);
-        mean and max of the sampled tokens of a completion."""
-        starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids) != 0])
-        lowest = np.minimum.reduceat(self.rewards, starts)
-        highest = np.maximum.reduceat(self.rewards, starts)
+        """Return mean, std, min and max of the rewards of rollouts as the reward function gave them; the share of groups
+        that are equal (all rewards the same, so that advantages within the group are 0), and with `right_at`, the
+        reward of a right answer, the shares of right answers and of groups that are solved (all right) and unsolved
+        (none is); mean and max of the sampled tokens of a completion."""
+        rewards = self.of_rollouts(torch.from_numpy(self.rewards)).numpy()
+        starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids_of_rollouts) != 0])
+        lowest = np.minimum.reduceat(rewards, starts)
+        highest = np.maximum.reduceat(rewards, starts)
         lengths = np.add.reduceat((self.versions >= 0).astype(np.int64), self.cu_seqlens[:-1])
-        figures = {f"reward/{name}": float(getattr(self.rewards, name)()) for name in ("mean", "std", "min", "max")}
+        figures = {f"reward/{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
         figures["groups/equal"] = float((lowest == highest).mean())
         if right_at is not None:
             right_at = lowest_right(right_at)
             figures |= {
-                "reward/right": float((self.rewards >= right_at).mean()),
+                "reward/right": float((rewards >= right_at).mean()),
                 "groups/solved": float((lowest >= right_at).mean()),
                 "groups/unsolved": float((highest < right_at).mean()),
             }
@@ -108,12 +132,22 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], episodes: Sequence
         versions=versions,
         rewards=np.fromiter((t.reward for t in flat), np.float32, len(flat)),
         group_ids=np.repeat(np.arange(len(groups)), [len(g) for g in groups]),
+        rollouts=_number_rollouts(groups),
         prompt_lens=leading_prompt_lens(cu_seqlens, versions >= 0),
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
         episodes=list(episodes),
         routed_experts=_pack_experts(flat),
         workflow_metrics=_pack_metrics(flat),
     )
+
+
+def _number_rollouts(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
+    """Return the number of the rollout of each trajectory, [N] int64, from 0 on in the order of their first ones."""
+    numbers: dict[tuple[int, int | None, int], int] = {}
+    names = (
+        (group, t.rollout, i if t.rollout is None else 0) for group, of in enumerate(groups) for i, t in enumerate(of)
+    )
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
 
 def _pack_metrics(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allocation import Allocation
+from core.checks.workflow import workflow_choice
 from core.monitoring.samples import SampleSettings
 from core.rollout_settings import RolloutSettings
 from model_specs.hf_config import read_config
@@ -52,7 +53,9 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
             num_generators=allocation.generator.layout.dp,
             group_size=config.group_size,
         ),
-        workflow=config.workflow.type,
+        workflow=workflow_choice(config.workflow),
+        workflow_timeout_seconds=config.workflow.timeout_seconds,
+        max_retries=config.workflow.max_retries,
         on_error=config.workflow.on_error,
         max_error_share=config.workflow.max_error_share,
         vocab_size=read_config(Path(config.actor.path)).vocab_size,

@@ -19,6 +19,8 @@ from mcore_adapter.data.batch import PackedBatch, sequence_of_token
 
 TOKEN_WEIGHTS = "token_weights"
 """The field [T] float32 in which a loss finds the weights of its tokens."""
+ROLLOUTS = "rollouts"
+"""The field [T] int64 with the rollout of each token, where rollouts have several sequences."""
 TokenWeights = Callable[[PackedBatch], Tensor]
 """minibatch -> weight of each of its tokens [T]."""
 
@@ -29,11 +31,14 @@ def token_mean(minibatch: PackedBatch) -> Tensor:
 
 
 def sequence_mean(minibatch: PackedBatch) -> Tensor:
-    """Weigh every sequence alike, and so every trained token of its L: 1 / L, [T] float64.
+    """Weigh every sequence alike, and so every trained token of its L: 1 / L, [T] float64. The branches of a rollout
+    are one sequence.
 
     Sequences without trained tokens have no weight, so that the sum is the number of those that have some."""
     mask = minibatch.loss_mask
     sequence = sequence_of_token(minibatch.seq_lens)
+    if ROLLOUTS in minibatch.fields:
+        sequence = minibatch.fields[ROLLOUTS].unique(return_inverse=True)[1]
     trained = torch.zeros(minibatch.num_sequences, dtype=torch.float64).index_add(0, sequence, mask.double())
     return torch.where(mask, 1.0 / trained[sequence].clamp(min=1), 0.0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import signal
@@ -32,6 +33,8 @@ _SECONDS = 10
 _BYTES = 2**30
 """Of memory, to render one conversation."""
 _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
+_NAME = "name_of_a_tool"
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 """Contents that are looked for in rendered text."""
 _MISWRITTEN = re.compile(rf"['\\\\]\"?{_ARGUMENT}")
 """An argument in Python's notation, or in JSON in a JSON text."""
@@ -50,6 +53,14 @@ class Turn(NamedTuple):
     before: str
     written: str
     """What the assistant writes after `before`, up to the end of its turn."""
+
+
+class ToolFormat(NamedTuple):
+    """How a tool call is written: JSON with these keys after the text `opening`."""
+
+    opening: str
+    name: str
+    arguments: str
 
 
 class ChatTemplate:
@@ -108,6 +119,50 @@ class ChatTemplate:
         since = max((i for i, m in enumerate(messages[:-1], 1) if m["role"] == "assistant"), default=0)
         _check_written(messages[since:-1], before, place)
         return turn
+
+    def following(self, turn: Message, new: Messages, tools: Tools = None, *, place: str) -> Turn:
+        """Return what the template writes after a turn of the assistant: as `before` the end of that turn, as `written`
+        the rest, with the messages `new`, up to where the next turn begins. What precedes the turn is not asked for, so
+        that a template that rewrites it later changes nothing. Raises DatasetError."""
+        question = {"role": "user", "content": _USER}
+        turn = {**turn, "role": "assistant", "content": _ANSWER}
+        question, turn, *prepared = self.prepare((question, turn, *new), tools, place=place)
+        new = tuple(prepared)
+        opened = self._render((question,), tools, place=place)
+        text = self._render((question, turn, *new), tools, place=place)
+        _check_written(new, text, place)
+        before = os.path.commonprefix((opened, text))
+        if _USER not in before:
+            raise DatasetError(
+                f"{place}: the chat template changes what stands before the assistant's turn; {_WAY_OUT} that does not"
+            )
+        after = text[len(before) :]
+        ends = [(after.index(end), end) for end in self._ends if end in after]
+        if ends:
+            at, end = min(ends)
+            return Turn(end, after[at + len(end) :])
+        if turn.get("tool_calls") or _ANSWER not in after:
+            raise DatasetError(f"{place}: the chat template has no token that ends the assistant's turn; {_WAY_OUT}")
+        return Turn("", after.partition(_ANSWER)[2])
+
+    def ends_turn(self, written: str) -> bool:
+        """Return whether the text of an answer ends with an end token."""
+        return written.rstrip().endswith(tuple(self._ends))
+
+    def tool_format(self) -> ToolFormat | None:
+        """Return how the template writes tool calls; None where it writes none as JSON."""
+        function = {"name": _NAME, "arguments": {_ARGUMENT: "x"}}
+        call = {"id": "call00001", "type": "function", "function": function}
+        turns: Messages = (
+            {"role": "user", "content": _USER},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
+        try:
+            opened = self._render(self.prepare(turns[:1], place=_PLACE), place=_PLACE)
+            text = self._render(self.prepare(turns, place=_PLACE), place=_PLACE, opens=False)
+        except DatasetError:
+            return None
+        return _find_format(text[len(os.path.commonprefix((text, opened))) :])
 
     def continues(self, written: str, text: str) -> bool:
         """Return whether rendered text goes on after an answer, at whose end a generator stops."""
@@ -255,6 +310,21 @@ class ChatTemplate:
         if (text, what) not in self._warned:
             self._warned.add((text, what))
             logger.warning(text, what, *others)
+
+
+def _find_format(written: str) -> ToolFormat | None:
+    """Return how the tool call _NAME is written in an assistant's turn."""
+    for found in re.finditer(r"\{", written):
+        try:
+            call, _ = json.JSONDecoder().raw_decode(written, found.start())
+        except ValueError:
+            continue
+        name = next((key for key, value in call.items() if value == _NAME), None)
+        arguments = next((key for key, value in call.items() if _ARGUMENT in str(value)), None)
+        if name is not None and arguments is not None:
+            opening = _THOUGHTS.sub("", written[: found.start()]).strip().removesuffix("[").strip()
+            return ToolFormat(opening, name, arguments)
+    return None
 
 
 def _with_thoughts(content: str | list[Message] | None, opening: str, written: str) -> str | None:

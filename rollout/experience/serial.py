@@ -59,7 +59,7 @@ def records_from_plain(kind: type[T], plain: Mapping[str, Any]) -> list[T]:
     records, start = [], 0
     for i, num_tokens in enumerate(plain["lens"]):
         own = {name: plain[name][start : start + num_tokens] for name in per_token}
-        records.append(kind(**own, **{name: plain[name][i] for name in others}))
+        records.append(kind(**own, **{name: plain[name][i] for name in others if name in plain}))
         start += num_tokens
     return records
 

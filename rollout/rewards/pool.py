@@ -28,6 +28,7 @@ from rollout.rewards.load import check_names
 from rollout.rewards.math import WRONG
 from rollout.rewards.registry import QUICK_REWARDS
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
+from rollout.time_limit import not_counted
 from rollout.types import Prompt, Score
 from tracing import span
 
@@ -141,7 +142,8 @@ class RewardPool:
         scores = [self._quick(prompt, text) if self._quick else None for text in texts]
         pending = {i: self._send(prompt, texts[i]) for i, score in enumerate(scores) if score is None}
         self._outcomes[Outcome.SCORED] += len(texts) - len(pending)
-        await asyncio.gather(*pending.values())
+        with not_counted():
+            await asyncio.gather(*pending.values())
         return [pending[i].result() if score is None else (score, Outcome.SCORED) for i, score in enumerate(scores)]
 
     def _send(self, prompt: Prompt, text: str) -> asyncio.Future[tuple[float, Outcome]]:

@@ -1,13 +1,14 @@
 """Workflows: from one prompt to its trajectories."""
 
-from rollout.workflows.builder import WORKFLOWS, check_workflow, make_workflow
+from rollout.trajectories import TrajectoryBuilder, sample_seed
+from rollout.workflows.builder import WORKFLOWS, WorkflowChoice, check_workflow, make_workflow
 from rollout.workflows.single_turn import SingleTurnMathWorkflow
-from rollout.workflows.trajectories import build_trajectory, sample_seed
 
 __all__ = [
     "WORKFLOWS",
     "SingleTurnMathWorkflow",
-    "build_trajectory",
+    "TrajectoryBuilder",
+    "WorkflowChoice",
     "check_workflow",
     "make_workflow",
     "sample_seed",

@@ -1,35 +1,95 @@
-"""Workflows by name or import path."""
+"""Workflows by name or import path, and the workflow of each task."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.plugins import PluginError, build_plugin, check_factory, unknown_name
-from rollout.types import Workflow
+from rollout.data.encoder import Encoder
+from rollout.plugins import PluginError, build_plugin, check_factory, find_plugin, unknown_name
+from rollout.types import Prompt, Sampler, Trajectory, Workflow
 from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
-WORKFLOWS: dict[str, type] = {"math": SingleTurnMathWorkflow}
+WORKFLOWS = {
+    "math": "rollout.workflows.single_turn:SingleTurnMathWorkflow",
+    "endpoint": "rollout.workflows.endpoint:EndpointWorkflow",
+    "environment": "rollout.workflows.environment:EnvironmentWorkflow",
+}
+"""Import path of each name."""
 _METHODS = {"run": ("prompt", "generator")}
 
 
-def check_workflow(spec: str) -> None:
-    """Check `spec` as far as possible before there are settings for make_workflow. Raises PluginError."""
-    if ":" in spec:
-        settings = inspect.signature(SingleTurnMathWorkflow).parameters
-        check_factory(spec, kind="workflow", methods=_METHODS, settings=settings)
-    elif spec not in WORKFLOWS:
-        raise PluginError(unknown_name(spec, kind="workflow", known=sorted(WORKFLOWS), own="Class"))
+@dataclass(frozen=True, kw_only=True)
+class WorkflowChoice:
+    """Which workflow a prompt gets, as plain values that other processes can read."""
+
+    type: str = "math"
+    """Name in WORKFLOWS, or package.module:Class."""
+    by_task: Mapping[str, str] = field(default_factory=dict)
+    """The type of other tasks, by the task of a prompt."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By type: the checked fields of its class Config."""
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Every type once."""
+        return tuple(dict.fromkeys((self.type, *self.by_task.values())))
 
 
-def make_workflow(spec: str, **settings: Any) -> Workflow:
-    """Return the workflow called `spec`: a name in WORKFLOWS or an import path "pkg.mod:Name" of a class or factory.
+def check_workflow(spec: str) -> Any:
+    """Check `spec` as far as possible before there are settings for make_workflow; return its class `Config`, or None.
+    Raises PluginError."""
+    path = _path(spec)
+    settings = inspect.signature(SingleTurnMathWorkflow).parameters
+    check_factory(path, kind="workflow", methods=_METHODS, settings=[*settings, *_extras(path)])
+    return getattr(find_plugin(path, kind="workflow"), "Config", None)
 
-    `settings` are those of SingleTurnMathWorkflow: tokenizer, reward_pool, sampling, group_size, seed.
+
+def make_workflow(choice: str | WorkflowChoice, *, encoder: Encoder | None = None, **settings: Any) -> Workflow:
+    """Return the workflow of a choice, or of a type: a name in WORKFLOWS, or an import path.
+
+    `settings` are those of SingleTurnMathWorkflow: tokenizer, reward_pool, sampling, group_size, seed. A class with a
+    class `Config` also gets `options`, an instance of it, and one with a parameter `encoder` the one of the prompts.
     Raises PluginError.
     """
-    if spec in WORKFLOWS:
-        workflow: Workflow = WORKFLOWS[spec](**settings)
-        return workflow
-    built: Workflow = build_plugin(spec, kind="workflow", methods=_METHODS, **settings)
+    if isinstance(choice, str):
+        choice = WorkflowChoice(type=choice)
+    made = {spec: _make(spec, choice.options.get(spec, {}), encoder, settings) for spec in choice.types}
+    if not choice.by_task:
+        return made[choice.type]
+    return _ByTask(made[choice.type], {task: made[spec] for task, spec in choice.by_task.items()})
+
+
+def _path(spec: str) -> str:
+    if spec not in WORKFLOWS and ":" not in spec:
+        raise PluginError(unknown_name(spec, kind="workflow", known=sorted(WORKFLOWS), own="Class"))
+    return WORKFLOWS.get(spec, spec)
+
+
+def _extras(path: str) -> list[str]:
+    """Return the settings that a class or factory takes beside those of every workflow."""
+    found = find_plugin(path, kind="workflow")
+    takes_encoder = callable(found) and "encoder" in inspect.signature(found).parameters
+    return ["options"] * hasattr(found, "Config") + ["encoder"] * takes_encoder
+
+
+def _make(spec: str, options: Mapping[str, Any], encoder: Encoder | None, settings: Mapping[str, Any]) -> Workflow:
+    path = _path(spec)
+    extras: dict[str, Any] = {}
+    for name in _extras(path):
+        own = find_plugin(path, kind="workflow")
+        extras[name] = encoder if name == "encoder" else own.Config(**options)
+    built: Workflow = build_plugin(path, kind="workflow", methods=_METHODS, **settings, **extras)
     return built
+
+
+class _ByTask:
+    """Runs the workflow of the prompt's task."""
+
+    def __init__(self, default: Workflow, by_task: Mapping[str, Workflow]) -> None:
+        self._default, self._by_task = default, by_task
+
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
+        return await self._by_task.get(prompt.task, self._default).run(prompt, generator)

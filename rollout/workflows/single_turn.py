@@ -7,8 +7,8 @@ import itertools
 
 from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
+from rollout.trajectories import TrajectoryBuilder, sample_seed
 from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.trajectories import build_trajectory, sample_seed
 
 
 class SingleTurnMathWorkflow:
@@ -35,7 +35,10 @@ class SingleTurnMathWorkflow:
                 task.cancel()
         texts = [self._tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True) for c in completions]
         rewards = await self._reward_pool.score_many(prompt, texts)
-        return [build_trajectory(prompt, c, reward) for c, reward in zip(completions, rewards, strict=True)]
+        return [
+            TrajectoryBuilder(prompt, number=sample).sampled(completion).build(reward)
+            for sample, (completion, reward) in enumerate(zip(completions, rewards, strict=True))
+        ]
 
     def _requests(self, prompt: Prompt) -> list[GenerateRequest]:
         prompt_ids = prompt.token_ids.tolist()

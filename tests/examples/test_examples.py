@@ -21,13 +21,21 @@ def run(script: str, folder: Path) -> str:
     return done.stdout
 
 
-# An algorithm of its own, with a reward of its own.
-@pytest.mark.parametrize("script", ["custom_algorithm.py", "custom_reward.py"])
+# An algorithm, a reward, a workflow with a tool, and an environment.
+@pytest.mark.parametrize(
+    "script", ["custom_algorithm.py", "custom_reward.py", "multi_turn_tools.py", "textarena_game.py"]
+)
 def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: Path) -> None:
     first, last = map(
         float, re.findall(r"mean reward of .*: (\d\.\d+); of the last 3: (\d\.\d+)", run(script, tmp_path))[0]
     )
     assert last > first + 0.2
+
+
+@pytest.mark.nightly
+def test_a_program_that_uses_the_openai_package_raises_the_reward(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    test_a_script_with_code_of_its_own_raises_the_reward("openai_agent.py", tmp_path)
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import Router
 from rollout.journal import JournaledSampler, recorded
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows import build_trajectory
+from rollout.workflows import TrajectoryBuilder
 
 SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=60)
 GROUP_SAMPLING = SamplingParams(max_new_tokens=60, min_new_tokens=20)
@@ -271,7 +271,7 @@ class GroupOfThree:
             parts = await asyncio.gather(*(generator.generate(r) for r in requests))
         else:
             parts = [await generator.generate(r) for r in requests]
-        return [build_trajectory(prompt, part, 1.0) for part in parts]
+        return [TrajectoryBuilder(prompt, number=i).sampled(part).build(1.0) for i, part in enumerate(parts)]
 
 
 async def consumed(producer: BothSides, generator: Counting, steps: Sequence[int]) -> list:

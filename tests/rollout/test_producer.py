@@ -132,7 +132,7 @@ class Requests(NoRequests):
         finally:
             self.running -= 1
         return Completion(
-            token_ids=np.array([1]), logprobs=np.array([0.0]), versions=np.array([0]), finish_reason="stop"
+            token_ids=np.array([0]), logprobs=np.array([0.0]), versions=np.array([0]), finish_reason="stop"
         )
 
     async def look(self) -> None:
@@ -876,5 +876,25 @@ def test_nothing_is_kept_of_steps_that_are_over() -> None:
             await train(producer, workflow, range(100, 2000))
             workflow.order.clear()
             assert num_objects() < before + 200
+
+    run_virtual(main())
+
+
+def test_a_workflow_that_never_ends_is_run_again_and_then_skipped() -> None:
+    async def main() -> None:
+        class Hangs(CallWorkflow):
+            async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+                self.calls[prompt.query_id] += 1
+                if (prompt.index, prompt.epoch) == (1, 0):
+                    await asyncio.Event().wait()
+                return await super().run(prompt, generator)
+
+        workflow = Hangs()
+        errors = ErrorPolicy(on_error="skip")
+        async with make_producer(
+            workflow, 2, batch_size=2, max_staleness=0, max_retries=1, timeout_seconds=5.0, errors=errors
+        ) as producer:
+            await producer.take(0)
+            assert producer.stats()["rollout/num_failures"] == 2 and producer.stats()["rollout/num_skipped"] == 1
 
     run_virtual(main())

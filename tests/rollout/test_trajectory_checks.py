@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from helpers.simulated_sampling import make_prompts, trajectory
-from rollout.trajectory_checks import GroupLimits, check_group
-from rollout.types import Trajectory
+from rollout.trajectory_checks import GroupLimits, check_group, check_sampled
+from rollout.types import Completion, Trajectory
+from rollout.workflows import TrajectoryBuilder
 
 (PROMPT,) = make_prompts(1)
 GOOD = trajectory(PROMPT, np.array([2, 3]))
@@ -83,14 +84,62 @@ def test_a_wrong_type_is_refused_with_its_field(change: dict[str, Any], said: st
         check(replace(GOOD, **change), GOOD)
 
 
-def test_an_empty_trajectory_too_few_and_too_long_ones_are_refused() -> None:
+def test_an_empty_trajectory_and_too_few_rollouts_are_refused() -> None:
     empty = {name: getattr(GOOD, name)[:0] for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions")}
     with pytest.raises(ValueError, match="loss_mask is True for no token"):
         check(replace(GOOD, **empty), GOOD)
     with pytest.raises(ValueError, match="loss_mask is True for no token"):
         check(GOOD, replace(GOOD, **empty))
-    with pytest.raises(ValueError, match="q0: the workflow returned 1 trajectories, group_size=2 are needed"):
+    with pytest.raises(ValueError, match="q0: the workflow returned 1 rollouts, group_size=2 are needed"):
         check(GOOD)
-    long = trajectory(PROMPT, np.full(7, 3))
-    with pytest.raises(ValueError, match="token_ids: 9 tokens, more than max_tokens_per_mb=8 holds"):
-        check(GOOD, long)
+    branches = [replace(GOOD, rollout=0)] * 3
+    with pytest.raises(ValueError, match="q0: the workflow returned 1 rollouts in 3 trajectories, group_size=2 are"):
+        check(*branches)
+    assert len(check(*branches, replace(GOOD, rollout=1))) == 4
+
+
+def test_a_trajectory_that_is_too_long_is_cut_after_the_last_turn_that_fits() -> None:
+    sampled = [3, 3, 3, -1, -1, 3, 3, 3, 3]  # 2 prompt tokens, 3 sampled, 2 of a tool, 4 sampled
+    long = trajectory(PROMPT, np.array(sampled))
+    long = replace(
+        long,
+        token_ids=np.arange(11, dtype=np.int32),
+        loss_mask=np.array([False, False, *(v >= 0 for v in sampled)]),
+        routed_experts=np.zeros((11, 1, 1), np.int16),
+        metrics={"turns": 2.0},
+    )
+    for max_tokens, end in ((11, 11), (10, 5), (5, 5), (4, 4)):
+        [cut, other] = check_group([long, GOOD], PROMPT, version=3, limits=GroupLimits(max_tokens=max_tokens))
+        assert other is GOOD
+        assert cut.token_ids.tolist() == list(range(end)) and len(cut.routed_experts) == end
+        assert {len(a) for a in (cut.loss_mask, cut.rollout_logprobs, cut.versions)} == {end}
+        assert cut.metrics == ({"turns": 2.0} if end == 11 else {"turns": 2.0, "cut_tokens": 11.0 - end})
+        assert cut.finish_reason == ("stop" if end == 11 else "length")
+    with pytest.raises(ValueError, match="loss_mask is True for no token"):
+        check_group([long, GOOD], PROMPT, version=3, limits=GroupLimits(max_tokens=2))
+
+
+def test_trained_tokens_are_those_that_were_sampled_with_their_log_probabilities() -> None:
+    def completion(tokens: list[int], logprob: float) -> Completion:
+        n = len(tokens)
+        return Completion(
+            token_ids=np.array(tokens, np.int32), logprobs=np.full(n, logprob, np.float32),
+            versions=np.full(n, 3, np.int32), finish_reason="stop",
+        )  # fmt: skip
+
+    turns = completion([5, 6, 7], -0.5), completion([8, 9], -0.25)
+    two = TrajectoryBuilder(PROMPT, number=0).sampled(turns[0]).observed([1, 2]).sampled(turns[1]).build(1.0)
+    adjacent = TrajectoryBuilder(PROMPT, number=1).sampled(turns[0]).sampled(turns[1]).build(1.0)
+    part = replace(two, loss_mask=two.loss_mask & (np.arange(9) != 4))
+    check_sampled([two, adjacent, part], turns, PROMPT)
+
+    token_ids, logprobs = two.token_ids.copy(), two.rollout_logprobs.copy()
+    token_ids[3], logprobs[8] = 60, -0.5
+    mask = two.loss_mask | (np.arange(9) == 5)
+    for edited, said in (
+        (replace(two, token_ids=token_ids), "token_ids[3]=60 is trained, but no generator sampled it"),
+        (replace(two, rollout_logprobs=logprobs), "token_ids[8]=9 is trained"),
+        (replace(two, loss_mask=mask), "token_ids[5]=1 is trained"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"q0, trajectory 1: {said}")):
+            check_sampled([two, edited], turns, PROMPT)

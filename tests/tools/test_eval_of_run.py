@@ -64,11 +64,11 @@ def test_the_configuration_of_a_run_is_found_from_its_models_and_checkpoints(sav
 
 def test_workflow_reward_and_prompt_of_the_run_are_used_and_the_command_line_wins(saved: Path) -> None:
     judging = judging_from(given(saved))
-    assert (judging.workflow, judging.reward) == ("eval_plugins:Own", "eval_plugins:half")
+    assert (judging.workflow.type, judging.reward) == ("eval_plugins:Own", "eval_plugins:half")
     assert (judging.prompt_format.template, judging.prompt_format.instruction) == ("{prompt}", "")
     assert judging.hints.prompt == "ask"
     changed = judging_from(given(saved, "--reward", "math", "--prompt_template", "Q: {prompt}"))
-    assert (changed.workflow, changed.reward) == ("eval_plugins:Own", "math")
+    assert (changed.workflow.type, changed.reward) == ("eval_plugins:Own", "math")
     assert (changed.prompt_format.template, changed.prompt_format.instruction) == ("Q: {prompt}", BOXED_INSTRUCTION)
     assert judging_from(given(saved, "--ignore_run")) == Judging()
 

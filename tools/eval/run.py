@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from core.checks.workflow import workflow_choice
 from rollout.answer_file import Answer, AnswerFile, Mode
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import first_prompt
@@ -175,7 +176,7 @@ async def evaluate(settings: EvalSettings) -> str:
     if before != identity:
         write_json(output / SETTINGS, identity)
 
-    answers = await _answer_all(settings, prompts, model, tokenizer, plan)
+    answers = await _answer_all(settings, prompts, model, encoder, plan)
     reward = settings.judging.reward
     table = write_report(
         output, [summarise(name, of) for name, of in answers.items()], identity,
@@ -186,7 +187,7 @@ async def evaluate(settings: EvalSettings) -> str:
 
 
 async def _answer_all(
-    settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, tokenizer: Any, plan: EvaluationPlan
+    settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, encoder: Encoder, plan: EvaluationPlan
 ) -> dict[str, list[Answer]]:
     """Return all answers of every benchmark, old and new. Generators are started only where something is missing; what
     is missing of all benchmarks is one stream of requests, so that none of them waits for another's longest answer."""
@@ -197,7 +198,7 @@ async def _answer_all(
         async with AsyncExitStack() as stack:
             pool = RewardPool(settings.judging.reward, num_workers=settings.reward_workers)
             rewards = RecordedRewards(await stack.enter_async_context(pool))
-            workflows = _workflows(settings, plan, tokenizer, rewards)
+            workflows = _workflows(settings, plan, encoder, rewards)
             generators = await start_generators(stack, model, settings.generator, settings.output_path / "logs")
             router = Router(generators)
             stack.push_async_callback(router.close)
@@ -212,7 +213,8 @@ async def _answer_all(
 
             await answer_questions(
                 [QuestionSet(name=name, prompts=of, done=files[name].answers.keys()) for name, of in prompts.items()],
-                router, rewards, tokenizer, plan=plan, workflows=workflows, fatal=FAILURES, on_answer=keep,
+                router, rewards, encoder.tokenizer, plan=plan, workflows=workflows, fatal=FAILURES, on_answer=keep,
+                timeout_seconds=settings.judging.workflow.timeout_seconds,
                 max_in_flight=requests_at_once(
                     max_running=settings.generator.max_running, num_generators=len(generators)
                 ),
@@ -221,13 +223,14 @@ async def _answer_all(
 
 
 def _workflows(
-    settings: EvalSettings, plan: EvaluationPlan, tokenizer: Any, rewards: RecordedRewards
+    settings: EvalSettings, plan: EvaluationPlan, encoder: Encoder, rewards: RecordedRewards
 ) -> dict[Mode, Workflow]:
     """Return the workflow of the run for greedy and for sampled answers."""
+    choice = workflow_choice(settings.judging.workflow)
     sampling: dict[Mode, SamplingParams] = {"greedy": plan.greedy, "sample": plan.sampling}
     return {
         mode: make_workflow(
-            settings.judging.workflow, tokenizer=tokenizer, reward_pool=rewards, sampling=params, group_size=1,
+            choice, tokenizer=encoder.tokenizer, encoder=encoder, reward_pool=rewards, sampling=params, group_size=1,
             seed=plan.seed,
         )
         for mode, params in sampling.items()
@@ -238,7 +241,7 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
     """Return what determines the answers beside the model, for the file beside them. The number of questions and
     samples may change."""
     questions = {b.name: _hash([(r.query_id, r.prompt, r.solutions) for r in b.rows]) for b in settings.benchmarks}
-    sampling = settings.sampling
+    sampling, workflow = settings.sampling, settings.judging.workflow
     return {
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -246,7 +249,9 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
         "seed": settings.seed,
         "prompt_format": asdict(settings.judging.prompt_format),
         "chat_template_hash": encoder.chat_template and _hash(encoder.chat_template),
-        "workflow": settings.judging.workflow,
+        "workflow": workflow.type,
+        **({"workflow_options": dict(workflow.options)} if workflow.options else {}),
+        **({"workflow_by_task": dict(workflow.by_task)} if workflow.by_task else {}),
         "reward": settings.judging.reward,
         "right_at": settings.judging.right_at,
         "dtype": settings.generator.dtype,

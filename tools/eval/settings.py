@@ -15,9 +15,11 @@ from pathlib import Path
 
 from config_schema.section import fields_by_key
 from core.checks.rules import load_config
+from core.checks.workflow import workflow_choice
 from core.config.experiments import EXPERIMENTS
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import read_yaml
+from core.config.runtime import WorkflowConfig
 from core.runs.own import is_own
 from core.runs.paths import RunPaths
 from core.runs.record import CONFIG, newest_model
@@ -39,8 +41,7 @@ logger = logging.getLogger(__name__)
 class Judging:
     """How an answer is sampled and judged."""
 
-    workflow: str = "math"
-    """Name in WORKFLOWS, or package.module:Class."""
+    workflow: WorkflowConfig = WorkflowConfig()
     reward: str = "math"
     """Name in REWARDS, or package.module:function."""
     right_at: float | None = RIGHT
@@ -143,7 +144,7 @@ def judging_from(given: argparse.Namespace) -> Judging:
     if given.max_gen_tokens is not None:
         judging = replace(judging, max_new_tokens=given.max_gen_tokens)
     if given.workflow is not None:
-        judging = replace(judging, workflow=given.workflow)
+        judging = replace(judging, workflow=_other_workflow(judging.workflow, given.workflow))
     changes = {"template": given.prompt_template, "system": given.system, "instruction": given.instruction}
     changed = {key: value for key, value in changes.items() if value is not None}
     judging = replace(judging, prompt_format=replace(judging.prompt_format, **changed))
@@ -152,9 +153,21 @@ def judging_from(given: argparse.Namespace) -> Judging:
         raise EvalError(f"--prompt_template {template!r} has no {{prompt}}; write it where the question belongs")
     with _way_out("reward", judging.reward, given, file):
         check_reward(judging.reward)
-    with _way_out("workflow", judging.workflow, given, file):
-        check_workflow(judging.workflow)
+    for workflow in (judging.workflow.type, *judging.workflow.by_task.values()):
+        with _way_out("workflow", workflow, given, file):
+            check_workflow(workflow)
+    try:
+        workflow_choice(judging.workflow)
+    except ConfigError as error:
+        raise EvalError(str(error)) from error
     return judging
+
+
+def _other_workflow(of_run: WorkflowConfig, type: str) -> WorkflowConfig:
+    """Return the workflow of the command line: for every task, with the options of the run where it is that of the
+    run."""
+    options = of_run.options if type == of_run.type else {}
+    return of_run.model_copy(update={"type": type, "by_task": {}, "options": options})
 
 
 @contextmanager

@@ -136,6 +136,7 @@ class Tokens:
             versions=versions.astype(np.int32),
             rewards=np.array([float(s.get("reward", 0.0)) for s in self.sequences]),
             group_ids=np.array([groups.index(name) for name in names]),
+            rollouts=np.arange(len(names)),
             prompt_lens=np.array([int(s[0]) if s.size else 1 for s in sampled]),
             no_eos=np.array([bool(s.get("truncated", False)) for s in self.sequences]),
             episodes=[str(i) for i in range(len(groups))],

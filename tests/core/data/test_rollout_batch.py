@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 
-from core.data.passes import split_minibatches
+from core.data.passes import deal_minibatches, split_minibatches, units_of
 from core.data.rollout_batch import pack_trajectories
 from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
 
@@ -41,6 +43,21 @@ def test_packing_keeps_order_groups_and_ages() -> None:
     packed = batch.to_packed()
     assert packed.select([1]).token_ids.tolist() == [1, 2, 5, 6]
     assert packed.select([2, 0]).fields["rollout_logprobs"].tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
+
+
+def test_branches_of_a_rollout_count_once_in_rewards_and_units() -> None:
+    one, two = trajectory([1], [2], [0], 1.0, "stop"), trajectory([1], [2, 3, 4], [0] * 3, 0.0, "stop")
+    groups = [[replace(one, rollout=7), replace(two, rollout=9), replace(two, rollout=7)], [one, one]]
+    batch = pack_trajectories(groups, episodes=["a", "b"])
+    assert batch.rollouts.tolist() == [0, 1, 0, 2, 3] and batch.has_branches
+    assert batch.of_rollouts(torch.tensor(batch.rewards)).tolist() == [0.5, 0.0, 1.0, 1.0]
+    assert batch.group_ids_of_rollouts.tolist() == [0, 0, 1, 1]
+    assert batch.reward_figures()["reward/mean"] == 0.625
+    assert units_of(batch.group_ids, "sequence", batch.rollouts).tolist() == [0, 1, 0, 2, 3]
+    minibatches = deal_minibatches(units_of(batch.group_ids, "sequence", batch.rollouts), 4, seed=0)
+    assert [0, 2] in minibatches
+    with pytest.raises(ValueError, match="pairs compare single answers"):
+        units_of(np.zeros(4, np.int64), "pair", np.array([0, 1, 1, 2]))
 
 
 def test_rewards_groups_and_lengths_are_reported() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.engine_cases import random_batch
-from mcore_adapter.data.sequences import TOKEN_WEIGHTS, sequence_mean, token_mean, token_sum, weigh_tokens
+from mcore_adapter.data.sequences import ROLLOUTS, TOKEN_WEIGHTS, sequence_mean, token_mean, token_sum, weigh_tokens
 
 
 def batch_with_a_masked_sequence():
@@ -24,6 +24,17 @@ def plain_sequence_weights(batch) -> list[float]:
 def test_a_sequence_mean_weighs_every_trained_token_by_one_over_those_of_its_sequence() -> None:
     batch = batch_with_a_masked_sequence()
     assert sequence_mean(batch).tolist() == pytest.approx(plain_sequence_weights(batch), rel=1e-15)
+
+
+def test_branches_of_a_rollout_weigh_as_one_sequence() -> None:
+    batch = random_batch(num_sequences=5)
+    rollouts = torch.tensor([4, 2, 4, 3, 4])  # the second and the fourth are whole rollouts
+    per_token = rollouts.repeat_interleave(batch.seq_lens)
+    weights = sequence_mean(batch.with_fields(**{ROLLOUTS: per_token}))
+    for rollout in (2, 3, 4):
+        of_rollout = weights[batch.loss_mask & (per_token == rollout)]
+        assert of_rollout.tolist() == pytest.approx([1 / len(of_rollout)] * len(of_rollout), rel=1e-15)
+    assert not weights[~batch.loss_mask].any()
 
 
 def test_a_sequence_without_trained_tokens_leaves_the_count_of_sequences() -> None:

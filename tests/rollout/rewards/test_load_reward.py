@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollout.workflows.trajectories import build_trajectory
 
 from core.data.rollout_batch import pack_trajectories
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward, join_spec, load_reward, split_spec
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, Prompt, Score
-from rollout.workflows.trajectories import build_trajectory
 
 FUNCTIONS = """
 def exact(prompt, text):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout.plugins import PluginError
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
-from rollout.workflows import SingleTurnMathWorkflow, build_trajectory, make_workflow, sample_seed
+from rollout.workflows import SingleTurnMathWorkflow, TrajectoryBuilder, make_workflow, sample_seed
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 
@@ -158,7 +158,7 @@ def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_
 def test_an_aborted_completion_is_an_error_that_names_the_router() -> None:
     completion = Completion(token_ids=np.array([1]), logprobs=np.zeros(1), versions=np.zeros(1), finish_reason="abort")
     with pytest.raises(RuntimeError, match="use a Router"):
-        build_trajectory(make_prompt(), completion, 0.0)
+        TrajectoryBuilder(make_prompt(), number=0).sampled(completion)
 
 
 PLUGINS = """
@@ -192,7 +192,7 @@ class OtherSettings:
         ("plugin_workflows:OtherSettings", "its signature is (tokenizer, temperature)"),
         ("plugin_workflows:Goood", "has no 'Goood'; did you mean 'Good'?"),
         ("plugin_workflowz:Good", "there is no module 'plugin_workflowz'"),
-        ("plugin_workflows", "write it as package.module:Name"),
+        ("plugin_workflows", "use one of endpoint, environment, math, or package.module:Class"),
         ("plugin_workflows:Good()", "write it as package.module:Name"),
     ],
 )

@@ -19,7 +19,7 @@ from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.completions import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
-from rollout.workflows import build_trajectory
+from rollout.workflows import TrajectoryBuilder
 
 SHAPE = dict(
     vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
@@ -73,7 +73,7 @@ def test_a_trajectory_has_experts_for_every_token_unknown_ones_for_the_last() ->
         token_ids=np.arange(2, dtype=np.int32), logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32),
         finish_reason="stop", routed_experts=EXPERTS[:4].astype(np.int16),
     )  # fmt: skip
-    experts = build_trajectory(prompt, completion, 1.0).routed_experts
+    experts = TrajectoryBuilder(prompt, number=0).sampled(completion).build(1.0).routed_experts
     assert experts is not None and experts.shape == (5, 3, 2) and experts.dtype == np.int16
     assert np.array_equal(experts[:4], EXPERTS[:4]) and (experts[4] == -1).all()
 

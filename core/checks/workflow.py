@@ -1,0 +1,54 @@
+"""Which workflow a run has, with its options as their classes read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from core.config.load import bind
+from core.config.parsing.problems import ConfigError, Problem
+from core.config.runtime import WorkflowConfig
+from rollout.plugins import PluginError
+from rollout.workflows import WorkflowChoice, check_workflow
+
+
+def workflow_choice(config: WorkflowConfig) -> WorkflowChoice:
+    """Return the workflow of each task. Raises ConfigError with every problem there is."""
+    problems: list[Problem] = []
+    sections: dict[str, Any] = {}
+    choice = WorkflowChoice(type=config.type, by_task=config.by_task)
+    keys = {spec: f"workflow.by_task.{task}" for task, spec in config.by_task.items()} | {config.type: "workflow.type"}
+    for spec in choice.types:
+        try:
+            sections[spec] = check_workflow(spec)
+        except PluginError as error:
+            problems.append(Problem(key=keys[spec], message=str(error)))
+    if problems:
+        raise ConfigError(problems)
+    classes = {spec: own for spec, own in sections.items() if own is not None}
+    if config.options and not classes:
+        message = f"{', '.join(config.options)}: {config.type} has no options; they are the fields of its class Config"
+        raise ConfigError([Problem(key="workflow.options", message=message)])
+    return WorkflowChoice(
+        type=config.type,
+        by_task=config.by_task,
+        options={spec: _read(own, config, alone=len(classes) == 1) for spec, own in classes.items()},
+    )
+
+
+def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
+    """Return the options of one of the workflows. With several, each reads its own fields."""
+    given = {name: value for name, value in config.options.items() if alone or name in own.model_fields}
+    return bind(own, given, "workflow.options.").model_dump()
+
+
+def check_workflows(config: WorkflowConfig) -> Iterator[Problem]:
+    """Yield what is wrong with workflow.*."""
+    try:
+        choice = workflow_choice(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    known = {name for options in choice.options.values() for name in options}
+    for name in config.options.keys() - known:
+        yield Problem(key=f"workflow.options.{name}", message=f"unknown key; keys are {', '.join(sorted(known))}")

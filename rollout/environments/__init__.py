@@ -1,0 +1,1 @@
+"""Environments: games and tasks that answer the policy, in processes of their own."""

@@ -1,0 +1,110 @@
+"""Between messages and tokens: prompts, what follows an answer, and answers as messages.
+
+Invariant: tokens that were sampled are never made from text. A conversation is rendered once, up to the first answer;
+after it, only new messages are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from rollout.data.chat_template import ToolFormat, Tools
+from rollout.data.encoder import Encoder
+from rollout.data.messages import Messages
+from rollout.data.source import DatasetError
+from rollout.sessions.calls import CallError
+
+_PLACE = "the request"
+
+
+class Bridge:
+    """The chat template of the policy, for conversations that go on."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._tokenizer = encoder.tokenizer
+        self._ends = frozenset(encoder.end_token_ids)
+
+    def prompt(self, messages: Messages, tools: Tools) -> list[int]:
+        """Return the tokens of a conversation up to where the next answer begins. Raises CallError."""
+        try:
+            return self._tokens(self._encoder.render(messages, tools, place=_PLACE))
+        except DatasetError as error:
+            raise CallError(str(error), param="messages") from error
+
+    def following(self, answer: dict[str, Any], sampled: Sequence[int], new: Messages, tools: Tools) -> list[int]:
+        """Return the tokens between an answer, whose last ones are `sampled`, and the next: its end, if it was not
+        sampled, and the messages `new`. Raises CallError."""
+        try:
+            chat, new = self._encoder.conversation(new, tools, place=_PLACE)
+            end, rest = chat.following(answer, new, tools, place=_PLACE)
+        except DatasetError as error:
+            raise CallError(str(error), param="messages") from error
+        if not end:
+            return self._tokens(rest)
+        tokens = self._tokens(end + rest)  # from the end token on: a tokenizer may begin a text with a blank
+        return tokens[1:] if len(sampled) and int(sampled[-1]) in self._ends else tokens
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer, without the token that ended it."""
+        ids = [int(token) for token in token_ids]
+        if ids and ids[-1] in self._ends:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def read(self, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+        """Return (thoughts, text, calls of tools) of an answer. What is not written as the template writes tool calls
+        is text, and so are calls where the client offered no `tools`."""
+        thoughts, closing, said = text.rpartition("</think>")
+        thoughts = thoughts.strip().removeprefix("<think>").strip() if closing else ""
+        form = self._tool_format if tools else None
+        said, calls = (said, []) if form is None else _split_calls(said, form)
+        return thoughts, said.strip(), calls
+
+    def cut(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str | None]:
+        """Return how many tokens there are up to the first of the texts `stop`, its own included, and which it is."""
+        for end in range(1, len(token_ids) + 1):
+            text = self.text(token_ids[:end])
+            if found := next((s for s in stop if s in text), None):
+                return end, found
+        return len(token_ids), None
+
+    @cached_property
+    def _tool_format(self) -> ToolFormat | None:
+        return self._encoder.chat.tool_format() if self._encoder.chat is not None else None
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._encoder.tokenise([text])[0])
+
+
+def _split_calls(text: str, form: ToolFormat) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the text before the first tool call, and the calls; all of the text where one of them is malformed."""
+    before, opening, after = text.partition(form.opening) if form.opening else ("", "", text)
+    if form.opening and not opening:
+        return text, []
+    calls: list[tuple[str, dict[str, Any]]] = []
+    try:
+        for value in _json_values(after):
+            arguments = value[form.arguments]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(arguments, dict) or not isinstance(value[form.name], str):
+                return text, []
+            calls.append((value[form.name], arguments))
+    except (ValueError, KeyError, TypeError):
+        return text, []
+    return (before, calls) if calls else (text, [])
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the JSON objects in a text, those of lists one by one. Raises ValueError for text that begins one and is
+    none."""
+    decoder, at = json.JSONDecoder(), 0
+    while (at := min((i for i in (text.find("{", at), text.find("[", at)) if i >= 0), default=-1)) >= 0:
+        if text[at] == "[" and not text[at + 1 :].lstrip().startswith("{"):  # a mark such as [TOOL_CALLS]
+            at += 1
+            continue
+        value, at = decoder.raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]

@@ -1,0 +1,84 @@
+"""A request to the endpoint and its answer, in the one form that all dialects are read into.
+
+Messages are {role, content, tool_calls?, tool_call_id?}: contents are texts, arguments of tool calls dictionaries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollout.data.messages import Messages
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class CallError(ValueError):
+    """A request that is refused, as each dialect reports it. `status`: of HTTP."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a client asks for."""
+
+    messages: Messages
+    tools: tuple[Any, ...] | None = None
+    """In OpenAI's form, as chat templates read them."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    name: str
+    """The same for requests that are equal in everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the policy wrote."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def json(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the policy answered."""
+
+    id: str
+    """Letters and digits, the same after a restart."""
+    text: str
+    reasoning: str
+    tool_calls: Sequence[ToolCall]
+    finish: Finish
+    stopped_at: str | None
+    """The stop sequence of the client that ended it."""
+    prompt_tokens: int
+    completion_tokens: int
+    logprobs: Sequence[tuple[str, float]]
+    """Text and log-probability of each sampled token."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.tool_calls
+            ]
+        return message
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """Return what identifies a message: clients drop thoughts, order keys anew and strip blanks."""
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, default=str)

@@ -1,0 +1,112 @@
+"""OpenAI chat completions: requests, answers, streams and errors. Source: the OpenAPI description of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollout.sessions.calls import Answer, Call, CallError
+from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
+
+
+def read_call(body: Mapping[str, Any]) -> Call:
+    """Return what a request asks for. Raises CallError."""
+    refuse_unsupported(body)
+    return Call(
+        messages=messages_of(map(_message, read(body, "messages", list))),
+        tools=None if body.get("tool_choice") == "none" else tools_of(body),
+        max_tokens=read(body, "max_completion_tokens", int, None) or read(body, "max_tokens", int, None),
+        stop=stop_of(body.get("stop"), "stop"),
+        name=request_name(body),
+    )
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Raise CallError for what would be ignored, and changes the answer."""
+    for name, allowed, why in (
+        ("n", (None, 1), "ask once for each answer"),
+        ("top_logprobs", (None, 0), "only the sampled tokens have log-probabilities"),
+        ("tool_choice", (None, "auto", "none"), "the policy decides whether it calls a tool"),
+    ):
+        if body.get(name) not in allowed:
+            shown = " or ".join(str(value) for value in allowed if value is not None)
+            raise CallError(f"{name}={body[name]!r} is not supported, only {shown}: {why}.", param=name)
+    form = body.get("response_format")
+    if isinstance(form, Mapping) and form.get("type", "text") != "text":
+        raise CallError(f"response_format={form['type']!r} is not supported, only text.", param="response_format")
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    read_message: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), ("text", "refusal"))}
+    for key in ("tool_calls", "tool_call_id", "name"):
+        if message.get(key):
+            read_message[key] = message[key]
+    return read_message
+
+
+def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+    """Return the answer as a chat.completion."""
+    choice = {
+        "index": 0,
+        "message": _written(answer),
+        "finish_reason": answer.finish,
+        "logprobs": _logprobs(answer) if body.get("logprobs") else None,
+    }
+    return {**_head(answer, body, created, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
+    """Yield (event, data) of the answer as a stream of chat.completion.chunk."""
+    head = _head(answer, body, created, "chat.completion.chunk")
+    written = _written(answer)
+    calls = [{"index": i, **call} for i, call in enumerate(written.pop("tool_calls", []))]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{key: written[key]} for key in ("reasoning_content", "content") if written.get(key)]
+    deltas += [{"tool_calls": [call]} for call in calls]
+    for delta in deltas:
+        logprobs = _logprobs(answer) if body.get("logprobs") and delta is deltas[-1] else None
+        yield None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
+    yield None, {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish, "logprobs": None}]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield None, {**head, "choices": [], "usage": _usage(answer)}
+    yield None, "[DONE]"
+
+
+def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    """Return an error as this dialect reports it."""
+    kind = {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
+    kind = "server_error" if status >= 500 else kind
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _head(answer: Answer, body: Mapping[str, Any], created: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": created, "model": body.get("model", "policy")}
+
+
+def _written(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.tool_calls else "")}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.json}}
+            for call in answer.tool_calls
+        ]
+    return message
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    tokens = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in answer.logprobs
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }

@@ -1,0 +1,143 @@
+"""OpenAI responses: requests, answers, streams and errors. Source: the OpenAPI description of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollout.sessions import openai_chat
+from rollout.sessions.calls import Answer, Call, CallError
+from rollout.sessions.reading import messages_of, read, request_name, text_of, tools_of
+
+error_of = openai_chat.error_of
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def read_call(body: Mapping[str, Any]) -> Call:
+    """Return what a request asks for. Raises CallError."""
+    openai_chat.refuse_unsupported(body)
+    for name in ("previous_response_id", "conversation"):
+        if body.get(name) is not None:
+            raise CallError(f"{name} is not supported: send the whole conversation as input.", param=name)
+    instructions = read(body, "instructions", str, None)
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        messages += _messages(read(body, "input", list))
+    return Call(
+        messages=messages_of(messages),
+        tools=None if body.get("tool_choice") == "none" else tools_of(body),
+        max_tokens=read(body, "max_output_tokens", int, None),
+        name=request_name(body),
+    )
+
+
+def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield messages; the items that one answer consists of, a message and calls of tools, are one."""
+    answer: dict[str, Any] | None = None
+    for item in items:
+        kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+        if kind == "reasoning":
+            continue
+        if kind == "function_call":
+            call = {"id": item.get("call_id"), "type": "function"}
+            call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+            answer = answer or {"role": "assistant", "content": ""}
+            answer.setdefault("tool_calls", []).append(call)
+            continue
+        is_answer = kind == "message" and item.get("role") == "assistant"
+        if answer is not None:
+            yield answer
+            answer = None
+        if is_answer:
+            answer = {"role": "assistant", "content": text_of(item.get("content"), _TEXTS)}
+        elif kind == "message":
+            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+            yield {"role": role, "content": text_of(item.get("content"), _TEXTS)}
+        elif kind == "function_call_output":
+            text = text_of(item.get("output"), _TEXTS)
+            yield {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))}
+        else:
+            raise CallError(f"input of type {kind!r} is not supported.", param="input")
+    if answer is not None:
+        yield answer
+
+
+def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+    """Return the answer as a response."""
+    length = answer.finish == "length"
+    response = _response(answer, body, created, status="incomplete" if length else "completed")
+    response["incomplete_details"] = {"reason": "max_output_tokens"} if length else None
+    response["output"] = _items(answer)
+    response["usage"] = {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+    return response
+
+
+def _response(answer: Answer, body: Mapping[str, Any], created: int, *, status: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}", "object": "response", "created_at": created, "status": status, "error": None,
+        "incomplete_details": None, "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
+        "model": body.get("model", "policy"), "output": [], "parallel_tool_calls": True, "temperature": 1.0,
+        "tool_choice": body.get("tool_choice", "auto"), "tools": body.get("tools") or [], "top_p": 1.0, "usage": None,
+    }  # fmt: skip
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.text or not answer.tool_calls:
+        text = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        items.append(
+            {"id": f"msg_{answer.id}", "type": "message", "status": "completed", "role": "assistant", "content": [text]}
+        )
+    items += [
+        {
+            "id": f"fc_{call.id}", "type": "function_call", "status": "completed", "call_id": call.id,
+            "name": call.name, "arguments": call.json,
+        }
+        for call in answer.tool_calls
+    ]  # fmt: skip
+    return items
+
+
+def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
+    """Yield (event, data) of the answer as a stream."""
+    done = answer_of(answer, body, created=created)
+    begun = _response(answer, body, created, status="in_progress")
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+    ]
+    for index, item in enumerate(done["output"]):
+        at = {"item_id": item["id"], "output_index": index}
+        empty = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": empty})
+        events += _parts(item, at)
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": f"response.{done['status']}", "response": done})
+    for number, event in enumerate(events):
+        yield event["type"], {**event, "sequence_number": number}
+
+
+def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of the content of an item."""
+    if item["type"] == "function_call":
+        arguments = item["arguments"]
+        return [
+            {"type": "response.function_call_arguments.delta", **at, "delta": arguments},
+            {"type": "response.function_call_arguments.done", **at, "arguments": arguments, "name": item["name"]},
+        ]
+    [part] = item["content"]
+    at = {**at, "content_index": 0}
+    return [
+        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
+        {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []},
+        {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []},
+        {"type": "response.content_part.done", **at, "part": part},
+    ]

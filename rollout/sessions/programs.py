@@ -1,0 +1,80 @@
+"""Programs of users: what they are given, and commands as processes that end with the sample."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.types import Prompt
+
+_MAX_OUTPUT_BYTES = 2**20
+_SHOWN_CHARS = 1000
+
+
+class ProgramError(RuntimeError):
+    """A command ended with an exit code other than 0."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a program finds the policy."""
+
+    url: str
+    api_key: str
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """Arguments of openai.AsyncOpenAI."""
+        return {"base_url": f"{self.url}/v1", "api_key": self.api_key}
+
+    @property
+    def anthropic(self) -> dict[str, str]:
+        """Arguments of anthropic.AsyncAnthropic."""
+        return {"base_url": self.url, "api_key": self.api_key}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the clients of both vendors read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """Return what a program gets of a prompt: its text or messages, its task, and the other columns of the row. The
+    solutions are for the reward function."""
+    return {**prompt.meta, "query_id": prompt.query_id, "task": prompt.task, "prompt": prompt.text}
+
+
+async def run_command(command: str, *, input: str, environment: Mapping[str, str]) -> str:
+    """Run a command with the shell and return what it printed. It is killed with its children when the caller is
+    cancelled. Raises ProgramError."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_shell(
+            command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **environment}, start_new_session=True, limit=_MAX_OUTPUT_BYTES,
+        )
+    )  # fmt: skip
+    try:
+        process = await asyncio.shield(starting)
+        output, errors = await process.communicate(input.encode())
+    finally:
+        await _end(await starting)  # also where the caller is cancelled while the process starts
+    if process.returncode:
+        shown = errors.decode(errors="replace").strip()[-_SHOWN_CHARS:]
+        raise ProgramError(f"{command!r} ended with exit code {process.returncode}: {shown}")
+    return output.decode(errors="replace").strip()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # children that outlive the leader keep its group
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

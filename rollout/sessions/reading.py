@@ -1,0 +1,77 @@
+"""What the dialects share in reading requests. Errors are CallError, with the parameter and the rule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollout.data.messages import Messages, read_messages
+from rollout.sessions.calls import CallError
+
+_REQUIRED = object()
+
+
+def read(body: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """Return a parameter of a request, which must have the type `kind`; null is the default."""
+    value = body.get(name)
+    if value is None and default is not _REQUIRED:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        found = "nothing" if value is None else type(value).__name__
+        raise CallError(f"{name} must be of type {kind.__name__}, got {found}.", param=name)
+    return value
+
+
+def messages_of(messages: Iterable[dict[str, Any]]) -> Messages:
+    """Check messages of any dialect that are in the form of chat templates already."""
+    try:
+        found = read_messages(list(messages), "messages")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CallError(f"messages: {error}", param="messages") from error
+    for message in found:
+        if message["role"] not in ("system", "user", "assistant", "tool"):
+            raise CallError(f"messages: there is no role {message['role']!r}.", param="messages")
+    return found
+
+
+def text_of(content: Any, kinds: Sequence[str]) -> str:
+    """Return the text of a content: text, or a list of parts {type, ...} of `kinds`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in kinds:
+            raise CallError(f"content of type {kind!r} is not supported, only text.", param="messages")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def stop_of(value: Any, name: str) -> tuple[str, ...]:
+    """Return texts that end an answer."""
+    found = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) and text for text in found):
+        raise CallError(f"{name} must be a text or a list of texts, got {value!r}.", param=name)
+    return found
+
+
+def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return the tools of a request, {type: function, function: {name, description, parameters}} or flat."""
+    found = []
+    for tool in read(body, "tools", list, []):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise CallError(f"tools: only functions are supported, got {str(tool)[:80]}.", param="tools")
+        function = tool.get("function", {k: v for k, v in tool.items() if k not in ("type", "strict")})
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise CallError(f"tools: a function needs a name, got {str(tool)[:80]}.", param="tools")
+        known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        found.append({"type": "function", "function": known})
+    return tuple(found) or None
+
+
+def request_name(body: Mapping[str, Any]) -> str:
+    """Return the same text for equal requests."""
+    same = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(same.encode(errors="surrogatepass"), digest_size=16).hexdigest()

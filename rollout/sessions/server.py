@@ -1,0 +1,181 @@
+"""The endpoint: HTTP in front of the sessions, in three dialects.
+
+Each session has a token, which clients send as their API key. Invariant: a request is answered from the session of its
+token or refused; the server listens on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from rollout.sessions import anthropic_messages, openai_chat, openai_responses
+from rollout.sessions.calls import CallError
+from rollout.sessions.session import Session
+
+logger = logging.getLogger(__name__)
+
+_DIALECTS: Mapping[str, ModuleType] = {
+    "/v1/chat/completions": openai_chat,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic_messages,
+    "/v1/messages/count_tokens": anthropic_messages,
+}
+_PING_SECONDS = 10.0
+"""Between two comments in a stream that has no answer yet: clients and proxies end silent connections."""
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+class SessionServer:
+    """Serves open sessions until close(). `url` is known after start()."""
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """`port`: 0 is any free one."""
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Listen."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        for path in _DIALECTS:
+            app.router.add_post(path, self._post)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{self._host}:{port}"
+
+    async def close(self) -> None:
+        """End all sessions and stop listening."""
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, token: str, session: Session) -> None:
+        """Answer requests with this token from `session`."""
+        self._sessions[token] = session
+
+    async def end(self, token: str) -> None:
+        """Refuse requests with this token from now on, and cancel those under way."""
+        await self._sessions.pop(token).close()
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        dialect = _DIALECTS[request.path]
+        try:
+            session = self._session_of(request)
+            body = await _body_of(request)
+            call = dialect.read_call(body)
+            if request.path.endswith("/count_tokens"):
+                return web.json_response({"input_tokens": session.count(call.messages, call.tools)})
+        except (CallError, json.JSONDecodeError) as error:
+            return _refusal(dialect, error)
+        asked = session.ask(call, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+        try:
+            respond = self._stream if body.get("stream") else self._respond
+            return await respond(request, dialect, body, asked.answer)
+        except ConnectionError:
+            asked.was_lost = True
+            return web.Response()  # nobody reads it
+        finally:
+            if request.transport is None or request.transport.is_closing():
+                asked.was_lost = True
+
+    async def _respond(
+        self, request: web.Request, dialect: ModuleType, body: Mapping[str, Any], asked: asyncio.Task[Any]
+    ) -> web.StreamResponse:
+        await asyncio.wait([asked])
+        if (error := _error_of(asked)) is not None:
+            return _refusal(dialect, error)
+        response = web.json_response(dialect.answer_of(asked.result(), body, created=int(time.time())))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _stream(
+        self, request: web.Request, dialect: ModuleType, body: Mapping[str, Any], asked: asyncio.Task[Any]
+    ) -> web.StreamResponse:
+        """Write the answer as server-sent events: comments while it is sampled, then all of it. An error before the
+        first comment has its own status, as without a stream."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        while not (await asyncio.wait([asked], timeout=_PING_SECONDS))[0]:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b": waiting\n\n")
+        error = _error_of(asked)
+        if error is not None and not response.prepared:
+            return _refusal(dialect, error)
+        if not response.prepared:
+            await response.prepare(request)
+        if error is not None:
+            refusal = _as_call_error(error)
+            data = dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
+            await response.write(_event("error", data))
+        else:
+            for event, data in dialect.stream_of(asked.result(), body, created=int(time.time())):
+                await response.write(_event(event, data))
+        await response.write_eof()
+        return response
+
+    def _session_of(self, request: web.Request) -> Session:
+        header = request.headers.get("Authorization", "")
+        token = request.headers.get("x-api-key") or header.removeprefix("Bearer ")
+        session = self._sessions.get(token)
+        if session is None:
+            message = "Incorrect API key: it is the token of no open session."
+            raise CallError(message, code="invalid_api_key", status=401)
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        dialect = anthropic_messages if "anthropic-version" in request.headers else openai_chat
+        paths = ", ".join(_DIALECTS)
+        message = f"There is no {request.method} {request.path}; there are POST {paths} and GET /v1/models."
+        return _refusal(dialect, CallError(message, status=404))
+
+
+async def _body_of(request: web.Request) -> dict[str, Any]:
+    body = await request.json()
+    if not isinstance(body, dict):
+        raise CallError("The body must be a JSON object.")
+    return body
+
+
+def _error_of(asked: asyncio.Task[Any]) -> BaseException | None:
+    return asyncio.CancelledError("the session has ended") if asked.cancelled() else asked.exception()
+
+
+def _as_call_error(error: BaseException) -> CallError:
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, json.JSONDecodeError):
+        return CallError(f"The body is no JSON: {error}")
+    logger.warning("the policy could not answer: %r", error)
+    return CallError(f"The policy could not answer: {error}", status=500)
+
+
+def _refusal(dialect: ModuleType, error: BaseException) -> web.Response:
+    refusal = _as_call_error(error)
+    body = dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
+    # What failed here fails again: the clients of both vendors would retry 500.
+    return web.json_response(body, status=refusal.status, headers={"x-should-retry": "false"})
+
+
+def _event(name: str | None, data: Any) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

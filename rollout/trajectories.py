@@ -1,0 +1,154 @@
+"""From what generators sampled to what the trainer trains on: seeds, requests and trajectories of a conversation.
+
+Invariant: seeds are a function of (run seed, epoch, prompt, sample, turn) alone, so a prompt that is issued again after
+a failure or a restart draws the same samples from the same weights. A token is trained if, and only if, a generator
+sampled it, and in one trajectory only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rollout.types import (
+    PROMPT_VERSION,
+    REWARD_PART,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+)
+
+if TYPE_CHECKING:  # a --dry-run reads this file, and needs no numpy
+    import numpy as np
+
+_TURNS = 2**20
+"""Turns of a branch that have seeds of their own."""
+_request_numbers = itertools.count()
+
+
+def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int, turn: int = 0) -> int:
+    """Return a seed in [0, 2**63) for one turn of one sample of one prompt in one epoch."""
+    numbers = (run_seed, epoch, prompt_index, sample, *([turn] if turn else []))
+    key = struct.pack(f"<{len(numbers)}q", *numbers)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+class TrajectoryBuilder:
+    """One sample of a prompt, turn by turn: what the policy sampled, and what a tool, a user or a template added.
+
+    sample = TrajectoryBuilder(prompt, number=0)
+    completion = await generator.generate(sample.request(sampling, seed=seed))
+    sample.sampled(completion).observed(tokenizer.encode(result, add_special_tokens=False))
+    ...
+    return [sample.build(reward)]
+    """
+
+    def __init__(self, prompt: Prompt, *, number: int, start: Iterable[int] | None = None) -> None:
+        """`number`: of the sample in the group of its prompt. Its seeds depend on it, and trajectories with the same
+        number are one rollout. `start`: tokens that it begins with; None: those of the prompt."""
+        self._prompt, self._number = prompt, number
+        self._parts: list[tuple[np.ndarray, Completion | None]] = []
+        self.observed(prompt.token_ids if start is None else start)
+        self._finish_reason: FinishReason = "stop"
+        self._turn = 0
+        self._branches = itertools.count(1)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far: the prompt of the next request."""
+        return [token for tokens, _ in self._parts for token in tokens.tolist()]
+
+    def request(self, sampling: SamplingParams, *, seed: int) -> GenerateRequest:
+        """Return the request for the next turn. `seed`: of the run."""
+        prompt = self._prompt
+        group_id = f"{prompt.query_id}/{prompt.epoch}"
+        return GenerateRequest(
+            request_id=f"{group_id}/{self._number}/{next(_request_numbers)}",
+            group_id=group_id,
+            prompt_ids=self.token_ids,
+            sampling=sampling,
+            seed=sample_seed(seed, prompt.epoch, prompt.index, self._number, self._turn),
+        )
+
+    def sampled(self, completion: Completion) -> TrajectoryBuilder:
+        """Append what the policy answered to token_ids; it is trained. Raises RuntimeError on an aborted completion."""
+        if completion.finish_reason == "abort":
+            raise RuntimeError(
+                f"{self._prompt.query_id}: the generator returned an aborted completion; "
+                "use a Router, which continues aborted requests"
+            )
+        self._parts.append((completion.token_ids, completion))
+        self._finish_reason = completion.finish_reason
+        self._turn += 1
+        return self
+
+    def observed(self, token_ids: Iterable[int]) -> TrajectoryBuilder:
+        """Append tokens that the policy did not sample: they are context, and are not trained."""
+        import numpy as np
+
+        self._parts.append((np.fromiter(token_ids, np.int32), None))
+        return self
+
+    def fork(self) -> TrajectoryBuilder:
+        """Return a branch of this rollout, to which all tokens so far are context: this builder trains them. Fork in
+        the same order in every attempt: the seeds of a branch depend on its number."""
+        branch = TrajectoryBuilder(self._prompt, number=self._number)
+        branch._parts = [(tokens, None) for tokens, _ in self._parts]
+        branch._branches = self._branches
+        branch._turn = next(self._branches) * _TURNS
+        return branch
+
+    def build(self, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:
+        """Return the tokens as a trajectory. `metrics`: reported as workflow/{name}/mean, min and max; parts of a Score
+        are among them."""
+        import numpy as np
+
+        parts = self._parts
+        total = sum(len(tokens) for tokens, _ in parts)
+        token_ids = np.concatenate([tokens for tokens, _ in parts], dtype=np.int32, casting="same_kind")
+        loss_mask = np.zeros(total, dtype=np.bool_)
+        logprobs = np.zeros(total, dtype=np.float32)
+        versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
+        experts: np.ndarray | None = None
+        end = 0
+        for tokens, completion in parts:
+            start, end = end, end + len(tokens)
+            if completion is None:
+                continue
+            loss_mask[start:end] = True
+            logprobs[start:end] = completion.logprobs
+            versions[start:end] = completion.versions
+            experts = _join_experts(experts, completion.routed_experts, total)
+        return Trajectory(
+            query_id=self._prompt.query_id,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            rollout_logprobs=logprobs,
+            versions=versions,
+            reward=reward,
+            finish_reason=self._finish_reason,
+            metrics={f"{REWARD_PART}{name}": value for name, value in getattr(reward, "parts", {}).items()}
+            | dict(metrics or {}),
+            routed_experts=experts,
+            rollout=self._number,
+        )
+
+
+def _join_experts(known: np.ndarray | None, reported: np.ndarray | None, total: int) -> np.ndarray | None:
+    """Return the experts of `total` tokens, [total, layers, k], -1 where they are not known: those of the forward pass
+    that sampled a token, which the first report of it has."""
+    import numpy as np
+
+    if reported is None:
+        return known
+    if known is None:
+        known = np.full((total, *reported.shape[1:]), -1, reported.dtype)
+    rows = known[: len(reported)]
+    rows[:] = np.where(rows < 0, reported, rows)
+    return known

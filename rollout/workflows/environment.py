@@ -1,0 +1,102 @@
+"""The workflow of environments: the policy and a game or task answer each other until it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic import field_validator
+
+from config_schema.section import Section, key
+from rollout.data.encoder import Encoder
+from rollout.environments.pool import EnvironmentPool
+from rollout.environments.protocol import ADAPTERS
+from rollout.plugins import find_plugin
+from rollout.rewards.pool import RewardPool
+from rollout.sessions.bridge import Bridge
+from rollout.trajectories import TrajectoryBuilder, sample_seed
+from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+
+
+class EnvironmentWorkflow:
+    """Runs an environment for each sample of a prompt. Its reward is the sum of the rewards of its steps.
+
+    With a chat template, observations are the user's turns. Without one, they follow the prompt as they are."""
+
+    class Config(Section):
+        """What workflow.options may contain."""
+
+        environment: str = key(description="package.module:Class, or textarena:ID, reasoning_gym:NAME, gymnasium:ID")
+        max_turns: int = key(10, ge=1, description="Answers of the policy")
+        num_workers: int = key(2, ge=1, description="Processes that hold the environments")
+        setup_seconds: float = key(60.0, gt=0, description="Time limit of reset()")
+        step_seconds: float = key(10.0, gt=0, description="Time limit of step()")
+        context_tokens: int = key(4096, ge=1, description="Tokens of a conversation")
+
+        @field_validator("environment")
+        @classmethod
+        def _check_environment(cls, environment: str) -> str:
+            if environment.partition(":")[0] not in ADAPTERS:
+                find_plugin(environment, kind="environment")
+            return environment
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        reward_pool: RewardPool,
+        sampling: SamplingParams,
+        group_size: int,
+        seed: int,
+        options: Config,
+        encoder: Encoder | None = None,
+    ) -> None:
+        self._encoder = encoder or Encoder(tokenizer)
+        self._bridge = Bridge(self._encoder)
+        self._sampling, self._group_size, self._seed, self._options = sampling, group_size, seed, options
+        self._pool = EnvironmentPool(
+            options.environment, num_workers=options.num_workers, setup_seconds=options.setup_seconds,
+            step_seconds=options.step_seconds,
+        )  # fmt: skip
+
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
+        """Return one trajectory for each sample. Samples of a prompt have the same environment. Raises
+        EnvironmentFailure."""
+        samples = [asyncio.ensure_future(self._sample(prompt, generator, i)) for i in range(self._group_size)]
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            for sample in samples:
+                sample.cancel()
+
+    async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> Trajectory:
+        row = {**prompt.meta, "prompt": prompt.text, "task": prompt.task, "solutions": prompt.solutions}
+        async with self._pool.open() as environment:
+            observation = await environment.reset(row, sample_seed(self._seed, prompt.epoch, prompt.index, 0))
+            sample = TrajectoryBuilder(prompt, number=number, start=self._opening(prompt, observation))
+            reward, num_turns, done = 0.0, 0, False
+            while not done:
+                completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
+                sample.sampled(completion)
+                num_turns += 1
+                text = self._bridge.text(completion.token_ids.tolist())
+                observation, step_reward, done = await environment.step(self._bridge.read(text, tools=False)[1])
+                reward += step_reward
+                if done or num_turns == self._options.max_turns:
+                    break
+                added = self._following(text, completion.token_ids.tolist(), observation)
+                if len(sample.token_ids) + len(added) >= self._options.context_tokens:
+                    break
+                sample.observed(added)
+        return sample.build(reward, {"num_turns": float(num_turns), "finished": float(done)})
+
+    def _opening(self, prompt: Prompt, observation: str) -> list[int]:
+        if self._encoder.chat is not None:
+            return self._bridge.prompt(({"role": "user", "content": observation},), None)
+        return [*prompt.token_ids.tolist(), *self._encoder.tokenise([observation])[0]]
+
+    def _following(self, answer: str, sampled: list[int], observation: str) -> list[int]:
+        if self._encoder.chat is not None:
+            new = ({"role": "user", "content": observation},)
+            return self._bridge.following({"role": "assistant", "content": answer}, sampled, new, None)
+        return list(self._encoder.tokenise([observation])[0])

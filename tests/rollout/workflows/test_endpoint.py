@@ -1,0 +1,202 @@
+"""workflow.type=endpoint runs a program of the user for each sample and trains on what it asked the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from rollout.sessions.programs import ProgramError
+from rollout.types import Prompt, SamplingParams
+from rollout.workflows import WorkflowChoice, make_workflow
+
+TOKENIZER = chat_tokenizer()
+PROMPT = Prompt(
+    query_id="q", index=1, task="t", text="1+1?", token_ids=np.array([5], np.int32), solutions=("2",), meta={"level": 3}
+)
+CLIENT = """
+import asyncio, json, os, sys, urllib.request
+
+def ask(url, key, text):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+async def agent(row, endpoint):
+    arguments = endpoint.openai
+    return await asyncio.to_thread(ask, arguments["base_url"], arguments["api_key"], row["prompt"])
+
+async def rates_itself(row, endpoint):
+    await agent(row, endpoint)
+    return row["level"] / 4
+
+async def asks_nothing(row, endpoint):
+    return 1.0
+
+async def wrong(row, endpoint):
+    await agent(row, endpoint)
+    return {"score": 1}
+
+def not_async(row, endpoint):
+    return 1.0
+
+if __name__ == "__main__":
+    row = json.load(sys.stdin)
+    assert "solutions" not in row
+    print("It is", ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row["prompt"]))
+"""
+
+
+class Pool:
+    """A reward pool without processes: the length of each text."""
+
+    async def score_many(self, prompt: Prompt, texts: list[str]) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+
+def workflow(group_size: int = 2, **options: Any) -> Any:
+    choice = WorkflowChoice(type="endpoint", options={"endpoint": options})
+    return make_workflow(
+        choice, tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=200),
+        group_size=group_size, seed=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_agent.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "own_agent.py"
+
+
+def test_a_coroutine_and_a_command_are_run_for_each_sample_and_scored(client: Path) -> None:
+    for options, reward in (
+        ({"program": "own_agent:agent"}, 1.0),
+        ({"program": "own_agent:rates_itself"}, 0.75),
+        ({"command": f"{sys.executable} {client}"}, 7.0),
+    ):
+        generator = Scripted(TOKENIZER, lambda _: "2<|im_end|>")
+        group = asyncio.run(workflow(**options).run(PROMPT, generator))
+        assert [(t.reward, t.rollout, t.metrics) for t in group] == [(reward, i, {"num_turns": 1.0}) for i in range(2)]
+        assert len({r.seed for r in generator.requests}) == 2
+        assert all(TOKENIZER.decode(t.token_ids[t.loss_mask]) == "2<|im_end|>" for t in group)
+
+
+def test_errors_of_programs_and_of_the_policy_are_errors_of_the_workflow() -> None:
+    def fails(**options: Any) -> Any:
+        return asyncio.run(workflow(1, **options).run(PROMPT, Scripted(TOKENIZER, lambda _: "2<|im_end|>")))
+
+    with pytest.raises(ValueError, match="q: the program ended without a request to the policy"):
+        fails(program="own_agent:asks_nothing")
+    with pytest.raises(TypeError, match="q: a program returns a number, a text or None, not dict"):
+        fails(program="own_agent:wrong")
+    with pytest.raises(ProgramError, match=r"ended with exit code 3: no such thing"):
+        fails(command="echo no such thing >&2; exit 3")
+    lost = Scripted(TOKENIZER, lambda _: ConnectionError("the generator is gone"))
+    with pytest.raises(ConnectionError, match="the generator is gone"):
+        asyncio.run(workflow(1, program="own_agent:agent").run(PROMPT, lost))
+
+
+def test_a_cancelled_sample_takes_its_command_with_all_children(tmp_path: Path) -> None:
+    async def main() -> None:
+        pid_file = tmp_path / "pid"
+        command = f"sleep 600 & echo $! > {pid_file}; wait"
+        run = asyncio.ensure_future(workflow(1, command=command).run(PROMPT, Scripted(TOKENIZER, lambda _: "")))
+        while not (pid_file.exists() and pid_file.read_text().strip()):
+            await asyncio.sleep(0.02)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        for _ in range(500):
+            if not is_running(int(pid_file.read_text())):
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the child of the command still runs")
+
+    asyncio.run(main())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({}, ValueError, "needs a program or a command"),
+        ({"program": "own_agent:agent", "command": "true"}, ValueError, "needs a program or a command, and not both"),
+        ({"program": "own_agent:not_async"}, ValueError, "must be `async def not_async(row, endpoint)`"),
+        ({"program": "own_agent:nothing"}, ValueError, "has no 'nothing'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as raised:
+        workflow(**options)
+    assert said in str(raised.value)
+
+
+def test_the_unmodified_clients_of_both_vendors_talk_to_the_policy() -> None:
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    tool = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+
+    async def agent(row: dict[str, Any], endpoint: Any) -> float:
+        async with openai.AsyncOpenAI(**endpoint.openai) as client:
+            function = {"name": "add", "description": "d", "parameters": tool}
+            ask = client.chat.completions.create
+            messages: list[Any] = [{"role": "user", "content": "1?"}]
+            first = (
+                await ask(model="m", messages=messages, tools=[{"type": "function", "function": function}])
+            ).choices[0]
+            assert json.loads(first.message.tool_calls[0].function.arguments) == {"a": 1}
+            messages += [
+                first.message,
+                {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "2"},
+            ]
+            stream = await ask(
+                model="m", messages=messages, tools=[{"type": "function", "function": function}], stream=True
+            )
+            assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "two"
+            with pytest.raises(openai.BadRequestError, match="n=2 is not supported"):
+                await ask(model="m", messages=messages, n=2)
+            flat = {"type": "function", "name": "add", "description": "d", "parameters": tool, "strict": False}
+            response = await client.responses.create(model="m", input="2?", tools=[flat])
+            assert response.output[-1].type == "function_call"
+            async with client.responses.stream(model="m", input=[{"role": "user", "content": "no tools"}]) as events:
+                final = [e async for e in events][-1]
+            assert final.response.output_text.startswith("<tool_call>")
+        async with anthropic.AsyncAnthropic(**endpoint.anthropic) as client:
+            tools = [{"name": "add", "description": "d", "input_schema": tool}]
+            turns: list[Any] = [{"role": "user", "content": "3?"}]
+            message = await client.messages.create(model="m", max_tokens=99, messages=turns, tools=tools)
+            assert message.stop_reason == "tool_use" and message.content[0].input == {"a": 1}
+            result = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "2"}
+            turns += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+            async with client.messages.stream(model="m", max_tokens=99, messages=turns, tools=tools) as stream:
+                assert await stream.get_final_text() == "two"
+            counted = await client.messages.count_tokens(model="m", messages=turns, tools=tools)
+            assert counted.input_tokens > 50
+            with pytest.raises(anthropic.BadRequestError, match="is not supported"):
+                await client.messages.create(
+                    model="m", max_tokens=9, messages=turns, tools=tools, tool_choice={"type": "any"}
+                )
+        return 1.0
+
+    answers = {False: call, True: "two<|im_end|>"}
+    generator = Scripted(TOKENIZER, lambda text: answers["<tool_response>" in text])
+    made = workflow(1, program="own_agent:agent")
+    made._program = agent
+    group = asyncio.run(made.run(PROMPT, generator))
+    assert len(group) == 4 and sum(int(t.loss_mask.sum()) for t in group) == sum(
+        len(TOKENIZER.encode(answers["<tool_response>" in TOKENIZER.decode(r.prompt_ids)])) for r in generator.requests
+    )

@@ -1,0 +1,159 @@
+"""Environments run in processes with time limits; the policy and they answer each other until an episode is over."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
+from rollout.environments.protocol import make_environment
+from rollout.plugins import PluginError
+from rollout.types import Prompt, SamplingParams
+from rollout.workflows import WorkflowChoice, make_workflow
+
+TOKENIZER = chat_tokenizer()
+PROMPT = Prompt(query_id="q", index=1, task="t", text="7", token_ids=np.array([5], np.int32), solutions=("2",))
+MODULE = """
+import os, time
+
+class Guess:
+    "The number of the row is to be guessed."
+    def reset(self, row, seed):
+        self.number, self.seed = int(row["prompt"]), seed
+        return "Guess."
+    def step(self, action):
+        if action == "hang":
+            time.sleep(600)
+        if action == "exit":
+            os._exit(3)
+        if action == "raise":
+            raise KeyError("no such move")
+        guess = int(action)
+        return ("low" if guess < self.number else "high"), float(guess == self.number), guess == self.number
+    def close(self):
+        pass
+
+class NoStep:
+    def reset(self, row, seed):
+        return ""
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_games.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def pool(num_workers: int = 1, step_seconds: float = 60.0) -> EnvironmentPool:
+    return EnvironmentPool("own_games:Guess", num_workers=num_workers, setup_seconds=60.0, step_seconds=step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("action", "step_seconds", "said"),
+    [
+        ("hang", 1.0, "environment own_games:Guess: step() took more than 1 s; its process is replaced"),
+        ("exit", 60.0, "environment own_games:Guess: its process ended in step(), exit code 3; it is replaced"),
+    ],
+)
+def test_an_environment_that_hangs_or_exits_is_named_and_its_worker_replaced(
+    action: str, step_seconds: float, said: str
+) -> None:
+    async def main() -> None:
+        games = pool(step_seconds=step_seconds)
+        try:
+            async with games.open() as game, games.open() as neighbour:
+                assert await game.reset({"prompt": "7"}, 1) == await neighbour.reset({"prompt": "7"}, 1) == "Guess."
+                with pytest.raises(EnvironmentFailure, match=re.escape(said)):
+                    await game.step(action)
+                with pytest.raises(EnvironmentFailure, match="lost, as another one ended or blocked its worker"):
+                    await neighbour.step("7")
+            async with games.open() as game:
+                await game.reset({"prompt": "7"}, 1)
+                assert await game.step("7") == ("high", 1.0, True)
+        finally:
+            games.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_disturbs_no_other() -> None:
+    async def main() -> None:
+        games = pool()
+        try:
+            async with games.open() as game, games.open() as neighbour:
+                await game.reset({"prompt": "7"}, 1)
+                await neighbour.reset({"prompt": "9"}, 1)
+                with pytest.raises(EnvironmentFailure, match="no such move"):
+                    await game.step("raise")
+                caller = asyncio.ensure_future(game.step("3"))
+                await asyncio.sleep(0)
+                caller.cancel()
+                assert await neighbour.step("9") == ("high", 1.0, True)
+                assert await game.step("7") == ("high", 1.0, True)
+        finally:
+            games.close()
+
+    asyncio.run(main())
+
+
+def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None:
+    guesses = iter(["3<|im_end|>", "<think>\nhigher\n</think>\n\n9<|im_end|>", "7<|im_end|>"] * 2)
+    choice = WorkflowChoice(type="environment", options={"environment": {"environment": "own_games:Guess"}})
+    workflow: Any = make_workflow(
+        choice, tokenizer=TOKENIZER, reward_pool=None, sampling=SamplingParams(max_new_tokens=50), group_size=1, seed=1
+    )
+    generator = Scripted(TOKENIZER, lambda _: next(guesses))
+
+    async def main() -> list[Any]:
+        try:
+            return await workflow.run(PROMPT, generator)
+        finally:
+            workflow._pool.close()
+
+    [t] = asyncio.run(main())
+    assert (t.reward, t.metrics) == (1.0, {"num_turns": 3.0, "finished": 1.0})
+    assert TOKENIZER.decode(t.token_ids) == (
+        "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nlow<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhigher\n</think>\n\n9<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n"
+        "<|im_start|>assistant\n7<|im_end|>"
+    )
+    assert TOKENIZER.decode(t.token_ids[t.loss_mask]) == (
+        "3<|im_end|><think>\nhigher\n</think>\n\n9<|im_end|>7<|im_end|>"
+    )
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(PluginError, match="environment own_games:NoStep: has no method step"):
+        make_environment("own_games:NoStep")
+    with pytest.raises(PluginError, match="there is no module 'no_games'"):
+        make_environment("no_games:Guess")
+    with pytest.raises(PluginError, match="environment textarena:NoSuchGame"):
+        make_environment("textarena:NoSuchGame")
+
+
+@pytest.mark.parametrize("spec", ["textarena:FrozenLake-v0", "reasoning_gym:chain_sum", "gymnasium:FrozenLake-v1"])
+def test_libraries_are_environments_whose_episodes_follow_from_the_seed(spec: str) -> None:
+    pytest.importorskip(spec.partition(":")[0])
+
+    def play(seed: int) -> list[Any]:
+        game = make_environment(spec)
+        seen: list[Any] = [game.reset({}, seed)]
+        for action in ("[down] 1", "[right] 2", "0"):
+            seen.append(game.step(action))
+            if seen[-1][2]:
+                break
+        game.close()
+        return seen
+
+    assert play(3) == play(3)
+    assert all(isinstance(s[0], str) and isinstance(s[1], float) for s in play(3)[1:])
