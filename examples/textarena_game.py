@@ -1,6 +1,6 @@
 """Train on a game: a model with random weights learns to find a number that the environment compares with its guesses.
 
-    python examples/textarena_game.py            # CPU, about a minute
+    python examples/textarena_game.py            # CPU, a few minutes
 
 An environment is a class with reset, step and close; it runs in worker processes with time limits. Games of textarena
 need no class: workflow.options.environment=textarena:FrozenLake-v0, with a model that reads English.
@@ -34,7 +34,7 @@ class FirstDigit:
 
 
 def main() -> None:
-    """Train for 25 steps and print the mean reward of the first and the last ones."""
+    """Train for 60 steps and print the mean reward of the first and the last ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/textarena_game"), help="folder to write to")
     output = parser.parse_args().output.absolute()
@@ -42,7 +42,7 @@ def main() -> None:
     config = {
         "experiment_name": "game",
         "trial_name": "first-digit",
-        "exp_ctrl": {"total_train_epochs": 1, "total_train_steps": 25},
+        "exp_ctrl": {"total_train_epochs": 1, "total_train_steps": 60},
         "actor": {"path": str(files.model), "optimizer": {"lr": 2e-3}},
         "dataset": {"path": str(files.train), "max_prompt_len": 8, "train_bs_n_seqs": 16},
         "group_size": 8,

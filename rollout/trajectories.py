@@ -109,15 +109,15 @@ class TrajectoryBuilder:
         are among them."""
         import numpy as np
 
-        parts = self._parts
-        total = sum(len(tokens) for tokens, _ in parts)
-        token_ids = np.concatenate([tokens for tokens, _ in parts], dtype=np.int32, casting="same_kind")
+        parts = {f"{REWARD_PART}{name}": value for name, value in getattr(reward, "parts", {}).items()}
+        total = sum(len(tokens) for tokens, _ in self._parts)
+        token_ids = np.concatenate([tokens for tokens, _ in self._parts], dtype=np.int32, casting="same_kind")
         loss_mask = np.zeros(total, dtype=np.bool_)
         logprobs = np.zeros(total, dtype=np.float32)
         versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
         experts: np.ndarray | None = None
         end = 0
-        for tokens, completion in parts:
+        for tokens, completion in self._parts:
             start, end = end, end + len(tokens)
             if completion is None:
                 continue
@@ -133,8 +133,7 @@ class TrajectoryBuilder:
             versions=versions,
             reward=reward,
             finish_reason=self._finish_reason,
-            metrics={f"{REWARD_PART}{name}": value for name, value in getattr(reward, "parts", {}).items()}
-            | dict(metrics or {}),
+            metrics={**parts, **(metrics or {})},
             routed_experts=experts,
             rollout=self._number,
         )

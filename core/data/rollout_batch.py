@@ -73,10 +73,10 @@ class RolloutBatch:
         )
 
     def reward_figures(self, right_at: float | None = None) -> dict[str, float]:
-        """Return mean, std, min and max of the rewards of rollouts as the reward function gave them; the share of groups
-        that are equal (all rewards the same, so that advantages within the group are 0), and with `right_at`, the
-        reward of a right answer, the shares of right answers and of groups that are solved (all right) and unsolved
-        (none is); mean and max of the sampled tokens of a completion."""
+        """Return mean, std, min and max of the rewards of rollouts as the reward function gave them; the share of
+        groups that are equal (all rewards the same, so that advantages within the group are 0), and with `right_at`,
+        the reward of a right answer, the shares of right answers and of groups that are solved (all right) and
+        unsolved (none is); mean and max of the sampled tokens of a completion."""
         rewards = self.of_rollouts(torch.from_numpy(self.rewards)).numpy()
         starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids_of_rollouts) != 0])
         lowest = np.minimum.reduceat(rewards, starts)

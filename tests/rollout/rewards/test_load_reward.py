@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout.workflows.trajectories import build_trajectory
 
 from core.data.rollout_batch import pack_trajectories
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward, join_spec, load_reward, split_spec
 from rollout.rewards.pool import RewardPool
+from rollout.trajectories import TrajectoryBuilder
 from rollout.types import Completion, Prompt, Score
 
 FUNCTIONS = """
@@ -123,6 +123,8 @@ def test_parts_reach_the_metrics_of_a_step() -> None:
         token_ids=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
         finish_reason="stop",
     )  # fmt: skip
-    group = [build_trajectory(prompt(), completion, reward) for reward in rewards]
+    group = [
+        TrajectoryBuilder(prompt(), number=i).sampled(completion).build(reward) for i, reward in enumerate(rewards)
+    ]
     figures = pack_trajectories([group], episodes=["s/q/0"]).workflow_figures()
     assert (figures["reward/exact/mean"], figures["reward/short/min"], figures["reward/chars/max"]) == (0.5, 0.5, 2.0)
