@@ -185,7 +185,7 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     console.print(verdict(scene, plan))
     for change in advice(scene, plan):
         fits = "fits" if change.plan.peak.total <= plan.limit else "does not fit"
-        console.print(f"  {change.keys}: peak {change.peak_gib:.1f} GiB, {fits}")
+        console.print(f"  {change.keys}: needs {change.peak_gib:.1f} GiB, {fits}")
 
 
 def memory_table(plan: MemoryPlan, title: str) -> Table:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -147,25 +148,35 @@ def plan(scene: Any) -> Iterator[Figure]:
 
 
 def measured(cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[dict[str, float]]]]:
-    """Yield each case that this host has the GPUs for, with what was measured on the stages of its pipeline."""
+    """Yield each case that this host has the GPUs for, with what was measured on the stages of its pipeline. Each has
+    processes of its own, as memory begins at zero there; those of the next case import torch meanwhile."""
     from torch.multiprocessing import get_context
 
     from rollout.inference.gpus import query_gpus
 
-    num_gpus = len(query_gpus())
-    for case in cases:
+    num_gpus, context = len(query_gpus()), get_context("spawn")
+    chosen = [case for case in cases if not 0 < num_gpus < case.layout.world_size]
+    if left_out := [str(case) for case in cases if case not in chosen]:
+        print(f"left out for want of GPUs: {', '.join(left_out)}", flush=True)
+    ahead = None
+    for number, case in enumerate(chosen):
         world = case.layout.world_size
-        if 0 < num_gpus < world:
-            print(f"{case} is left out: it needs {world} GPUs, and this host has {num_gpus}", flush=True)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
+        pool = ahead or context.Pool(world, initializer=_import_all)
+        following = chosen[number + 1 : number + 2]
+        ahead = context.Pool(following[0].layout.world_size, initializer=_import_all) if following else None
+        with pool, tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODELS[case.model]))
-            with get_context("spawn").Pool(world) as pool:  # processes of their own: memory begins at zero
-                arguments = [(case, rank, folder, bool(num_gpus)) for rank in range(world)]
-                rows = pool.starmap(_measure, arguments, chunksize=1)
+            arguments = [(case, rank, folder, bool(num_gpus)) for rank in range(world)]
+            rows = pool.starmap(_measure, arguments, chunksize=1)
         per_stage = world // case.layout.pp
         stages = [rows[i * per_stage : (i + 1) * per_stage] for i in range(case.layout.pp)]
         yield case, [{key: max(row[key] for row in stage) for key in stage[0]} for stage in stages]
+
+
+def _import_all() -> None:
+    """Import what a rank needs, which takes longer than most measurements."""
+    import_module("mcore_adapter.engine")
+    import_module("tools.bench.gpu.trainer")
 
 
 def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, float]:
