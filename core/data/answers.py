@@ -9,7 +9,8 @@ from typing import Any
 
 from core.data.epochs import EpochBatches, pack_sequences
 from mcore_adapter.data.batch import PackedBatch
-from rollout.data.encoder import Encoder, MaskedSequence, encode_examples, first_row
+from rollout.data.encoder import Encoder
+from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.rows import DatasetError, checksum_of, read_examples
 from rollout.data.source import DataSource, NoneLeftError, as_source

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mcore_adapter.data.batch import PackedBatch
-from rollout.data.encoder import MaskedSequence
+from rollout.data.examples import MaskedSequence
 from rollout.data.prompts import check_same_stream
 
 Item = TypeVar("Item")

@@ -17,7 +17,8 @@ import torch
 
 from core.data.epochs import EpochBatches, pack_sequences
 from mcore_adapter.data.batch import PAIR, PackedBatch
-from rollout.data.encoder import Encoder, MaskedSequence, encode_examples, first_row
+from rollout.data.encoder import Encoder
+from rollout.data.examples import MaskedSequence, encode_examples, first_row
 from rollout.data.left_out import evenly_spaced, level_of, sample_text
 from rollout.data.rows import Preference, PreferenceFields, checksum_of, read_preferences
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source

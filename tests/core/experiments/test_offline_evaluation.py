@@ -25,7 +25,7 @@ from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from mcore_adapter.data.planner import Planner
-from rollout.data.encoder import MaskedSequence
+from rollout.data.examples import MaskedSequence
 from rollout.experience import Schedule
 
 NATS = {"default": -0.1, "ref": -0.05}
