@@ -95,7 +95,7 @@ class Trial:
         """Write the configuration; return what follows `python` on the command line."""
         path = self.folder / f"{self.name}.yaml"
         path.write_text(yaml.safe_dump(_config(self)))
-        return ["-m", "core.quickstart", self.experiment, "--config", str(path)]
+        return ["-m", "core.quickstart", self.experiment, "--config", str(path), "monitor.style=areal"]
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}

@@ -49,6 +49,7 @@ def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Map
     25 steps to the terminal. Raises DemoError if it fails."""
     config = Path(__file__).with_name(f"demo-{experiment.removesuffix('-math')}.yaml")
     command = [sys.executable, "-P", "-m", "core.quickstart", experiment, "--config", str(config), *overrides]
+    command.append("monitor.style=areal")  # show_progress() reads these lines
     print(f"$ python -m core.quickstart {experiment} --config {config} {' '.join(overrides)}")
     lines: list[str] = []
     log.parent.mkdir(parents=True, exist_ok=True)

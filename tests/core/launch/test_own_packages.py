@@ -27,6 +27,7 @@ def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any,
         "trial_name": "trial",
         "external_configs": {"cluster_config": {"fileroot": str(tmp_path / "root")}},
         "launch": {"threads_per_process": 1},
+        "monitor": {"style": "areal"},
         "recover_mode": "disabled",
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
