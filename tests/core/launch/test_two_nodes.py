@@ -135,7 +135,15 @@ def test_a_run_over_two_nodes_survives_the_loss_of_one(nodes: Nodes, assets: Any
     nodes.start_ray(0)
     nodes.start_ray(1)
     output = tmp_path / "output.log"
-    words = [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(tmp_path / "config.yaml")]
+    words = [
+        sys.executable,
+        "-m",
+        "core.quickstart",
+        "ppo-math",
+        "--config",
+        str(tmp_path / "config.yaml"),
+        "monitor.style=areal",
+    ]
     servers = nodes.command(0, *words, "--preflight", "allocation_mode=sglang.d2m1p1+d2m1p1")
     refused = subprocess.run(**servers, capture_output=True, text=True)
     assert refused.returncode == 2

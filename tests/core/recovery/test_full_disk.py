@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 IN_A_SMALL_FILE_SYSTEM = """
 mount -t tmpfs -o size=1300k none "$1"
-"$2" -m core.quickstart ppo-math --config "$3"
+"$2" -m core.quickstart ppo-math --config "$3" monitor.style=areal
 echo "exit code $?"
 find "$1/recover" -name '*globalstep*' -printf 'left %f\\n'
 umount -l "$1"
