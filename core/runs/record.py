@@ -3,7 +3,7 @@
     {logs}/config.yaml      every key with its value; `--config` reads it. config.1.yaml, config.2.yaml: those of
                             earlier starts that differed, the oldest first
     {logs}/starts.jsonl     one row for each start of the trial: time, command line, folder, host, versions
-    {logs}/complete.json    after the end of training: the length of the run, and its models
+    {logs}/complete.json    after the end of training: the length of the run, its models and its last recover checkpoint
 
 Callers pass configuration and command line with their secrets masked.
 """
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from core.runs.checkpoints import is_checkpoint, recover_checkpoints
 from core.runs.own import signed
 from core.runs.paths import RunPaths
 
@@ -80,15 +81,22 @@ def write_complete(paths: RunPaths, end: Mapping[str, int | None]) -> None:
     newest = newest_model(paths)
     models = [] if newest is None else [str(m) for m in paths.checkpoints.glob(f"*/{newest.name}")]
     with suppress(OSError):
-        (paths.logs / COMPLETE).write_text(json.dumps({"end": end, "models": models}), encoding="utf-8")
+        record = {"end": end, "models": models, "checkpoint": _newest_checkpoint(paths)}
+        (paths.logs / COMPLETE).write_text(json.dumps(record), encoding="utf-8")
 
 
 def is_complete(paths: RunPaths, end: Mapping[str, int | None]) -> bool:
-    """Return whether the trial has come to this `end` already, and has its models still."""
+    """Return whether the trial has come to this `end` already, and still has its models and the recover checkpoint of
+    that step: from an earlier one, the run continues."""
     found = _read(paths.logs / COMPLETE)
-    if found is None or found.get("end") != end:
+    if found is None or found.get("end") != end or found.get("checkpoint") != _newest_checkpoint(paths):
         return False
     return all(Path(model, "config.json").is_file() for model in found["models"])
+
+
+def _newest_checkpoint(paths: RunPaths) -> str | None:
+    names = [folder.name for folder in recover_checkpoints(paths.recover) if is_checkpoint(folder)]
+    return names[-1] if names else None
 
 
 def how_to_continue(config: CommonExperimentConfig, paths: RunPaths, command: Sequence[str]) -> str:

@@ -20,7 +20,14 @@ from core.monitoring.screen import Screen
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.own import is_own
 from core.runs.paths import RunPaths
-from core.runs.record import changes_since, command_line, how_to_continue, write_record
+from core.runs.record import (
+    changes_since,
+    command_line,
+    how_to_continue,
+    is_complete,
+    write_complete,
+    write_record,
+)
 from helpers.config_inputs import write_run
 
 ROOT = Path(__file__).parents[3]
@@ -174,6 +181,19 @@ def test_complete_names_the_folder_of_the_newest_model(
     attempt(config, paths, monkeypatch, None)
     newest = paths.checkpoints / "actor" / "epoch1epochstep10globalstep10"
     assert caplog.messages[-1] == f"Training is complete. The model is in {newest}"
+
+
+def test_a_trial_is_complete_only_while_it_has_its_last_recover_checkpoint(tmp_path: Path) -> None:
+    paths, end = RunPaths.for_trial(str(tmp_path), "experiment", "trial"), {"total_train_steps": 6}
+    paths.logs.mkdir(parents=True)
+    for step in (5, 6):
+        folder = paths.recover / f"globalstep{step}"
+        folder.mkdir(parents=True)
+        (folder / "COMMITTED").touch()
+    write_complete(paths, end)
+    assert is_complete(paths, end) and not is_complete(paths, {"total_train_steps": 7})
+    (paths.recover / "globalstep6" / "COMMITTED").unlink()
+    assert not is_complete(paths, end), "the run continues from globalstep5"
 
 
 def test_interrupted_names_the_command_that_continues(
