@@ -170,7 +170,7 @@ class MemoryExperience:
         leases = list(self._leases.values())
         ready = [*self._leased.values(), *self._ready.values()]
         return {
-            "config_schema": SCHEMA,
+            "schema": SCHEMA,
             "next_step": leases[0].step if leases else self._next_step,
             "num_opened": self._num_opened,
             "behind_leased": min([self._behind_leased, *(self._numbers[id] for id in self._leased)]),
@@ -183,7 +183,7 @@ class MemoryExperience:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_schema(state.get("config_schema"))
+        check_schema(state.get("schema"))
         self._clear(state["next_step"], state["num_opened"])
         self._behind_leased = state["behind_leased"]
         for number, tags, events in state["in_flight"]:

@@ -82,7 +82,7 @@ def event_from_plain(plain: Mapping[str, Any]) -> Event:
 def episode_to_plain(episode: Episode) -> dict[str, Any]:
     """Convert an episode to plain values and arrays."""
     return {
-        "config_schema": SCHEMA,
+        "schema": SCHEMA,
         "tags": asdict(episode.tags),
         "trajectories": records_to_plain(episode.trajectories),
     }
@@ -90,7 +90,7 @@ def episode_to_plain(episode: Episode) -> dict[str, Any]:
 
 def episode_from_plain(plain: Mapping[str, Any]) -> Episode:
     """Return the inverse of episode_to_plain(). Raises SchemaError."""
-    check_schema(plain.get("config_schema"))
+    check_schema(plain.get("schema"))
     return Episode(tags=Tags(**plain["tags"]), trajectories=records_from_plain(Trajectory, plain["trajectories"]))
 
 

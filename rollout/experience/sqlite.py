@@ -78,7 +78,7 @@ class SQLiteExperience:
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA,))
             for key in ("next_step", "num_opened"):
                 self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, 0)", (key,))
-        check_schema(self._meta("config_schema"))
+        check_schema(self._meta("schema"))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -302,10 +302,10 @@ class SQLiteExperience:
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing but the version of the form: the file survives. Acknowledge leases after their checkpoint."""
-        return {"config_schema": SCHEMA}
+        return {"schema": SCHEMA}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_schema(state.get("config_schema"))
+        check_schema(state.get("schema"))
 
     def forget_error(self) -> None:
         """Let leases wait again: the process that samples has been started anew."""

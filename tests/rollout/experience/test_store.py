@@ -509,7 +509,7 @@ def test_an_episode_is_read_as_it_was_written_and_one_of_another_release_is_refu
             assert np.array_equal(getattr(got, name), value), name
             assert getattr(getattr(got, name), "dtype", None) == getattr(value, "dtype", None)
     with pytest.raises(SchemaError, match="serial form 99"):
-        episode_from_plain(plain | {"config_schema": 99})
+        episode_from_plain(plain | {"schema": 99})
     with pytest.raises(SchemaError, match="serial form None"):
         MemoryExperience().load_state_dict({"next_step": 0})
 
