@@ -32,7 +32,6 @@ from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
 from core.weight_sync.sender_plan import SenderPlan, SendReport, with_colocated_ranks
 from core.weight_sync.senders import SENDERS
-from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.sglang.endpoint import SGLangEndpoint
@@ -356,18 +355,6 @@ def test_the_transport_decides_which_ranks_receive_full_tensors(kind: str, recei
 
 def test_every_transport_but_the_local_one_has_a_sender() -> None:
     assert TRANSPORTS.keys() - SENDERS.keys() == {"local"}
-
-
-def test_a_push_does_not_claim_to_have_compared_what_pipeline_stages_cannot_tell(tmp_path: Path) -> None:
-    nothing: Iterator[Mapping[str, Tensor]] = iter(())
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    stages = SGLangEndpoint(name="generator-1", url="http://127.0.0.1:9", tp=1, pp=2, model_path=str(tmp_path))
-    for verify, found in (
-        (False, ""),
-        (True, "no checksums compared: generator-1 with pipeline stages cannot compute them"),
-    ):
-        buckets = Buckets(nothing, settings_alone(), torch.device("cpu"), [stages], verify=verify)
-        assert compare_checksums([stages], buckets, Deadline(5)) == found
 
 
 def test_the_deadline_names_who_did_not_answer() -> None:

@@ -3,11 +3,9 @@
 import asyncio
 import logging
 import re
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -343,31 +341,6 @@ def test_a_slow_generator_is_reported_and_keeps_its_requests(
         await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
         assert router.stats()["router/slowest_share"] > 0
         assert router.versions.lost() == {}
-        await router.close()
-
-    play(scene())
-
-
-def test_a_generator_that_has_rejoined_is_rated_from_then_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic()
-    monkeypatch.setattr("rollout.inference.router.time", SimpleNamespace(monotonic=lambda: now))
-
-    async def scene() -> None:
-        nonlocal now
-        first, second = (Recorded(folder) for _ in range(2))
-        router = Router([first, Silent()])
-        await router.generate(request(0, prompt(5), max_new_tokens=50, min_new_tokens=50))
-        now += 90.0
-        router.replace("generator-1", second)
-        both = [request(i, prompt(5), max_new_tokens=50, min_new_tokens=50) for i in (1, 2)]
-        await asyncio.gather(*map(router.generate, both))
-        assert len(first.seen) == 2 and len(second.seen) == 1
-        now += 10.0
-        assert router.stats()["router/slowest_share"] == pytest.approx((100 / 100) / (50 / 10))
-        both = [request(i, prompt(5), max_new_tokens=50, min_new_tokens=50) for i in (3, 4)]
-        await asyncio.gather(*map(router.generate, both))
-        now += 10.0
-        assert router.stats()["router/slowest_share"] == pytest.approx(1.0)
         await router.close()
 
     play(scene())

@@ -16,7 +16,7 @@ from helpers.sglang_double.server import SGLangDouble
 from rollout.inference.errors import GeneratorCallError
 from rollout.inference.router import NoGeneratorError, Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.types import Completion, Health
+from rollout.types import Health
 
 
 @pytest.fixture(scope="module")
@@ -98,38 +98,6 @@ def test_health_is_the_oldest_version_and_the_load_of_all(folder: Path) -> None:
     with SGLangDouble(samples=False) as first, SGLangDouble(samples=False) as second:
         doubles = [first, second]
         asyncio.run(main())
-
-
-def test_a_request_whose_server_is_gone_continues_at_another_with_the_tokens_that_are_known(folder: Path) -> None:
-    """Two tokens were handed back by a pause, a third was reported while the request ran, a fourth is lost."""
-
-    async def main() -> Completion:
-        async with fleet(folder, doubles) as (router, _):
-            running = asyncio.create_task(router.generate(request("a", max_new_tokens=6)))
-            first = await where(doubles)
-            await first.step(2)
-            await router.pause()
-            await router.resume(1)
-            await where([first])
-            await first.step(1)
-            await router.partial()
-            await first.step(1)
-            await first.kill()
-            (second,) = (double for double in doubles if double is not first)
-            await where([second])
-            await second.step(3)
-            completion = await running
-            (body,) = second.bodies("/generate")
-            assert body["input_ids"] == [0, 1, 2, 3, *tokens([0, 0, 1])]
-            assert body["sampling_params"]["max_new_tokens"] == 3
-            assert len(router.versions.lost()) == 1
-            return completion
-
-    with SGLangDouble(samples=False) as one, SGLangDouble(samples=False) as other:
-        doubles = [one, other]
-        completion = asyncio.run(main())
-    assert completion.versions.tolist() == [0, 0, 1, 1, 1, 1]
-    assert completion.token_ids.tolist() == tokens([0, 0, 1, 1, 1, 1])
 
 
 def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_that_stays_is_raised(

@@ -216,17 +216,6 @@ def test_cache_memory_shrinks_when_fewer_requests_run(model: Any) -> None:
     assert engine.cache_bytes < most / 8
 
 
-def test_a_large_cache_shrinks_sooner(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = []
-    for large in (2**30, 0):
-        monkeypatch.setattr("rollout.inference.embedded.engine.LARGE_BYTES", large)
-        engine = engine_of(model, max_running=16)
-        engine.add([request(i, prompt(10, seed=i), max_new_tokens=400) for i in range(16)])
-        steps(engine, 390)
-        held.append(engine.cache_bytes)
-    assert held[1] < held[0] / 2
-
-
 def test_capacities_waste_little_and_are_each_others_neighbours() -> None:
     capacities = sorted({capacity_for(n) for n in range(1, 5000)})
     for below, capacity in zip([0, *capacities], capacities, strict=False):

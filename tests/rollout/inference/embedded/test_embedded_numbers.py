@@ -150,14 +150,6 @@ def test_a_config_that_the_model_cannot_honour_is_refused(tmp_path: Path, change
         InferenceConfig.from_hf(config)
 
 
-def test_both_spellings_of_rope_give_the_same_config(tmp_path: Path) -> None:
-    write_model("llama3_tied", tmp_path)
-    config = config_of(tmp_path)
-    rope = config.pop("rope_parameters")
-    old = {**config, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    assert InferenceConfig.from_hf(old) == InferenceConfig.from_folder(tmp_path)
-
-
 def test_a_missing_folder_a_truncated_file_and_absent_parameters_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere/config.json: no such file"):
         EmbeddedGenerator(tmp_path / "nowhere")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
 from rollout.inference.sglang.hooks import main as hooks
-from rollout.inference.sglang.start import command_line, compile_ahead
+from rollout.inference.sglang.start import compile_ahead
 from rollout.inference.sglang.start.compile_ahead import kernels
 
 QWEN2 = {
@@ -188,21 +187,6 @@ def test_a_kernel_that_fails_is_named_and_the_others_are_compiled(tmp_path: Path
     assert "left to the server" in host.run(), "what failed is tried again"
 
 
-def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    host.module("flashinfer.jit.norm", "raise OSError('another version of CUDA')\n")
-    (host.ran / "build").touch()  # the others wait for its file
-    assert "norm is left to the server: OSError: another version of CUDA\n" in host.run()
-    assert len(host.compiled()) == len(host.listed) + 1
-
-
-def test_norms_that_a_package_brought_are_not_compiled(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    host.module("flashinfer.jit.norm", "class Spec:\n    is_aot = True\ndef gen_norm_module():\n    return Spec()\n")
-    (host.ran / "build").touch()
-    assert "left to the server" not in host.run()
-
-
 def test_hooks_start_it_beside_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(host.packages))
@@ -215,13 +199,6 @@ def test_hooks_start_it_beside_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(host.compiled()) == len(host.listed) + 1
 
 
-def test_a_model_that_cannot_be_read_is_left_to_the_server(tmp_path: Path) -> None:
-    host = Host(tmp_path)
-    (tmp_path / "config.json").unlink()
-    assert host.run() == ""
-    assert host.compiled() == {}
-
-
 @pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)
 def test_sglang_has_the_functions_that_compile() -> None:
     qwen3 = QWEN2 | {"model_type": "qwen3"}
@@ -230,22 +207,3 @@ def test_sglang_has_the_functions_that_compile() -> None:
         [str(PYTHON), "-c", SIGNATURES, listed], env=os.environ | environment(), capture_output=True, text=True
     )
     assert done.stdout.endswith("bound\n"), done.stderr
-
-
-@pytest.mark.parametrize(("device", "compiles"), [({}, True), ({"device": "cuda"}, True), ({"device": "cpu"}, False)])
-def test_a_server_on_gpus_compiles_before_it_reads_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, device: dict[str, str], compiles: bool
-) -> None:
-    seen: list[str] = []
-
-    def stop(flags: dict[str, Any]) -> list[str]:
-        seen.append("arguments")
-        raise SystemExit
-
-    monkeypatch.setattr(hooks, "compile_ahead", lambda flags: seen.append("compile"))
-    monkeypatch.setattr(command_line, "command_line", stop)
-    monkeypatch.setattr(hooks, "end_with", lambda parent: None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"parent": 1, "flags": {"model_path": "/m", **device}})))
-    with pytest.raises(SystemExit):
-        hooks.main()
-    assert seen == (["compile"] if compiles else []) + ["arguments"]

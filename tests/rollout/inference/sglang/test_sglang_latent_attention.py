@@ -6,9 +6,8 @@ A real server with such models: test_sglang_families.py.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from rollout.inference.changes import Changed
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.hooks.checksums import position_checksum
-from rollout.inference.sglang.hooks.latent_attention import compressed_on_cpu, copy_fused_parts
+from rollout.inference.sglang.hooks.latent_attention import copy_fused_parts
 from rollout.inference.sglang.server import ServerSettings, server_flags
 
 HEADS, HIDDEN, RANK = 4, 16, 6
@@ -126,21 +125,6 @@ def test_each_half_of_a_fused_parameter_is_loaded_when_it_comes_alone() -> None:
     assert load(model, [(elsewhere, full[query])]) == [elsewhere]
     quantized = SimpleNamespace(**{**vars(model), "quant_config": object()})
     assert load(quantized, [(query, full[query])]) == [query]
-
-
-def test_prefills_without_a_gpu_read_the_compressed_cache_and_others_are_sglangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
-    methods: Any = ModuleType(name)
-    methods.AttnForwardMethod = SimpleNamespace(MLA="compressed", MHA="whole")
-    monkeypatch.setitem(sys.modules, name, methods)
-
-    def original(registry: Any, backend: str) -> Any:
-        return lambda attention, batch: f"{backend} chooses"
-
-    assert compressed_on_cpu(original, object(), "torch_native")(object(), object()) == "compressed"
-    assert compressed_on_cpu(original, object(), "fa3")(object(), object()) == "fa3 chooses"
 
 
 def flags(model: ModelConfig, **given: Any) -> dict[str, Any]:

@@ -222,45 +222,6 @@ def test_the_models_own_end_token_stops_only_where_it_is_named(server: SGLangSer
     assert named.token_ids[-1] == END and named.finish_reason == "stop"
 
 
-def test_an_earlier_output_is_continued(server: SGLangServer, models: Models) -> None:
-    prompt = prompt_of(10, 12)
-
-    async def sample(generator: SGLangGenerator) -> tuple[Completion, Completion]:
-        await update(generator, models, 1)
-        first = await generator.generate(request("c", prompt, max_new_tokens=10))
-        more = replace(request("c", prompt, max_new_tokens=25), output=first)
-        return first, await generator.generate(more)
-
-    first, whole = with_generator(server, "abort", sample)
-    assert len(whole.token_ids) == 25 and whole.finish_reason == "length"
-    assert (whole.token_ids[:10] == first.token_ids).all() and (whole.logprobs[:10] == first.logprobs).all()
-    np.testing.assert_allclose(whole.logprobs, models.logprobs(1, prompt, whole.token_ids), atol=TOLERANCE)
-
-
-def test_submitted_requests_come_back_by_drain_once_each(server: SGLangServer, models: Models) -> None:
-    async def run(generator: SGLangGenerator) -> list[str]:
-        await update(generator, models, 1)
-        generator.submit([request(f"d{i}", prompt_of(i, 5), max_new_tokens=1 + i % 7) for i in range(150)])
-        names: list[str] = []
-        while len(names) < 150:
-            names += [name for name, _ in await generator.drain(linger_seconds=0.01)]
-        return names
-
-    assert sorted(with_generator(server, "abort", run)) == sorted(f"d{i}" for i in range(150))
-
-
-def test_a_request_that_cannot_be_served_is_refused_here(server: SGLangServer) -> None:
-    async def run(generator: SGLangGenerator) -> None:
-        with pytest.raises(ValueError, match="exceed the 2048 positions"):
-            await generator.generate(request("long", prompt_of(0, 1000), max_new_tokens=1049))
-        with pytest.raises(ValueError, match=r"\[0, 512\)"):
-            await generator.generate(request("word", [VOCAB], max_new_tokens=1))
-        with pytest.raises(ValueError, match="needs pause"):
-            await generator.update_weights(FlatBucket.of({"a": torch.zeros(1)}))
-
-    with_generator(server, "abort", run)
-
-
 def sender_of(kind: str, models: Models, folder: Path, *, changes: Changes = "never", **other: Any) -> Sender:
     values: dict[str, Any] = dict(
         rank=0, world_size=1, dtype=torch.float32, timeout_seconds=60.0, bucket_bytes=1 << 20,
@@ -364,39 +325,6 @@ def test_a_server_with_other_weights_than_were_sent_is_found(
     with_generator(server, "abort", push)
 
 
-def test_a_refused_update_ends_the_push_at_once(server: SGLangServer, models: Models, tmp_path: Path) -> None:
-    sender = sender_of("nccl", models, tmp_path)
-    sender.connect([address_of(server)])
-    wrong = {name: tensor[:5] for name, tensor in models.weights(2).items() if "norm" in name}
-
-    async def push(generator: SGLangGenerator) -> float:
-        sender.prepare(iter([wrong]), verify=False)
-        await generator.pause()
-        start = time.monotonic()
-        with pytest.raises(PushError, match=r"generator-0: /update_weights_from_distributed failed \(HTTP 400\)"):
-            await asyncio.to_thread(sender.send)
-        await update(generator, models, 2)
-        return time.monotonic() - start
-
-    assert with_generator(server, "abort", push) < 50, "it did not wait for the deadline of 60 s"
-
-
-def test_a_server_that_does_not_answer_is_named_at_the_deadline(
-    server: SGLangServer, models: Models, tmp_path: Path
-) -> None:
-    sender = sender_of("nccl", models, tmp_path, timeout_seconds=4.0)
-    sender.connect([address_of(server)])
-
-    async def push(generator: SGLangGenerator) -> None:
-        sender.prepare(models.buckets(2), verify=False)
-        await generator.pause()
-        named = "no answer within push.timeout_seconds=4 from generator-0"
-        with stopped_scheduler(), pytest.raises(PushError, match=named):
-            await asyncio.to_thread(sender.send)
-
-    with_generator(server, "abort", push)
-
-
 @contextmanager
 def stopped_scheduler() -> Iterator[None]:
     """The server's schedulers hang."""
@@ -446,14 +374,6 @@ def test_health_is_answered_at_once_and_a_pause_does_not_wait_for_it(server: SGL
 
     ours, one_of_theirs = with_generator(server, "abort", seconds)
     assert ours < 2 * one_of_theirs
-
-
-def test_a_wrong_server_argument_names_the_nearest(models: Models, tmp_path: Path) -> None:
-    settings = settings_for(models.folder, tmp_path / "log", flags={"mem_fraction_statik": 0.5})
-    with pytest.raises(
-        ValueError, match=r"actor.sglang.mem_fraction_statik: SGLang .* did you mean 'mem_fraction_static'"
-    ):
-        asyncio.run(SGLangServer(settings).start())
 
 
 def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tmp_path: Path) -> None:

@@ -83,10 +83,6 @@ def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
     in_flight.test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(server, models, interrupt)
 
 
-def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer) -> None:
-    live.test_a_server_whose_scheduler_hangs_is_not_healthy(server)
-
-
 def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_back(
     models: Models, tmp_path: Path
 ) -> None:

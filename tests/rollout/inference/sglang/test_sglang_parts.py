@@ -18,7 +18,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -37,18 +35,16 @@ from model_specs.hf_config import parse_config
 from rollout.bucket import FlatBucket
 from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.gpus import Gpu, GpuUser, check_gpus, device_names, query_gpus
-from rollout.inference.sglang import checksums
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.hooks import main
 from rollout.inference.sglang.hooks.checksums import position_checksum
 from rollout.inference.sglang.hooks.precision import no_cache_scales
 from rollout.inference.sglang.hooks.prefills import many_at_once
-from rollout.inference.sglang.hooks.table import SGLANG, hooks, install, reason_for
+from rollout.inference.sglang.hooks.table import SGLANG, hooks, reason_for
 from rollout.inference.sglang.server import ServerSettings, SGLangServer, decode_graph_sizes, server_flags
 from rollout.inference.sglang.start.command_line import EXIT_USAGE
 from rollout.inference.sglang.weights import ServerAddress, payload_of, post
-from rollout.types import Completion, GenerateRequest, SamplingParams
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -136,41 +132,6 @@ def test_fp8_weights_come_without_scales_of_a_cache() -> None:
 
     assert chosen(RadixAttention(), [128, 128]) is None
     assert chosen(RadixAttention(), None) == "RadixAttention p" and chosen(Other(), [128, 128]) == "Other p"
-
-
-@pytest.mark.parametrize("balances", [False, True])
-def test_the_server_receives_buckets_in_the_ways_that_are_fast(balances: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights would arrive in SGLang's own way too, only later. Copies are recorded unless it balances experts."""
-    registered: dict[str, tuple[Any, Any]] = {}
-    after: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-    """Hooks of the manager of updates, of which a function has several."""
-
-    class HookRegistry:
-        @staticmethod
-        def register(target: str, hook: Any, kind: Any, *, source: Any) -> None:
-            owner, _, function = target.rpartition(".")
-            registered[function] = (hook, kind)
-            if owner.endswith(".SchedulerWeightUpdaterManager"):
-                after[function].append((hook, kind))
-
-    kinds = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
-    registry = SimpleNamespace(HookRegistry=HookRegistry, HookSource=lambda *names: names, HookType=kinds)
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
-    arguments = SimpleNamespace(get_global_server_args=lambda: SimpleNamespace(enable_eplb=balances))
-    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", arguments)
-    for package in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-        monkeypatch.setitem(sys.modules, package, SimpleNamespace())
-    install()
-    for source in ("tensor", "distributed", "disk"):
-        names = [hook.__name__ for hook, kind in after[f"update_weights_from_{source}"] if kind == "after"]
-        assert "report_any_failure" in names, "SGLang answers with the outcome of the first rank"
-    for target, name in (
-        ("_update_bucketed_weights_from_distributed", "receive"),
-        ("_update_weights_from_flattened_bucket", "copy_shared"),
-    ):
-        hook, kind = registered[target]
-        assert (type(hook.__self__).__name__, hook.__name__, kind) == ("ReceivedBuckets", name, "around")
-        assert hook.__self__._copies._places_change() == balances
 
 
 def test_a_head_dimension_without_kernels_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -515,16 +476,6 @@ def on_server(shape: ModelShape, tensors: dict[str, Tensor], *, tp: int, rank: i
     return held
 
 
-@pytest.mark.parametrize("most", [1, 12, 24, 30, 1000])
-def test_checksums_of_many_parts_are_those_of_each_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "CHECKSUM_CHUNK", most)
-    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64):
-        parts = [(100 * torch.randn(6, 4)).to(dtype)[:, :2] for _ in range(7)]
-        starts = [5 * 10**17 + 12, 0, 12, 24, 7, 2**33, 1]
-        found = checksums.position_checksums(parts, starts)
-        assert found == [position_checksum(part, start) for part, start in zip(parts, starts, strict=True)]
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_checksums_follow_a_tensor_that_is_fused_in_the_checkpoint(tp: int) -> None:
     glm4 = {"model_type": "glm4", "head_dim": 128, "num_key_value_heads": 2, "intermediate_size": 24}
@@ -686,36 +637,6 @@ def test_more_requests_than_a_process_may_have_open_files_at_first_are_in_flight
         return out
 
     assert asyncio.run(main()) == b"600\n"
-
-
-def test_a_submitted_request_that_fails_comes_out_of_drain_beside_the_others() -> None:
-    refused = GeneratorCallError("generator-0 refused it")
-    done = Completion(
-        token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32),
-        finish_reason="stop",
-    )  # fmt: skip
-
-    class OneRefuses(SGLangGenerator):
-        def __init__(self) -> None:
-            self._tasks, self._done, self._running, self._something_done = set(), [], {}, asyncio.Event()
-
-        def _check(self, request: GenerateRequest) -> None: ...
-
-        async def generate(self, request: GenerateRequest) -> Completion:
-            if request.request_id == "bad":
-                raise refused
-            return done
-
-    async def run() -> None:
-        generator, sampling = OneRefuses(), SamplingParams(max_new_tokens=1)
-        names = ("bad", "good", "better")
-        generator.submit([GenerateRequest(request_id=name, prompt_ids=[0], sampling=sampling) for name in names])
-        while len(generator._done) < len(names):
-            await asyncio.sleep(0)
-        assert await generator.partial() == {"good": done, "better": done}
-        assert await generator.drain() == [("bad", refused), ("good", done), ("better", done)]
-
-    asyncio.run(run())
 
 
 def test_every_hook_has_a_reason_and_the_version_that_is_pinned() -> None:

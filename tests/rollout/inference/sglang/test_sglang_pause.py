@@ -174,24 +174,6 @@ def test_a_shared_gpu_s_server_is_flushed_when_it_is_idle_and_before_it_is_pause
     assert double.bodies("/release_memory_occupation") == [{"tags": ["kv_cache", "weights"]}]
 
 
-@pytest.mark.parametrize("status", [200, 400])
-def test_a_refused_update_is_an_error_that_names_server_path_and_message(folder: Path, status: int) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        await generator.pause()
-        for path, call in (
-            ("/update_weights_from_disk", lambda: generator.load_folder("/weights")),
-            ("/update_weights_from_tensor", lambda: generator.update_weights(FlatBucket.of(model.weights(1)))),
-            ("/weights_checker", generator.checksums),
-        ):
-            double.faults.refuse(path, "no room for it", status=status)
-            with pytest.raises(
-                GeneratorCallError, match=rf"^generator-0: {path} failed \(HTTP {status}\): no room for it$"
-            ):
-                await call()
-
-    run(use, folder)
-
-
 def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> None:
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         for call in (
