@@ -22,16 +22,15 @@ from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset, first_prompt
 from rollout.data.source import DatasetError, DataSource
 from rollout.data.tokenizer import load_tokenizer
-from rollout.errors import ErrorPolicy, evaluation_failure
+from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
 from rollout.experience import Experience, Lessee, MemoryExperience, Rules, make_rules
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.router import NoGeneratorError, Router
+from rollout.inference.router import NoGeneratorError, Routed, Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.trajectory_checks import GroupLimits
-from rollout.types import Generator, Prompt, Workflow
+from rollout.types import Prompt, Workflow
 from rollout.workflows import make_workflow
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class RolloutService:
 
     def __init__(
         self,
-        generators: Sequence[Generator] | Mapping[str, Generator],
+        generators: Sequence[Routed] | Mapping[str, Routed],
         settings: RolloutSettings,
         experience: Experience | None = None,
     ) -> None:

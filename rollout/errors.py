@@ -1,4 +1,8 @@
-"""What a prompt costs whose workflow keeps failing: the prompt, or the run."""
+"""How generators fail, by the same names for every backend; and whether a workflow that keeps failing skips the prompt
+or ends the run.
+
+The driver (core/launch/wait.py) answers failures of generators with a new attempt: new processes may do better.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,18 @@ _WINDOW = 100
 _SHOWN = 500
 """Characters of an error in the message of another one."""
 _SKIP = "set workflow.on_error=skip"
+
+
+class GeneratorStartError(RuntimeError):
+    """A generator failed at start or was not ready in time. The message ends with the last lines of its log."""
+
+
+class GeneratorCallError(RuntimeError):
+    """A generator refused a call, or lacks it. The message names the generator and carries its answer."""
+
+
+class GeneratorGone(ConnectionError):
+    """A generator cannot be reached or did not answer in time. The message names it."""
 
 
 class WorkflowFailureError(ValueError):

@@ -28,7 +28,7 @@ from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
 from rollout.time_limit import within
 from rollout.trajectory_checks import CUT_TOKENS, GroupLimits, check_group, check_sampled
-from rollout.types import Generator, Prompt, Trajectory, Workflow
+from rollout.types import Prompt, ReportingSampler, Trajectory, Workflow
 from rollout.workflow_calls import as_failure, outcome_of
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RolloutProducer:
         self,
         dataset: PromptDataset,
         workflow: Workflow,
-        generator: Generator,
+        generator: ReportingSampler,
         experience: Experience,
         rules: Rules,
         *,

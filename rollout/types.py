@@ -133,8 +133,16 @@ class Sampler(Protocol):
         ...
 
 
-class Generator(Sampler, Protocol):
-    """Samples completions; the same protocol for the embedded engine, a SGLang server, and the router over several."""
+class ReportingSampler(Sampler, Protocol):
+    """A sampler whose requests in flight can be saved: a generator, or the router over several."""
+
+    async def partial(self) -> Mapping[str, Completion]:
+        """Return the tokens so far of requests in flight, by request id; those without a token may be omitted."""
+        ...
+
+
+class Generator(ReportingSampler, Protocol):
+    """Samples completions, under weights that change: the embedded engine, or a SGLang server."""
 
     async def pause(self) -> None:
         """Return when no further token of the current version can appear."""
@@ -149,11 +157,6 @@ class Generator(Sampler, Protocol):
         ...
 
     async def health(self) -> Health: ...
-
-    async def partial(self) -> Mapping[str, Completion]:
-        """Return the tokens so far of requests in flight, by request id; those without a token may be omitted."""
-        ...
-
     async def close(self) -> None: ...
 
 

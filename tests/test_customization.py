@@ -250,7 +250,7 @@ def write_modules(package: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_backend_starts_and_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_modules("rollout.inference", folder / "backend", monkeypatch)
-    backend = importlib.import_module("rollout.inference.repeat.backend").RepeatBackend()
+    backend = importlib.import_module("rollout.inference.repeat").RepeatBackend()
     assert list(backend.refused_flags({"seed": 1})) == [("seed", "the repeating generator has no flags")]
 
     async def sample() -> Any:
@@ -274,12 +274,11 @@ def test_the_backend_is_typed_and_passes_a_dry_run(tmp_path: Path, demo: Path) -
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     backend = tmp_path / "rollout" / "inference" / "repeat"
     backend.mkdir()
-    (backend / "__init__.py").write_text("")
-    for name in ("backend.py", "generator.py"):
+    for name in ("__init__.py", "generator.py"):
         (backend / name).write_text(FILES[f"rollout/inference/repeat/{name}"])
     layout, registry = tmp_path / "allocation" / "layout.py", backend.parent / "registry.py"
     layout.write_text(layout.read_text().replace('"embedded", "mock"', '"embedded", "mock", "repeat"'))
-    entry = "from rollout.inference.repeat.backend import RepeatBackend\n"
+    entry = "from rollout.inference.repeat import RepeatBackend\n"
     found = registry.read_text().replace('    "mock": ', '    "repeat": RepeatBackend(),\n    "mock": ')
     registry.write_text(found.replace("from rollout.inference.sglang", f"{entry}from rollout.inference.sglang"))
     (tmp_path / "demo").symlink_to(demo)
@@ -291,7 +290,7 @@ def test_the_backend_is_typed_and_passes_a_dry_run(tmp_path: Path, demo: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    checked = ("-m", "rollout.inference.repeat.backend", "-m", "rollout.inference.registry")
+    checked = ("-m", "rollout.inference.repeat", "-m", "rollout.inference.registry")
     run("mypy", "--follow-imports=silent", *checked, "-m", "rollout.inference.repeat.generator")
     [words] = re.findall(r"^    python -m core.quickstart (.*repeat.*)$", PAGE, re.MULTILINE)
     shown = run("core.quickstart", *words.split(), "--dry-run")

@@ -25,7 +25,7 @@ MAY_NAME_DEVICES = (
     "mcore_adapter/cuda/",
     "core/weight_sync/",
     "core/config/runtime.py",
-    "rollout/inference/transports.py",
+    "rollout/inference/registry.py",
     "rollout/inference/backend.py",
     "rollout/inference/sglang/",
 )

@@ -52,12 +52,11 @@ ORDER = {
         "answer_file",
         "trajectories trajectory_checks data rewards experience workflow_calls",
         "journal",
-        "inference.errors inference.gpus inference.changes inference.versions",
+        "inference.gpus inference.changes inference.versions",
         "inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",
         "inference.registry",
-        "inference.transports",
         "sessions environments",
         "workflows",
         "producer evaluation",
@@ -126,8 +125,8 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.experience.schedule",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",
-        "rollout.inference.embedded.backend": "rollout.inference.embedded.generator",
-        "rollout.inference.sglang.backend": "rollout.inference.sglang.generator rollout.inference.sglang.server",
+        "rollout.inference.embedded": "rollout.inference.embedded.generator",
+        "rollout.inference.sglang": "rollout.inference.sglang.generator",
         "slipstream.cli": "core.config.presets",
         "tools.chaos.compare": "torch",
         "tools.chaos.run": "torch transformers",
@@ -142,7 +141,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
-        "rollout.inference.mock.backend": "rollout.inference.mock.generator",
+        "rollout.inference.mock": "rollout.inference.mock.generator",
         "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
@@ -171,19 +170,16 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "mcore_adapter.models.router": "mcore_adapter.cuda.routing",
     },
     "sglang: hooks are installed before its modules load": {
-        "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.hooks "
-        "rollout.inference.sglang.hooks.in_flight "
-        "rollout.inference.sglang.hooks.versions rollout.inference.sglang.start.command_line "
-        "rollout.inference.sglang.start.unused_imports sglang",
-        "rollout.inference.sglang.hooks.experts": "sglang",
-        "rollout.inference.sglang.hooks.folders": "sglang",
+        "rollout.inference.sglang.arguments": "sglang",
+        "rollout.inference.sglang.disk": "sglang",
+        "rollout.inference.sglang.hooks.compile_ahead": "torch",
         "rollout.inference.sglang.hooks.in_flight": "sglang",
-        "rollout.inference.sglang.hooks.latent_attention": "sglang",
+        "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.arguments rollout.inference.sglang.hooks "
+        "rollout.inference.sglang.hooks.in_flight rollout.inference.sglang.hooks.scheduler sglang",
+        "rollout.inference.sglang.hooks.models": "sglang",
         "rollout.inference.sglang.hooks.sampling": "sglang",
+        "rollout.inference.sglang.hooks.scheduler": "sglang",
         "rollout.inference.sglang.hooks.table": "sglang",
-        "rollout.inference.sglang.hooks.versions": "sglang",
-        "rollout.inference.sglang.start.command_line": "sglang",
-        "rollout.inference.sglang.start.compile_ahead": "torch",
     },
     "math_verify loads sympy: only in the reward workers": {
         "rollout.rewards.math": "rollout.rewards.math_equality",

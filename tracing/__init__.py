@@ -1,4 +1,4 @@
-"""What each process of a run did and when, for `python -m tools.timeline`. Standard library only.
+"""Records what each process of a run did and when, for `python -m tools.timeline`. Standard library only.
 
 Offers: `record_spans` and `record_worker` (once per process), `span` (around what takes time), `frequent_span` (the
 same, sampled where there are many a second), `add_span` (for what has ended), `spanned` (around every method of a

@@ -33,7 +33,7 @@ MIB = "SLIPSTREAM_SPANS_MIB"
 EARLIER = ".earlier"
 """Suffix of the file with the older half."""
 DELAY_SECONDS = 0.25
-"""After which an event loop writes what has ended, together: a write takes as long as several spans."""
+"""Interval at which an event loop writes the spans that have ended: a write takes as long as several spans."""
 FREQUENT = 200
 """Spans of frequent_span() that a lane records in a second at most; half as many at least where there are more."""
 OF = "of"
@@ -51,7 +51,7 @@ C = TypeVar("C", bound=type)
 
 
 class _Sample:
-    """Which spans of a lane are recorded: every n-th that begins, with n by how many begin in a second."""
+    """Selects the spans of a lane that are recorded: every n-th, where n follows from the number a second."""
 
     __slots__ = ("_begun", "_every", "_since", "_taken", "left")
 
@@ -134,7 +134,7 @@ class _Recorder:
 
 _recorder: _Recorder | None = None
 _samples: dict[str, _Sample] = {}
-"""By lane; none without a recorder."""
+"""Samplers by lane; none without a recorder."""
 _limit_mib = 0.0
 
 

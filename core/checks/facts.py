@@ -17,8 +17,7 @@ from core.config.models import ModelUse
 from core.placement.allocation import resolve_allocation
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from rollout.data.left_out import has_chat_template
-from rollout.inference.registry import BACKENDS
-from rollout.inference.transports import choose_transport
+from rollout.inference.registry import BACKENDS, choose_transport
 
 _OPTIONS = "algorithm.options."
 _OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_options")

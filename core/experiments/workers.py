@@ -19,12 +19,11 @@ from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderPlan
+from core.weight_sync.sender_plan import SenderSettings
 from mcore_adapter.checkpoint.files import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings
-from rollout.inference.registry import BACKENDS
-from rollout.inference.transports import choose_transport
+from rollout.inference.registry import BACKENDS, choose_transport
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -189,7 +188,7 @@ def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers
     transport = choose_transport(config.push.type, allocation)
     quantized = config.generator.weight_format != "auto"
     logger.info("Weight updates: push.type=%s", transport.name)
-    plan = SenderPlan(
+    plan = SenderSettings(
         type=transport.name,
         model_path=config.actor.path,
         dtype=config.generator_dtype(on_gpu=allocation.trainer.on_gpu),

@@ -33,7 +33,7 @@ from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
 from core.processes.watchdog import start_watchdog
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
-from rollout.inference.transports import SHARED_MEMORY_NAMES
+from rollout.inference.registry import SHARED_MEMORY_NAMES
 from rollout.plugins import python_path
 
 if TYPE_CHECKING:

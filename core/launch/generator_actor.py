@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -19,11 +19,9 @@ from core.processes.stacks import forget_modules
 from rollout.experience.serial import records_from_plain, records_to_plain
 from rollout.inference.backend import BackendSettings, ColocatedReplica, Replica, ServedReplica, WeightEndpoint
 from rollout.inference.registry import BACKENDS
-from rollout.types import Completion, GenerateRequest, Generator, Health
+from rollout.inference.router import Routed
+from rollout.types import Completion, GenerateRequest, Health
 from tracing import spanned
-
-if TYPE_CHECKING:
-    from rollout.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +96,6 @@ class GeneratorActor:
         self._paused_at = time.perf_counter()
         await self._generator.pause()
 
-    async def update_weights(self, bucket: FlatBucket) -> None:
-        await self._generator.update_weights(bucket)
-
     async def resume(self, version: int) -> float:
         """Resume sampling; return the seconds since pause()."""
         await self._generator.resume(version)
@@ -126,7 +121,7 @@ class GeneratorActor:
         return {name: end for name, end in self._handed_out.items() if isinstance(end, Completion)} | dict(running)
 
 
-class ActorGenerator(Generator):
+class ActorGenerator(Routed):
     """A generator replica in another process. Requests of one turn of the event loop travel together, and so do the
     completions that are ready: two calls a batch, whatever its size."""
 
@@ -178,15 +173,6 @@ class ActorGenerator(Generator):
         for future in pending.values():
             if not future.done():
                 future.set_exception(error)
-
-    async def pause(self) -> None:
-        await self._actor.send(GeneratorActor.pause)
-
-    async def update_weights(self, bucket: FlatBucket) -> None:
-        await self._actor.send(GeneratorActor.update_weights, bucket)
-
-    async def resume(self, version: int) -> None:
-        await self._actor.send(GeneratorActor.resume, version)
 
     async def health(self) -> Health:
         """Check the generator. Raises what its check raised, and ConnectionError where its process has exited."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
-    from core.weight_sync.sender_plan import SenderPlan, SendReport
+    from core.weight_sync.sender_plan import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint
@@ -168,7 +168,7 @@ class TrainerGroup:
         calls = self._send(TrainerRank.export_weights, engine, bucket_bytes)
         return self._gather(calls, f"export_weights of {engine}", push_seconds=timeout_seconds)[0]
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None:
+    def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None:
         """Make a sender in every rank, and join the servers."""
         calls = self._send(TrainerRank.push_connect, plan, servers, self._cluster.host)
         self._gather(calls, "push_connect")

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from core.processes.stacks import forget_modules
 from mcore_adapter.device import get_device
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
 from rollout.bucket import FlatBucket
-from rollout.inference.transports import TRANSPORTS
+from rollout.inference.registry import TRANSPORTS
 from tracing import spanned
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from core.data.passes import InferencePass, UpdatePass
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.weight_sync.buckets import Sender
-    from core.weight_sync.sender_plan import SenderPlan, SendReport
+    from core.weight_sync.sender_plan import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
     from mcore_adapter.settings import EngineModel
@@ -173,15 +174,20 @@ class TrainerRank:
                 num_bytes += bucket.num_bytes
         return handles, num_bytes
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint], host: str | None) -> None:
+    def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint], host: str | None) -> None:
         """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
-        from core.weight_sync.senders import make_sender
+
+        from core.weight_sync.senders import SENDERS
 
         self._receivers = TRANSPORTS[plan.type].receivers
-        self._sender: Sender = make_sender(
-            plan, rank=self._rank, world_size=self._world, device=self._device.torch_device,
+        settings = replace(
+            plan,
+            rank=self._rank,
+            world_size=self._world,
+            device=str(self._device.torch_device),
             host=host or ray.util.get_node_ip_address(),
-        )  # fmt: skip
+        )
+        self._sender: Sender = SENDERS[plan.type](settings)
         self._sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> None:

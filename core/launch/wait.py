@@ -23,7 +23,7 @@ from core.errors import LaunchError, PushFailure, first_line
 from core.processes.signals import raise_if_interrupted
 from core.processes.stacks import FOLDER, collect_stacks
 from core.weight_sync.calls import PushError
-from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
+from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.placement.allocation import on_devices, resolve_allocation
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
-from rollout.inference.registry import BACKENDS
-from rollout.inference.transports import choose_transport
+from rollout.inference.registry import BACKENDS, choose_transport
 
 
 def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""What the senders of the weight push have in common: buckets made ahead.
+"""The common part of the senders of the weight push: settings, and buckets that are made ahead.
 
 Every rank of the trainer has a Sender; the first rank sends, and the others take part in gathering.
 `prepare` runs while generators on other GPUs continue sampling: it gathers, converts and lays out as many buckets as
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -20,31 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.weight_sync.calls import PushError
-from core.weight_sync.sender_plan import SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.saving import dtype_of
 from model_specs.block_fp8 import SCALE
 from rollout.bucket import FlatBucket
-from rollout.inference.backend import Quantization, WeightEndpoint
+from rollout.inference.backend import WeightEndpoint
 from tracing import add_span
-
-
-@dataclass(frozen=True, kw_only=True)
-class SenderSettings:
-    """Settings of every transport."""
-
-    rank: int
-    """Of the trainer."""
-    world_size: int
-    dtype: torch.dtype
-    """Format that the servers hold weights in."""
-    timeout_seconds: float
-    """For `send` as a whole, and for joining the servers."""
-    bucket_bytes: int
-    weight_format: Quantization = "auto"
-    """fp8_block: weights of linear layers are quantized, once, by every rank that receives full tensors."""
-    staged_bytes: int | None = None
-    """Most bytes laid out before the pause, on every rank. None: what the device has to spare."""
 
 
 class Sender(Protocol):
@@ -73,18 +54,17 @@ class Buckets:
         self,
         source: Iterator[Mapping[str, Tensor]],
         settings: SenderSettings,
-        device: torch.device,
         servers: Sequence[WeightEndpoint],
         *,
         verify: bool,
     ) -> None:
-        """`device`: where the flat buckets lie. `verify`: the checksums of `servers` will be compared."""
-        self._source, self._dtype, self._device = source, settings.dtype, device
+        """`verify`: the checksums of `servers` will be compared."""
+        self._source, self._dtype, self._device = source, getattr(torch, settings.dtype), torch.device(settings.device)
         self.quantizes = settings.weight_format == "fp8_block"
         self._staged: deque[FlatBucket | None] = deque()
         compared = servers if verify and settings.rank == 0 else ()
         self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in compared}.items()}
-        """By tensor-parallel size of the servers: complete when the iterator is exhausted."""
+        """Expected checksums by tensor-parallel size of the servers: complete when the iterator is exhausted."""
 
     @property
     def num_staged(self) -> int:
@@ -123,8 +103,9 @@ class Buckets:
         return tensor.dtype if keeps else dtype_of(name, self._dtype)
 
 
-def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
+def buckets_to_stage(settings: SenderSettings) -> int:
     """Return how many buckets fit ahead on the rank that sends, at least one."""
+    device = torch.device(settings.device)
     spare = 1 << 62 if settings.staged_bytes is None else settings.staged_bytes
     if settings.staged_bytes is None and device.type == "cuda":
         # Half of what is free (the allocator's own reserve included): the rest is for the gathering itself.
@@ -140,15 +121,15 @@ def buckets_to_stage(settings: SenderSettings, device: torch.device) -> int:
 class BucketSender:
     """The part of a Sender that lays out buckets in memory before the pause."""
 
-    def __init__(self, settings: SenderSettings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
+    def __init__(self, settings: SenderSettings) -> None:
+        self._settings, self._device = settings, torch.device(settings.device)
         self._servers: Sequence[WeightEndpoint] = ()
         self._buckets: Buckets | None = None
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """See Sender.prepare()."""
-        self._buckets = Buckets(buckets, self._settings, self._device, self._servers, verify=verify)
-        self._buckets.stage(buckets_to_stage(self._settings, self._device))
+        self._buckets = Buckets(buckets, self._settings, self._servers, verify=verify)
+        self._buckets.stage(buckets_to_stage(self._settings))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what gathers and quantizes would else run in the pause
 

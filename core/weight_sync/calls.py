@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import WeightEndpoint
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.0003
 SENDER = "the sender"
-"""In Deadline.wait(): the name of what this process itself does."""
+"""Name of the work of this process itself, in Deadline.wait()."""
 
 
 class PushError(RuntimeError):
@@ -63,9 +66,9 @@ def _is_done(name: str, future: Future[Any]) -> bool:
     return True
 
 
-def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+def in_background(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Run in a thread that does not prevent the process from exiting: it may hang on a server that is gone."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -78,8 +81,8 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Fu
 
 
 def call_all(
-    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], Any], deadline: Deadline
-) -> dict[str, Future[Any]]:
+    servers: Sequence[WeightEndpoint], call: Callable[[WeightEndpoint, float], T], deadline: Deadline
+) -> dict[str, Future[T]]:
     """Run `call(server, timeout_seconds)` on many servers at once; return server name -> future of its answer."""
     left = deadline.left()
     return {server.name: in_background(call, server, left + 5) for server in servers}

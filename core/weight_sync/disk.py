@@ -15,24 +15,23 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from core.config.runtime import Changes
-from core.weight_sync.buckets import Buckets, SenderSettings
+from core.weight_sync.buckets import Buckets
 from core.weight_sync.calls import Deadline, PushError, call_all
-from core.weight_sync.sender_plan import SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from core.weight_sync.verification import compare_checksums
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from model_specs.untrusted import read_json_object
+from rollout.errors import GeneratorCallError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
-from rollout.inference.errors import GeneratorCallError
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +50,17 @@ class _Written:
 class DiskSender:
     """See core.weight_sync.buckets.Sender."""
 
-    def __init__(
-        self,
-        settings: SenderSettings,
-        device: torch.device,
-        *,
-        folder: Path,
-        model_path: str,
-        changes: Changes = "never",
-    ) -> None:
-        """`folder`: where pushes of this run alone are written, on a file system that the servers share. `model_path`:
-        a Hugging Face folder whose config.json the pushed ones get. `changes`: whether to write only changes."""
-        self._settings = settings
-        self._folder, self._model_path = folder, model_path
+    def __init__(self, settings: SenderSettings) -> None:
+        self._settings = replace(settings, device="cpu")
+        self._folder = settings.folder
         self._servers: Sequence[WeightEndpoint] = ()
         self._count = 0
         self._written: _Written | None = None
-        self._changes: Changes = changes if settings.rank == 0 else "never"
-        self._last: dict[str, Tensor] = {}
-        """With changes: what the last prepare() was given."""
+        self._changes: Changes = settings.changes if settings.rank == 0 else "never"
+        self._last: list[dict[str, Tensor]] = []
+        """With changes: the tensors of the last prepare(), one part for each bucket; every push has the same ones."""
         self._identity = ""
-        """Of `_last`."""
+        """Identity of `_last`."""
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Remove what an attempt that was killed in the middle of a push left."""
@@ -82,7 +71,7 @@ class DiskSender:
 
     def prepare(self, buckets: Iterator[Mapping[str, Tensor]], *, verify: bool) -> None:
         """Write the folder. Raises OSError when it cannot be written; nothing is left of it then."""
-        flat = Buckets(buckets, self._settings, torch.device("cpu"), self._servers, verify=verify)
+        flat = Buckets(buckets, self._settings, self._servers, verify=verify)
         if self._settings.rank != 0:
             for _ in flat:
                 pass
@@ -93,7 +82,7 @@ class DiskSender:
             num_bytes, changed = self._write(flat, target)
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
-            self._last = {}  # the next push is whole: what the servers have is no longer what is here
+            self._last = []  # the next push is whole: what the servers have is no longer what is here
             raise
         self._written = _Written(target, flat, num_bytes, changed)
 
@@ -108,36 +97,29 @@ class DiskSender:
         """Write all weights, or what has changed of them. Return the bytes, and the share of values that changed, where
         only those are there."""
         base, self._identity = self._identity, uuid.uuid4().hex
+        parts = (bucket.tensors() for bucket in buckets if bucket is not None)
         if not self._last:
-            whole = WholeWriter(target)
-            for bucket in buckets:
-                tensors = bucket.tensors() if bucket is not None else {}
-                whole.add(tensors)
-                if self._changes != "never":
-                    self._last |= tensors
-            whole.finish(self._model_path, self._identity)
-            return whole.num_bytes, None
+            return self._write_whole(target, self._kept(parts)), None
         changes = ChangesWriter(target)
-        for bucket in buckets:
-            if bucket is not None:
-                tensors = bucket.tensors()
-                changes.add(tensors, self._last)
-                self._last |= tensors
+        for i, tensors in enumerate(parts):
+            changes.add(tensors, self._last[i])
+            self._last[i] = tensors
         changes.finish(base=base, identity=self._identity)
         return changes.num_bytes, changes.num_changed / max(1, changes.num_values)
 
-    def _write_last(self, target: Path) -> int:
-        """Write what the last prepare() was given; return the bytes."""
+    def _kept(self, parts: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the parts, which the next push may be compared with."""
+        for tensors in parts:
+            if self._changes != "never":
+                self._last.append(tensors)
+            yield tensors
+
+    def _write_whole(self, target: Path, parts: Iterable[Mapping[str, Tensor]]) -> int:
+        """Write all weights; return the bytes."""
         whole = WholeWriter(target)
-        limit, part, size = self._settings.bucket_bytes, dict[str, Tensor](), 0
-        for name, tensor in self._last.items():
-            if part and size + tensor.nbytes > limit:
-                whole.add(part)
-                part, size = {}, 0
-            part[name] = tensor
-            size += tensor.nbytes
-        whole.add(part)
-        whole.finish(self._model_path, self._identity)
+        for tensors in parts:
+            whole.add(tensors)
+        whole.finish(self._settings.model_path, self._identity)
         return whole.num_bytes
 
     def send(self) -> SendReport | None:
@@ -154,7 +136,7 @@ class DiskSender:
             sent_again = self._load(written, deadline)
             compared = compare_checksums(self._servers, written.buckets, deadline)
         except BaseException:
-            self._last = {}
+            self._last = []
             raise
         finally:  # A server that starts again reads its original folder.
             shutil.rmtree(written.folder, ignore_errors=True)
@@ -187,13 +169,13 @@ class DiskSender:
             self._changes = "never"
         target = self._new_folder()
         try:
-            num_bytes = self._write_last(target)
+            num_bytes = self._write_whole(target, self._last)
             loading = call_all(servers, lambda s, left: s.load_folder(str(target), timeout_seconds=left), deadline)
             deadline.wait(loading, f"reading {target}")
         finally:
             shutil.rmtree(target, ignore_errors=True)
         if self._changes == "never":
-            self._last = {}
+            self._last = []
         return num_bytes
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,6 +36,16 @@ _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
 LEASE_SECONDS = 60.0
 """A replica whose file was not touched for so long is lost."""
 _TOUCHES_PER_LEASE = 6
+
+
+class _Entry(TypedDict):
+    """Content of the file of a replica."""
+
+    held: int | None
+    folders: list[str]
+    """Names of the folders that it needs."""
+    why: str
+    """Reason why it is lost; empty where it is not."""
 
 
 class VersionFolder:
@@ -102,13 +112,13 @@ class VersionFolder:
             raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed already; names must differ")
         return FolderSubscription(self, self._replicas / replica, touch_seconds=self._lease / _TOUCHES_PER_LEASE)
 
-    def _entries(self) -> dict[str, dict[str, Any]]:
+    def _entries(self) -> dict[str, _Entry]:
         """Return what every replica has written, by name, with `why` it is lost or an empty string."""
         clock = self._replicas / f".clock-{uuid.uuid4().hex}"
         clock.touch()
         now = clock.stat().st_mtime
         clock.unlink()
-        entries: dict[str, dict[str, Any]] = {}
+        entries: dict[str, _Entry] = {}
         for path in self._replicas.iterdir():
             with suppress(FileNotFoundError):  # it has left
                 if path.name.startswith(".") or (entry := _read(path)) is None:
@@ -116,7 +126,7 @@ class VersionFolder:
                 silent = now - path.stat().st_mtime
                 if not entry["why"] and silent > self._lease:
                     entry["why"] = f"no sign of life for {silent:.0f} s"
-                entries[path.name] = entry
+                entries[path.name] = cast(_Entry, entry)
         return entries
 
     def _needed(self) -> set[str]:
@@ -222,7 +232,7 @@ async def follow(subscription: Subscription, generator: Generator) -> int | None
     return published.version
 
 
-def _replace(path: Path, content: Mapping[str, Any]) -> None:
+def _replace(path: Path, content: Mapping[str, object]) -> None:
     """Write a file whole or not at all."""
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     with new.open("w", encoding="utf-8") as file:

@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.buckets import BucketSender, SenderSettings
+from core.weight_sync.buckets import BucketSender
 from core.weight_sync.calls import Deadline, PushError, call_all
-from core.weight_sync.sender_plan import SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
+from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import WeightEndpoint
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
 from tracing import add_span, span
 
 
 class IpcSender(BucketSender):
     """See core.weight_sync.buckets.Sender. One bucket is made ahead: the servers are paused in any case."""
 
-    def __init__(self, settings: SenderSettings, device: torch.device) -> None:
-        super().__init__(replace(settings, staged_bytes=0), device)
-        self._shares_memory = device.type == "cuda"
+    def __init__(self, settings: SenderSettings) -> None:
+        super().__init__(replace(settings, staged_bytes=0))
+        self._shares_memory = settings.device.startswith("cuda")
 
     def connect(self, servers: Sequence[WeightEndpoint]) -> None:
         """Connect to the servers. Raises ValueError for a server with pipeline stages (each handle may be opened once,

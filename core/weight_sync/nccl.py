@@ -17,14 +17,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
-from core.weight_sync.buckets import Buckets, BucketSender, SenderSettings
+from core.weight_sync.buckets import Buckets, BucketSender
 from core.weight_sync.calls import SENDER, Deadline, PushError, call_all, in_background
-from core.weight_sync.sender_plan import SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from core.weight_sync.verification import compare_checksums
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership, WeightEndpoint
@@ -38,16 +37,15 @@ _groups = itertools.count()
 class NcclSender(BucketSender):
     """See core.weight_sync.buckets.Sender. On the CPU the group is one of gloo."""
 
-    def __init__(self, settings: SenderSettings, device: torch.device, *, host: str = LOOPBACK) -> None:
-        """`host`: address of this node that the servers reach. Raises ValueError for an environment in which the
-        first broadcast would hang."""
-        if device.type == "cuda" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
+    def __init__(self, settings: SenderSettings) -> None:
+        """Raises ValueError for an environment in which the first broadcast would hang."""
+        if settings.device.startswith("cuda") and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
             raise ValueError(
                 f"NCCL_CUMEM_ENABLE={os.environ.get('NCCL_CUMEM_ENABLE', '(unset)')} in the trainer's ranks must be 0, "
                 "as in the generators' servers; otherwise the first weight update fails on the servers and hangs here"
             )
-        super().__init__(settings, device)
-        self._host = host
+        super().__init__(settings)
+        self._host = settings.host
         self._group: dist.ProcessGroup | None = None
         self._gate: Gate | None = None
         self._name = f"slipstream-{os.getpid()}-{next(_groups)}"

@@ -19,13 +19,13 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from allocation import RoleAllocation
 from core.config.runtime import Verify
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
-from core.weight_sync.sender_plan import SenderPlan, SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _WEIGHTS, _CACHE = ["weights"], ["kv_cache"]
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """What one push cost."""
+    """Cost of one push."""
 
     seconds: float
     longest_pause_seconds: float
@@ -67,18 +67,16 @@ class PushReport:
 class Trainer(Protocol):
     """The ranks of the trainer (core/launch/trainer_group.py). Every call reaches all of them."""
 
-    def push_connect(self, plan: SenderPlan, servers: Sequence[WeightEndpoint]) -> None: ...
-
+    def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None: ...
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None: ...
-
     def push_send(self, timeout_seconds: float) -> SendReport: ...
-
     def push_close(self) -> None: ...
 
-    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]: ...
+    def export_weights(
+        self, engine: str, bucket_bytes: int, timeout_seconds: float
+    ) -> tuple[Sequence[object], int]: ...
 
     def offload(self, keep: str) -> None: ...
-
     def reload(self) -> None: ...
 
 
@@ -87,42 +85,27 @@ class Replicas(Protocol):
 
     @property
     def waiting(self) -> bool: ...
-
     def endpoints(self, trainer: RoleAllocation) -> list[WeightEndpoint]: ...
-
-    def receive(self, buckets: Sequence[Any], version: int, timeout_seconds: float) -> list[float]: ...
-
+    def receive(self, buckets: Sequence[object], version: int, timeout_seconds: float) -> list[float]: ...
     def pause(self, timeout_seconds: float) -> None: ...
-
     def resume(self, version: int, timeout_seconds: float) -> list[float]: ...
-
     def release_memory(self, tags: Sequence[str], timeout_seconds: float) -> None: ...
-
     def resume_memory(self, tags: Sequence[str], timeout_seconds: float) -> None: ...
-
     def admit(self) -> int: ...
-
     def membership_changed(self) -> bool: ...
-
     def mark_dead_generators(self) -> bool: ...
-
     def lose_named(self, names: Collection[str], why: str) -> bool: ...
-
-    def participated(self) -> list[tuple[str, Any]]: ...
-
+    def participated(self) -> Sequence[tuple[str, object]]: ...
     def joined(self, name: str) -> None: ...
-
     def raise_if_all_gone(self) -> None: ...
-
     def failures(self) -> str: ...
-
     def look(self) -> None: ...
 
 
 class RolloutSide(Protocol):
     """The process that sends requests to the generators (core/launch/rollout_client.py)."""
 
-    def replace_generator(self, name: str, actor: Any) -> None: ...
+    def replace_generator(self, name: str, actor: object) -> None: ...
 
 
 class WeightPush:
@@ -135,7 +118,7 @@ class WeightPush:
         generators: Replicas,
         rollout: RolloutSide,
         *,
-        plan: SenderPlan,
+        plan: SenderSettings,
         slots: RoleAllocation,
         shares_gpus: bool,
         verify: Verify,
@@ -146,7 +129,7 @@ class WeightPush:
         self._plan, self._slots, self._shares_gpus = plan, slots, shares_gpus
         self._verify, self._patience, self._timeout = verify, patience_seconds, plan.timeout_seconds
         self._num_pushes = 0
-        """Since generators joined for the last time: their first one finds parameters by names, later ones copy."""
+        """Pushes since generators joined for the last time. The first finds parameters by names, later ones copy."""
         self._version: int | None = None
 
     def connect(self) -> None:

@@ -1,4 +1,4 @@
-"""What the driver passes to the senders in the trainer's ranks, and gets of them.
+"""Values that the driver passes to the senders in the trainer's ranks, and gets from them.
 
 Without the libraries of the senders, which load for seconds.
 """
@@ -15,27 +15,35 @@ from rollout.inference.backend import Quantization, TransportName, WeightEndpoin
 
 
 @dataclass(frozen=True, kw_only=True)
-class SenderPlan:
-    """What every rank of the trainer makes its sender from."""
+class SenderSettings:
+    """Settings of a run's weight updates, and the place of one rank of the trainer."""
 
     type: TransportName
-    model_path: str
+    model_path: str = ""
     """The servers' model folder: pushed folders get its config.json."""
     dtype: str
     """Format that the servers hold weights in."""
     bucket_bytes: int
     timeout_seconds: float
-    folder: Path
-    """For disk: a folder that trainer and servers share."""
-    changes: Changes = "never"
-    """For disk: whether to send only the values that have changed."""
+    """Time limit for `send` as a whole, and for joining the servers."""
     weight_format: Quantization = "auto"
-    """Of the servers' linear layers."""
+    """fp8_block: weights of linear layers are quantized, once, by every rank that receives full tensors."""
+    folder: Path = Path()
+    """disk: a folder of this run alone, on a file system that trainer and servers share."""
+    changes: Changes = "never"
+    """disk: whether to send only the values that have changed."""
+    staged_bytes: int | None = None
+    """Most bytes laid out before the pause, on every rank. None: what the device has to spare."""
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    """Address of the rank's node that the servers reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendReport:
-    """What one `send` cost."""
+    """Cost of one `send`."""
 
     seconds: float
     num_bytes: int

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from core.weight_sync.buckets import Buckets
 from core.weight_sync.calls import Deadline, PushError
 from model_specs.block_fp8 import SCALE, is_quantized
+from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import TensorFormat, WeightEndpoint
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
 
 logger = logging.getLogger(__name__)
 

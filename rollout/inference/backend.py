@@ -1,7 +1,8 @@
 """The seam between a run and what samples for it: what a backend can do, how it starts, how weights reach it.
 
-A backend is a folder beside this file with a `backend.py`, and a line in registry.py. A --dry-run reads capabilities,
-so neither torch nor a backend's own library is imported here; a backend imports its heavy modules in `start`.
+A backend is a package beside this file, with its class in `__init__.py`, and a line in registry.py. A --dry-run reads
+capabilities, so neither torch nor a backend's own library is imported here; a backend imports its heavy modules in
+`start`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from rollout.bucket import FlatBucket
 
 TransportName = Literal["local", "nccl", "ipc", "disk"]
-"""How weights travel; see core/weight_sync. local: in the process of the generator, through update_weights()."""
+"""The transport of weights; see core/weight_sync. local: update_weights(), in the process of the generator."""
 Interrupt = Literal["abort", "retract", "in_place"]
-"""What pause() does to running requests: end them with what they have; keep them and recompute their keys and values
+"""Effect of pause() on running requests: end them with what they have; keep them and recompute their keys and values
 under the new weights; keep their keys and values."""
 WeightFormat = Literal["float32", "bfloat16"]
 Quantization = Literal["auto", "fp8_block"]
@@ -40,9 +41,9 @@ class Capabilities:
     """Features that a backend supports; the checks of a configuration and the choice of a weight transport read it."""
 
     devices: tuple[Device, ...]
-    """Where it can run; the first is what generator.device=auto means."""
+    """Devices that it can use; generator.device=auto means the first."""
     transports: tuple[TransportName, ...]
-    """How weights can reach a replica."""
+    """Transports that can reach a replica."""
     staged_transports: tuple[TransportName, ...] = ()
     """The same for a replica of several pipeline stages; empty: a replica has one stage."""
     staged_interrupts: tuple[Interrupt, ...] = ()
@@ -118,8 +119,8 @@ class BackendSettings:
     config: GeneratorConfig = GeneratorConfig()
     """`flags`: those of actor.sglang too."""
     model_path: str
-    dtype: WeightFormat
-    device: Device
+    dtype: WeightFormat = "bfloat16"
+    device: Device = "cuda"
     tp: int = 1
     pp: int = 1
     gpus: tuple[int, ...] = ()
@@ -131,11 +132,13 @@ class BackendSettings:
     the tokenizer are read."""
     reports_experts: bool = False
     """Completions report the experts of each token."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of processes that the replica starts, besides this one's own."""
     startup_timeout_seconds: float = 300.0
     name: str = "generator-0"
-    """For messages."""
+    """Name of the replica in messages."""
     log_file: Path = Path("generator.server.log")
-    """Where processes write that the replica starts."""
+    """Log of the processes that the replica starts."""
     host: str | None = "127.0.0.1"
     """Address at which the trainer's ranks reach servers; None: that of their node."""
     key: str = field(default="", repr=False)
@@ -154,12 +157,12 @@ class GroupMembership:
     name: str
     host: str
     port: int
-    """Where the group's store listens, on that trainer rank."""
+    """Port of the group's store, on that trainer rank."""
     first_rank: int
-    """Of the replica, which has the ranks [first_rank, first_rank + tp)."""
+    """First rank of the replica, which has [first_rank, first_rank + tp)."""
     world_size: int
     backend: str
-    """Of torch.distributed."""
+    """Backend of torch.distributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +170,10 @@ class TensorFormat:
     """Format of one tensor on both sides of a push; names of torch's dtypes."""
 
     name: str
-    """In the checkpoint."""
+    """Name in the checkpoint."""
     sent: str
     parameter: str
-    """Of the replica, which may hold several tensors."""
+    """Parameter of the replica, which may hold several tensors."""
     held: str | None
     """None: the replica has no such parameter. Where its ranks differ, a format other than `sent`."""
 
@@ -290,41 +293,53 @@ class ColocatedReplica(Replica, Protocol):
     """A replica that can leave its GPUs to the trainer (Capabilities.colocates), while paused."""
 
     async def release_memory(self, tags: Sequence[str]) -> None: ...
-
     async def resume_memory(self, tags: Sequence[str]) -> None: ...
 
 
+def check_request(request: GenerateRequest, *, vocab_size: int, max_length: int) -> None:
+    """Raise ValueError if a request cannot be served: with its prompt, lengths or sampling parameters."""
+    sampling, name, prompt = request.sampling, f"request {request.request_id!r}", request.prompt_ids
+    done = 0 if request.output is None else len(request.output.token_ids)
+    if not len(prompt) or min(prompt) < 0 or max(prompt) >= vocab_size:
+        given = f"they reach from {min(prompt)} to {max(prompt)}" if len(prompt) else "there is none"
+        raise ValueError(
+            f"{name}: prompt_ids must be one or more numbers in [0, {vocab_size}), the vocabulary; {given}"
+        )
+    if len(prompt) + sampling.max_new_tokens > max_length:
+        raise ValueError(
+            f"{name}: {len(prompt)} prompt tokens + max_new_tokens={sampling.max_new_tokens} exceed the {max_length} "
+            "positions of the model; shorten one of them"
+        )
+    if not done < sampling.max_new_tokens:
+        raise ValueError(f"{name}: max_new_tokens={sampling.max_new_tokens} must exceed the {done} tokens given")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        raise ValueError(
+            f"{name}: temperature={sampling.temperature} must be >= 0 and top_p={sampling.top_p} in (0, 1]"
+        )
+
+
 class Backend(Protocol):
-    """One way to sample."""
+    """One way to sample. An implementation inherits the defaults: no flags, no library or GPU memory of its own."""
 
-    @property
-    def label(self) -> str:
-        """Name of a replica in messages, as in "SGLang server"."""
-        ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def memory_flag(self) -> MemoryFlag | None: ...
-
-    @property
-    def shared_memory_names(self) -> tuple[str, ...]:
-        """Prefixes of the names in /dev/shm that its processes create."""
-        ...
+    label: str
+    """Name of a replica in messages, as in "SGLang server"."""
+    capabilities: Capabilities
+    memory_flag: MemoryFlag | None = None
+    shared_memory_names: tuple[str, ...] = ()
+    """Prefixes of the names in /dev/shm that its processes create."""
 
     def refused_flags(self, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
         """Yield (flag, message) of flags that users must not set, or not to this value."""
-        ...
+        return iter(())
 
     def model_problems(self, model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
         """Yield (configuration key, message) of each reason why this backend cannot sample with the model at `path`."""
-        ...
+        return iter(())
 
     def host_problems(self, python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
         """Yield (configuration key, message) of each reason why no replica can start on this host with these flags.
         `python`: the interpreter that runs it; None: this one."""
-        ...
+        return iter(())
 
     async def start(self, settings: BackendSettings) -> Replica:
         """Return when the replica is ready for weights. Raises ValueError for settings that cannot work and

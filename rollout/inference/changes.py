@@ -27,9 +27,9 @@ from torch import Tensor
 
 INDEX = "changes.json"
 IDENTITY = "push.json"
-"""In a folder of whole tensors: the identity of the push."""
+"""File with the identity of the push, in a folder of whole tensors."""
 NOT_THE_BASE = "other weights than these changes are for"
-"""In the message of a server that needs a whole push."""
+"""Part of the message of a server that needs a whole push."""
 
 _LONGEST_GAP = 255
 _BLOCK = 1 << 18
@@ -174,7 +174,7 @@ class Changed(Tensor):
     """
 
     meta: Tensor
-    """On the meta device: where the elements lie in a contiguous tensor of which only `present` is there."""
+    """A meta tensor: its strides tell where the elements lie in the contiguous tensor that `positions` refer to."""
     positions: Tensor
     """[n] integers, ascending: where those lie in that tensor."""
     present: Tensor  # [n]

@@ -1,5 +1,5 @@
-"""Which GPUs this machine has for a run, and the processes that use them: read from nvidia-smi before anything is
-started.
+"""The GPUs of this machine that a run may use, and the processes that use them: read from nvidia-smi before anything
+is started.
 
 CUDA_VISIBLE_DEVICES selects the GPUs and their order (numbers as nvidia-smi gives them, or UUIDs). The processes of a
 run, in which that variable means their own share, read it from ALLOWED instead.
@@ -25,7 +25,7 @@ BUSY_MIB = 2048
 """More memory than this in the hands of others, and a server would come up with a fraction of its cache or fail."""
 
 _PATIENCE_SECONDS = 10.0
-"""For the memory of processes that have ended; the 3 GB of a trainer rank took 0.3 s."""
+"""Time limit for the memory of processes that have ended; the 3 GB of a trainer rank took 0.3 s."""
 
 
 @dataclass(frozen=True, kw_only=True)

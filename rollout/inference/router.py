@@ -10,20 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Protocol
 
 from rollout.inference.versions import MemoryVersions
-from rollout.types import Completion, GenerateRequest, Generator, Health
+from rollout.types import Completion, GenerateRequest, Health, ReportingSampler
 from tracing import frequent_span
 
-if TYPE_CHECKING:
-    from rollout.bucket import FlatBucket
-
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _MAX_RETRIES = 3
 _LONGEST_RETRY_WAIT_SECONDS = 1.0
@@ -31,7 +26,7 @@ _SLOW_SHARE = 0.5
 """A generator with less than this share of the fastest one's tokens a second is called slow."""
 _LEAST_SECONDS_TO_JUDGE = 5.0
 _REPORT_SECONDS = 10.0
-"""For a generator to report the tokens of its requests: a checkpoint waits for that, and can do without."""
+"""Time limit for a generator to report the tokens of its requests: a checkpoint waits for it, and can omit them."""
 
 
 def requests_at_once(*, max_running: int, num_generators: int, group_size: int = 1) -> int:
@@ -42,7 +37,7 @@ def requests_at_once(*, max_running: int, num_generators: int, group_size: int =
 
 
 NO_ANSWER = "no answer to a health check"
-"""What the reason begins with, where a generator is lost that may still run."""
+"""Beginning of the reason where a generator is lost whose process may still run."""
 
 
 class NoGeneratorError(RuntimeError):
@@ -57,41 +52,47 @@ class _AttemptFailed(Exception):
         self.generator_died = generator_died
 
 
+class Routed(ReportingSampler, Protocol):
+    """What a router needs of a generator. The generator holds back requests while it is paused."""
+
+    async def health(self) -> Health: ...
+    async def close(self) -> None: ...
+
+
 @dataclass(eq=False)
 class _Member:
     """One generator and what the router has running there. The register of versions has whether it is lost."""
 
-    generator: Generator
+    generator: Routed
     name: str
     outstanding_tokens: int = 0
     sampled_tokens: int = 0
     counted_at: float = field(default_factory=lambda: time.monotonic())
-    """Since when sampled_tokens is counted."""
+    """Start of the count of sampled_tokens."""
     is_slow: bool = False
     attempts: set[asyncio.Timeout] = field(default_factory=set)
-    """Without a deadline until the generator is gone, which then ends them."""
+    """Attempts of requests. They have no deadline until the generator is lost, which ends them."""
 
 
 @dataclass
 class _Group:
-    """Where a group's requests go while some of them are in flight."""
+    """The generator of a group of requests, while some of them are in flight."""
 
     member: _Member | None
     num_in_flight: int = 0
 
 
 class Router:
-    """Implements `Generator` over `generators`. Use it in one event loop.
+    """Samples on `generators`, which its close() closes. Use it in one event loop.
 
     The router decides which generators are lost, and keeps that in `versions`. Every `health_interval_seconds`, and
-    when a request fails, a generator gets a health check. One that does not answer within `health_timeout_seconds`, or
-    fails an update, is lost until replace() adds another in its place. With no working generator, requests wait for
-    `patience_seconds`.
+    when a request fails, a generator gets a health check. One that does not answer within `health_timeout_seconds` is
+    lost until replace() adds another in its place. With no working generator, requests wait for `patience_seconds`.
     """
 
     def __init__(
         self,
-        generators: Sequence[Generator] | Mapping[str, Generator],
+        generators: Sequence[Routed] | Mapping[str, Routed],
         *,
         health_interval_seconds: float = 5.0,
         health_timeout_seconds: float = 60.0,
@@ -115,8 +116,6 @@ class Router:
         self._none_since: float | None = None
         self._replaced = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._sampling = asyncio.Event()
-        self._sampling.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion to its end ("stop" or "length"), through interruptions and the death of generators.
@@ -128,8 +127,6 @@ class Router:
         num_retries = 0  # since the last token
         try:
             while True:
-                await self._member_of(group)  # with none left there may be no generator to resume either
-                await self._sampling.wait()
                 given = _num_given(request)
                 try:
                     completion = await self._attempt(await self._member_of(group), request)
@@ -157,30 +154,6 @@ class Router:
             self._reported.pop(request.request_id, None)
             self._leave_group(request)
 
-    async def pause(self) -> None:
-        """Pause every generator. Interrupted requests wait here for resume()."""
-        self._sampling.clear()
-        await self._everywhere(lambda generator: generator.pause())
-
-    async def update_weights(self, bucket: FlatBucket) -> None:
-        """Copy a bucket into every generator."""
-        await self._everywhere(lambda generator: generator.update_weights(bucket))
-
-    async def resume(self, version: int) -> None:
-        """Resume every generator."""
-        await self._everywhere(lambda generator: generator.resume(version))
-        self.set_version(version)
-        self._sampling.set()
-
-    async def health(self) -> Health:
-        """Return the oldest version and the summed load of the working generators."""
-        answers = await self._everywhere(lambda generator: asyncio.wait_for(generator.health(), self._timeout))
-        return Health(
-            version=min(h.version for h in answers),
-            num_running=sum(h.num_running for h in answers),
-            num_waiting=sum(h.num_waiting for h in answers),
-        )
-
     async def partial(self) -> dict[str, Completion]:
         """Return the tokens so far of requests in flight: those returned at an interruption, or those that the
         generators report now. A request continues with them elsewhere if its generator fails."""
@@ -202,12 +175,12 @@ class Router:
         return dict(known)
 
     async def close(self) -> None:
-        """Close every working generator."""
+        """End the health checks, then close every working generator."""
         if self._watcher is not None:
             self._watcher.cancel()
         await asyncio.gather(*(m.generator.close() for m in self._alive()))
 
-    def replace(self, name: str, generator: Generator) -> None:
+    def replace(self, name: str, generator: Routed) -> None:
         """Add a generator in place of the lost one of this name. It must have the current weights."""
         self._lose(self._members[name], "replaced")
         self._add(name, generator)
@@ -215,7 +188,7 @@ class Router:
         self._replaced.set()
         logger.info("%s has rejoined", name)
 
-    def _add(self, name: str, generator: Generator) -> None:
+    def _add(self, name: str, generator: Routed) -> None:
         self.versions.subscribe(name)
         self._members[name] = _Member(generator, name)
 
@@ -369,24 +342,6 @@ class Router:
         while True:
             await asyncio.sleep(self._interval)
             await asyncio.gather(*(self._check(member) for member in self._alive()))
-
-    async def _everywhere(self, call: Callable[[Generator], Awaitable[T]]) -> list[T]:
-        """Return the results of a call at every working generator; one that fails is marked dead. Raises ValueError as
-        the call does, and NoGeneratorError when none is left."""
-
-        async def one(member: _Member) -> T | None:
-            try:
-                return await call(member.generator)
-            except ValueError:
-                raise
-            except Exception as e:  # noqa: BLE001 (a generator that missed an update must not sample on)
-                self._lose(member, str(e) or repr(e))
-                return None
-
-        members = self._alive()
-        answers = await asyncio.gather(*(one(member) for member in members))
-        self._least_loaded()  # raises when none is left
-        return [cast(T, a) for a, member in zip(answers, members, strict=True) if not self._is_lost(member)]
 
 
 def _num_given(request: GenerateRequest) -> int:

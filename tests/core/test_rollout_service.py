@@ -22,9 +22,8 @@ from core.rollout_service import RolloutService, named
 from core.rollout_settings import RolloutSettings
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
-from rollout.errors import OnError, WorkflowFailureError
+from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
-from rollout.inference.errors import GeneratorGone
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import NoGeneratorError
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory

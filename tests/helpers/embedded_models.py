@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from model_specs.hf_config import parse_config
 from rollout.bucket import FlatBucket
-from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
 from rollout.types import Completion, GenerateRequest, SamplingParams
@@ -128,8 +128,8 @@ def follows(drawn: np.ndarray, probs: np.ndarray) -> bool:
 
 def engine_of(model: Any, *, max_running: int = 16, dtype: str = "float32") -> Engine:
     """An engine with the weights of a transformers model."""
-    config = InferenceConfig.from_hf(model.config.to_dict())
-    weights = ModelWeights(config, dtype=DTYPES[dtype], device=torch.device("cpu"))
+    config = parse_config(model.config.to_dict())
+    weights = ModelWeights(config, dtype=DTYPES[dtype])
     weights.update(bucket_of(model).tensors())
     return Engine(config, weights, max_running=max_running)
 

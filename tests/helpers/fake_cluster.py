@@ -16,9 +16,9 @@ from core.launch import generators as launch_generators
 from core.launch.generators import GeneratorPool
 from core.recovery.memory import MemoryLimits
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderPlan
+from core.weight_sync.sender_plan import SenderSettings
 from rollout.inference.backend import BackendSettings, GeneratorConfig
-from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.sglang.client import SGLangEndpoint
 
 PENDING = object()
 ENDPOINT = SGLangEndpoint(name="generator", url="http://127.0.0.1:9", tp=1)
@@ -172,8 +172,8 @@ class Rollout:
 
 
 def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> WeightPush:
-    plan = SenderPlan(
-        type="local", model_path="", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=cluster.log_folder
+    plan = SenderSettings(
+        type="local", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=cluster.log_folder
     )
     return WeightPush(
         Trainer(cluster), pool, rollout, plan=plan, slots=ALLOCATION.trainer, shares_gpus=False,  # type: ignore[arg-type]

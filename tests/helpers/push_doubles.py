@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.weight_sync.buckets import Sender, SenderSettings
-from core.weight_sync.disk import DiskSender
-from core.weight_sync.ipc import IpcSender
-from core.weight_sync.nccl import NcclSender
+from core.weight_sync.buckets import Sender
+from core.weight_sync.sender_plan import SenderSettings
+from core.weight_sync.senders import SENDERS
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import UPDATES
 from helpers.sglang_double.weights import Parameters
-from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.weights import pause_generation, post
+from rollout.inference.sglang.client import SGLangEndpoint
 
 KINDS = ("nccl", "ipc", "disk")
 UPDATE_OF = dict(zip(("ipc", "nccl", "disk"), UPDATES, strict=True))
@@ -32,16 +30,12 @@ MODEL = tempfile.TemporaryDirectory(prefix="push-doubles-")
 
 
 def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
-    """`folder`: of the model; folders of pushes are made in it. `changes`: of SenderSettings, and `changes` itself of
-    the sender through files."""
-    with_changes = changes.pop("changes", "never")
+    """`folder`: of the model; folders of pushes are made in it. `changes`: of SenderSettings."""
     values: dict[str, Any] = dict(
-        rank=0, world_size=1, dtype=torch.float32, timeout_seconds=30.0, bucket_bytes=1 << 20
+        type=kind, dtype="float32", timeout_seconds=30.0, bucket_bytes=1 << 20, folder=folder,
+        model_path=str(folder),
     )  # fmt: skip
-    settings = SenderSettings(**values | changes)
-    if kind == "disk":
-        return DiskSender(settings, CPU, folder=folder, model_path=str(folder), changes=with_changes)
-    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
+    return SENDERS[kind](SenderSettings(**values | changes))
 
 
 def buckets(version: int) -> Iterator[Mapping[str, Tensor]]:
@@ -63,7 +57,7 @@ def paused(*tps: int, **options: Any) -> Iterator[tuple[list[SGLangDouble], list
         doubles = [stack.enter_context(SGLangDouble(tp=tp, **options)) for tp in tps]
         addresses = [address(double, i) for i, double in enumerate(doubles)]
         for server in addresses:
-            post(server, pause_generation("in_place"), timeout_seconds=30)
+            server.post(("/pause_generation", {"mode": "in_place"}), timeout_seconds=30)
         yield doubles, addresses
 
 

@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets
-from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
 from rollout.inference.sglang.hooks.checksums import position_checksum
+from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
+from rollout.inference.sglang.ipc import SharedBuckets
+from rollout.inference.sglang.nccl import BroadcastBuckets
 
 
 class Receiver(nn.Module):
@@ -33,7 +34,8 @@ class Receiver(nn.Module):
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.buckets = ReceivedBuckets(RecordedCopies())
+        copies = RecordedCopies()
+        self.broadcast, self.shared = BroadcastBuckets(copies), SharedBuckets(copies)
         self.updates, self.refuse_from = 0, refuse_from
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
@@ -52,7 +54,7 @@ class Receiver(nn.Module):
     def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
         updater = SimpleNamespace(device="cpu", _model_update_group=self.groups, get_model=lambda: self)
         arguments = (body[name] for name in ("names", "dtypes", "shapes", "group_name"))
-        succeeded, message = self.buckets.receive(None, updater, *arguments)
+        succeeded, message = self.broadcast.receive(None, updater, *arguments)
         if not succeeded:
             raise ValueError(message)
 
@@ -63,7 +65,7 @@ class Receiver(nn.Module):
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
         (payload,) = body["serialized_named_tensors"]
         updater = SimpleNamespace(get_model=lambda: self)
-        succeeded, message = self.buckets.copy_shared(None, updater, pickle.loads(base64.b64decode(payload)))
+        succeeded, message = self.shared.copy(None, updater, pickle.loads(base64.b64decode(payload)))
         if not succeeded:
             raise ValueError(message)
 

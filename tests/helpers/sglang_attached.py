@@ -10,15 +10,17 @@ from typing import Any
 
 from helpers.sglang_double.scheduler import logprob_of, token_at
 from helpers.sglang_double.server import SGLangDouble
+from helpers.sglang_environment import replica
+from rollout.inference.backend import BackendSettings
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.server import ServerSettings, SGLangServer
+from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 
 class AttachedServer(SGLangServer):
     """A server that runs already."""
 
-    def __init__(self, settings: ServerSettings, url: str) -> None:
+    def __init__(self, settings: BackendSettings, url: str) -> None:
         super().__init__(settings)
         self._url = url
 
@@ -29,8 +31,8 @@ async def generator_on(
 ) -> AsyncIterator[SGLangGenerator]:
     """`folder`: of the tiny model. `settings`: of the server."""
     values = {"model_path": str(folder), "log_file": folder / "server.log", "gpus": (), "tp": double.tp}
-    server = AttachedServer(ServerSettings(name=name, **values | settings), double.url)
-    generator = SGLangGenerator(server, interrupt=interrupt)
+    server = AttachedServer(replica(name=name, interrupt=interrupt, **values | settings), double.url)
+    generator = SGLangGenerator(server)
     try:
         yield generator
     finally:

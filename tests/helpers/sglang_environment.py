@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from rollout.inference.sglang.server import BATCHED_PREFILLS, ServerSettings, SGLangServer
+from rollout.inference.backend import BackendSettings, GeneratorConfig, Interrupt
+from rollout.inference.sglang.server import BATCHED_PREFILLS, SGLangServer
 
 PREFIX = os.environ.get("SLIPSTREAM_SGLANG_ENV")
 PYTHON = os.environ.get("SLIPSTREAM_SGLANG_PYTHON") or (PREFIX and f"{PREFIX}/venv/bin/python")
@@ -55,7 +57,23 @@ def write_interpreter(path: Path) -> Path:
     return path
 
 
-def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
+KEYS = ("max_running", "interrupt", "weight_format", "flags", "python")
+"""Keys of a generator's section that a server uses."""
+
+
+def replica(**values: Any) -> BackendSettings:
+    """Settings of a server; keys of the generators' section may be among them."""
+    config = GeneratorConfig(**{name: values.pop(name) for name in KEYS if name in values})
+    return BackendSettings(config=config, **values)
+
+
+def set_interrupt(server: SGLangServer, interrupt: Interrupt) -> None:
+    """What pauses of the generators on this server do from now on."""
+    config = server.settings.config.model_copy(update={"interrupt": interrupt})
+    server.settings = replace(server.settings, config=config)
+
+
+def settings_for(model: Path, log_file: Path, **changes: Any) -> BackendSettings:
     """A server on the CPU, which admits prompts as one on a GPU does."""
     values: dict[str, Any] = {
         "name": "generator-0",
@@ -68,11 +86,11 @@ def settings_for(model: Path, log_file: Path, **changes: Any) -> ServerSettings:
         "python": PYTHON,
         "env": environment(),
     }
-    return ServerSettings(**values | changes)
+    return replica(**values | changes)
 
 
 @contextmanager
-def running_server(settings: ServerSettings) -> Iterator[SGLangServer]:
+def running_server(settings: BackendSettings) -> Iterator[SGLangServer]:
     """A server, which leaves no process behind."""
     server = SGLangServer(settings)
     others = set(psutil.Process().children(recursive=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.sglang_environment import VOCAB, Models, running_server, settings_for
+from helpers.sglang_environment import VOCAB, Models, running_server, set_interrupt, settings_for
 from rollout.bucket import FlatBucket
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import SGLangServer
@@ -36,7 +36,8 @@ def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def with_generator(server: SGLangServer, interrupt: Any, use: Callable[[SGLangGenerator], Awaitable[T]]) -> T:
     async def main() -> T:
-        generator = SGLangGenerator(server, interrupt=interrupt)
+        set_interrupt(server, interrupt)
+        generator = SGLangGenerator(server)
         try:
             return await use(generator)
         finally:

@@ -62,24 +62,23 @@ def main() -> None:
 
     module.install()
     load_plugins()
+    from rollout.bucket import FlatBucket
+    from rollout.inference.sglang.hooks.checksums import position_checksum
+    from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
+
     model = build(folder, override)
-    load_weights, copies = (
-        model.load_weights,
-        importlib.import_module("rollout.inference.sglang.buckets.recorded_copies").RecordedCopies(),
-    )
+    load_weights, copies = model.load_weights, RecordedCopies()
     results = []
     for file in files:
         loaded: list[Any] = []
         model.load_weights = lambda tensors, loaded=loaded: (loaded.append(tensors), load_weights(tensors))
         items = list(load_file(file).items())
         for part in range(2):  # a bucket may hold a weight without its factors
-            names, tensors = zip(*items[part::2], strict=True)
-            flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-            copies.load(model, flat, names, [t.dtype for t in tensors], [t.shape for t in tensors])
+            copies.load(model, FlatBucket.of(dict(items[part::2])))
         named = dict(model.named_parameters())
         results.append(
             [
-                {name: int(module.position_checksum(p)) for name, p in named.items()},
+                {name: int(position_checksum(p)) for name, p in named.items()},
                 {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()},
                 len(loaded),
             ]

@@ -78,7 +78,7 @@ def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
     import transformers
 
     engine = make_engine(*gpu, str(folder), train=False, dtype="bfloat16")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").cuda()
     assert (logprobs_of(engine) - transformers_logprobs(model)).abs().mean() < BF16_NATS
 
 

@@ -62,8 +62,8 @@ def request(
 class Counting:
     """Passes requests on and notes what they came with."""
 
-    def __init__(self, inner: Generator) -> None:
-        self.inner = inner
+    def __init__(self, inner: Generator | Router, generators: Sequence[Generator] = ()) -> None:
+        self.inner, self.generators = inner, generators
         self.given: list[int] = []
         self.given_tokens: dict[int, list[int]] = {}  # by seed
 
@@ -72,6 +72,10 @@ class Counting:
         self.given.append(len(tokens))
         self.given_tokens[asked.seed] = tokens
         return await self.inner.generate(asked)
+
+    async def resume(self, version: int) -> None:
+        for generator in self.generators:
+            await generator.resume(version)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -286,7 +290,7 @@ async def consumed(producer: BothSides, generator: Counting, steps: Sequence[int
 
 def make_producer(model: str, *, at_once: bool, num_generators: int = 1, **settings: int) -> tuple[BothSides, Counting]:
     mocks = [MockGenerator(model, seconds_per_token=1.0) for _ in range(num_generators)]
-    counting = Counting(Router(mocks))
+    counting = Counting(Router(mocks), mocks)
     settings = {"batch_size": 2, "max_staleness": 2, **settings}
     return BothSides(make_dataset(12), GroupOfThree(at_once=at_once), counting, in_order=True, **settings), counting
 

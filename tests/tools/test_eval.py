@@ -17,8 +17,8 @@ import pytest
 
 from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import Answer, read_answers
+from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.embedded.generator import GeneratorError
-from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 from rollout.inference.sglang.arguments import is_installed
 from rollout.rewards.pool import RewardPool, RewardWorkerError

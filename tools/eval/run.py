@@ -25,9 +25,9 @@ from rollout.answer_file import Answer, AnswerFile, Mode
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import first_prompt
 from rollout.data.tokenizer import load_tokenizer
+from rollout.errors import GeneratorCallError, GeneratorStartError
 from rollout.evaluation import EvaluationPlan, QuestionSet, RecordedRewards, answer_questions
 from rollout.inference.embedded.generator import GeneratorError
-from rollout.inference.errors import GeneratorCallError, GeneratorStartError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams, Workflow

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model_specs.config import ModelConfig
 from rollout.inference.backend import Interrupt
-from rollout.inference.embedded.config import InferenceConfig
 from rollout.inference.embedded.kv_cache import KVCache, capacity_for
 from rollout.inference.embedded.model import Transformer
 from rollout.inference.embedded.sampler import sample
@@ -30,7 +30,7 @@ PREFILL_TOKENS = 2048
 the time for which running requests, and pause(), wait for it."""
 
 TRIM_STEPS = 512
-"""How often cache memory that was not needed lately is given back."""
+"""Steps between two releases of cache memory that was not needed lately."""
 
 LARGE_BYTES, LARGE_TRIM_STEPS = 2**30, 64
 """A cache of more than this is looked after so often: requests that grow leave memory at every length they passed, in
@@ -55,13 +55,12 @@ class _Prompt:
 class Engine:
     """Not thread-safe. Every method requires torch.inference_mode()."""
 
-    def __init__(self, config: InferenceConfig, weights: ModelWeights, *, max_running: int) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, *, max_running: int) -> None:
         self._weights = weights
         self._model = Transformer(config, weights)
         self._slots = Slots(max_running, config.vocab_size)
         self._vocab_size = config.vocab_size
-        self._device, dtype = weights.embedding.device, weights.embedding.dtype
-        self._cache = KVCache(config, max_slots=max_running, dtype=dtype, device=self._device)
+        self._cache = KVCache(config, max_slots=max_running, dtype=weights.embedding.dtype)
         self._waiting: deque[Job] = deque()
         self._num_waiting_for: Counter[bytes] = Counter()
         self._prompts: dict[bytes, _Prompt] = {}
@@ -146,14 +145,11 @@ class Engine:
             self._cache.rearrange(np.array(slots), np.array([], dtype=np.int64))
         return [self._slots.finish(slot, "abort") for slot in slots]
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
-
     def _decode(self, slots: np.ndarray) -> Tensor:
         """Run the last sampled token of each slot: hidden states [n, hidden_size]."""
         positions = self._slots.position[slots]
-        tokens = self._tensor(self._slots.last_token[slots])
-        hidden = self._model.decode(tokens, self._tensor(positions), int(positions.max()) + 1, self._cache)
+        tokens = torch.from_numpy(self._slots.last_token[slots])
+        hidden = self._model.decode(tokens, torch.from_numpy(positions), int(positions.max()) + 1, self._cache)
         self._slots.position[slots] = positions + 1
         return hidden
 
@@ -163,7 +159,7 @@ class Engine:
         logits = self._model.logits(hidden)
         forbidden = running.forbidden(slots)
         if forbidden is not None:
-            logits[self._tensor(forbidden[0]), self._tensor(forbidden[1])] = -torch.inf
+            logits[torch.from_numpy(forbidden[0]), torch.from_numpy(forbidden[1])] = -torch.inf
         tokens, logprobs = sample(
             logits,
             running.temperature[slots],
@@ -216,14 +212,14 @@ class Engine:
         for row, prefix in zip(tokens, prefixes.values(), strict=True):
             row[: len(prefix)] = prefix
         lengths = np.array([len(prefix) for prefix in prefixes.values()])
-        rows = self._tensor(np.array([row_of[job.key] for job in jobs]))
+        rows = torch.from_numpy(np.array([row_of[job.key] for job in jobs]))
         shared = len(row_of) < len(jobs)
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             kv[layer, 0] = k[rows] if shared else k
             kv[layer, 1] = v[rows] if shared else v
 
-        hidden = self._model.prefill(self._tensor(tokens), self._tensor(lengths), store)
+        hidden = self._model.prefill(torch.from_numpy(tokens), torch.from_numpy(lengths), store)
         return hidden[rows]
 
     def _no_longer_waiting(self, key: bytes) -> None:

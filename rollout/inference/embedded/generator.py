@@ -1,8 +1,8 @@
 """The embedded generator: the engine in a thread of its own, and an asyncio front that implements `Generator`.
 
 The thread alone touches the engine. The front leaves commands in a list that the thread empties between two steps, and
-the thread hands results back in one call per step and event loop, so neither waits for the other. Invariant: every
-request gets an answer. If the thread fails, every pending and every later call raises GeneratorError.
+the thread resolves the futures of calls, so neither waits for the other. Invariant: every request gets an answer. If
+the thread fails, every pending and every later call raises GeneratorError.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from model_specs.hf_config import parse_config, read_config
 from rollout.bucket import FlatBucket
-from rollout.inference.backend import ALL_INTERRUPTS, Interrupt
-from rollout.inference.embedded.config import InferenceConfig
+from rollout.inference.backend import ALL_INTERRUPTS, Interrupt, check_request
 from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
 from rollout.types import Completion, GenerateRequest, Health
@@ -32,35 +32,17 @@ class GeneratorError(RuntimeError):
     """The generator is closed or its engine failed (then __cause__ is the reason)."""
 
 
-class _Waiter:
-    """A future of some event loop, to be resolved from the engine's thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
+_Waiter = Future[Any]
+"""A call of some event loop, resolved from the engine's thread."""
 
 
-def _resolve(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
-    """Call in the waiters' own event loop. An exception is raised in every waiting call."""
-    for waiter, outcome in outcomes:
-        if waiter.future.done():
-            continue
+def _resolve(waiter: _Waiter, outcome: object) -> None:
+    """Raise an exception in the waiting call, or return the outcome there; the call may have been cancelled."""
+    with suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
-            waiter.future.set_exception(outcome)
+            waiter.set_exception(outcome)
         else:
-            waiter.future.set_result(outcome)
-
-
-def _resolve_all(outcomes: Sequence[tuple[_Waiter, Any]]) -> None:
-    """Hand outcomes to waiters of any event loops: one wake-up a loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
-    for waiter, outcome in outcomes:
-        by_loop.setdefault(waiter.loop, []).append((waiter, outcome))
-    for loop, mine in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_resolve, mine)
-        except RuntimeError:
-            logger.debug("an event loop closed while %d calls waited in it", len(mine))
+            waiter.set_result(outcome)
 
 
 SMALL_PRODUCT = 2**24
@@ -88,7 +70,6 @@ class EmbeddedGenerator:
         dtype: str = "float32",
         interrupt: Interrupt = "retract",
         threads: int | None = None,
-        device: str = "cpu",
         version: int = 0,
     ) -> None:
         if dtype not in DTYPES:
@@ -97,10 +78,8 @@ class EmbeddedGenerator:
             raise ValueError(f"max_running={max_running} must be at least 1")
         if interrupt not in ALL_INTERRUPTS:
             raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(ALL_INTERRUPTS)}")
-        self._config = (
-            InferenceConfig.from_hf(model) if isinstance(model, Mapping) else InferenceConfig.from_folder(model)
-        )
-        self._weights = ModelWeights(self._config, dtype=DTYPES[dtype], device=torch.device(device))
+        self._config = parse_config(model) if isinstance(model, Mapping) else read_config(model)
+        self._weights = ModelWeights(self._config, dtype=DTYPES[dtype])
         if not isinstance(model, Mapping):
             self._weights.load_folder(model)
         self._engine = Engine(self._config, self._weights, max_running=max_running)
@@ -128,9 +107,9 @@ class EmbeddedGenerator:
         waiters = [_Waiter() for _ in requests]
         self._enqueue(requests, waiters)
         try:
-            return await asyncio.gather(*(waiter.future for waiter in waiters))
+            return await asyncio.gather(*map(asyncio.wrap_future, waiters))
         finally:
-            left = [r.request_id for r, w in zip(requests, waiters, strict=True) if w.future.cancelled()]
+            left = [r.request_id for r, w in zip(requests, waiters, strict=True) if w.cancelled()]
             if left:
                 with suppress(GeneratorError):
                     self.abort(left)
@@ -140,24 +119,18 @@ class EmbeddedGenerator:
         served (then none is taken) and GeneratorError if the engine is gone."""
         self._enqueue(requests, [None] * len(requests))
 
-    async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion]]:
+    async def drain(self) -> list[tuple[str, Completion]]:
         """Return (request_id, completion) of requests from submit() that have finished since the last call. Waits until
-        there is one, then `linger_seconds` more, so that answers are fewer and larger."""
-        lingered = not linger_seconds
+        there is one."""
         while True:
             with self._changed:
                 self._raise_if_gone()
-                if self._drained and lingered:
+                if self._drained:
                     drained, self._drained = self._drained, []
                     return drained
-                waiter = None if self._drained else _Waiter()
-                if waiter is not None:
-                    self._drainers.append(waiter)
-            if waiter is not None:
-                await waiter.future
-            else:
-                await asyncio.sleep(linger_seconds)
-                lingered = True
+                waiter = _Waiter()
+                self._drainers.append(waiter)
+            await asyncio.wrap_future(waiter)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with what they have: they finish with reason "abort". Unknown ids are passed over."""
@@ -218,7 +191,7 @@ class EmbeddedGenerator:
     async def _call(self, command: Callable[[], Any]) -> Any:
         waiter = _Waiter()
         self._send(command, waiter)
-        return await waiter.future
+        return await asyncio.wrap_future(waiter)
 
     def _enqueue(self, requests: Sequence[GenerateRequest], waiters: Sequence[_Waiter | None]) -> None:
         added = list(requests)
@@ -236,28 +209,13 @@ class EmbeddedGenerator:
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise ValueError if the request cannot be served."""
-        sampling, name = request.sampling, f"request {request.request_id!r}"
-        length = len(request.prompt_ids) + sampling.max_new_tokens
-        done = 0 if request.output is None else len(request.output.token_ids)
-        ids = np.asarray(request.prompt_ids)
-        if not ids.size or ids.min() < 0 or ids.max() >= self._config.vocab_size:
+        vocab_size, sampling = self._config.vocab_size, request.sampling
+        check_request(request, vocab_size=vocab_size, max_length=self._config.max_position_embeddings)
+        if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) >= vocab_size:
             raise ValueError(
-                f"{name}: prompt_ids must be one or more numbers in [0, {self._config.vocab_size}), the vocabulary; "
-                + (f"they reach from {ids.min()} to {ids.max()}" if ids.size else "there is none")
+                f"request {request.request_id!r}: min_new_tokens rules out every token, because all of them are stop "
+                "tokens"
             )
-        if length > self._config.max_position_embeddings:
-            raise ValueError(
-                f"{name}: {len(request.prompt_ids)} prompt tokens + max_new_tokens={sampling.max_new_tokens} exceed "
-                f"max_position_embeddings={self._config.max_position_embeddings} of the model; shorten one of them"
-            )
-        if not done < sampling.max_new_tokens:
-            raise ValueError(f"{name}: max_new_tokens={sampling.max_new_tokens} must exceed the {done} tokens given")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ValueError(
-                f"{name}: temperature={sampling.temperature} must be >= 0 and top_p={sampling.top_p} in (0, 1]"
-            )
-        if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) >= self._config.vocab_size:
-            raise ValueError(f"{name}: min_new_tokens rules out every token, because all of them are stop tokens")
 
     # What follows runs in the engine's thread.
 
@@ -298,7 +256,9 @@ class EmbeddedGenerator:
         finally:
             with self._changed:
                 self._commands[:0] = commands  # what a failure left undone fails with the rest
-            _resolve_all([(waiter, outcome) for waiter, outcome in outcomes if waiter is not None])
+            for waiter, outcome in outcomes:
+                if waiter is not None:
+                    _resolve(waiter, outcome)
         return True
 
     def _is_idle(self) -> bool:
@@ -324,7 +284,7 @@ class EmbeddedGenerator:
     def _deliver(self, finished: Finished) -> None:
         if not finished:
             return
-        outcomes: list[tuple[_Waiter, Any]] = []
+        outcomes: list[tuple[_Waiter, Completion | None]] = []
         with self._changed:
             for request, completion in finished:
                 waiter = self._pending.pop(request.request_id)
@@ -335,10 +295,13 @@ class EmbeddedGenerator:
             if self._drained:
                 outcomes += [(waiter, None) for waiter in self._drainers]
                 self._drainers = []
-        _resolve_all(outcomes)
+        for waiter, outcome in outcomes:
+            _resolve(waiter, outcome)
 
     def _fail_pending(self) -> None:
         with self._changed:
             waiting = [*self._pending.values(), *self._drainers, *(waiter for _, waiter in self._commands)]
             self._pending, self._drainers, self._commands = {}, [], []
-        _resolve_all([(waiter, self._gone()) for waiter in waiting if waiter is not None])
+        for waiter in waiting:
+            if waiter is not None:
+                _resolve(waiter, self._gone())

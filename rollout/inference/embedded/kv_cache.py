@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.inference.embedded.config import InferenceConfig
+from model_specs.config import ModelConfig
 
 SMALLEST_CAPACITY = 32
 _NOBODY = np.empty(0, dtype=np.int64)
@@ -40,7 +40,7 @@ def _floor_capacity(length: int) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a pool needs in every layer of one step. `first`: its first row among the entries of all pools."""
+    """Values that every layer of one step reads of a pool. `first`: its first row among the entries of all pools."""
 
     first: int
     n: int
@@ -58,8 +58,8 @@ class _Pool:
         self.slots = np.empty(cache.max_slots, dtype=np.int64)  # [:n] in entry order
         self.n = self.peak = 0
         self.tail = previous_capacity(capacity)
-        self._columns = torch.arange(self.tail, capacity, device=cache.device)
-        self.kv = torch.empty(self._shape(0), dtype=cache.dtype, device=cache.device)
+        self._columns = torch.arange(self.tail, capacity)
+        self.kv = torch.empty(self._shape(0), dtype=cache.dtype)
         self._resize(0)
 
     def _shape(self, entries: int) -> tuple[int, ...]:
@@ -70,15 +70,15 @@ class _Pool:
         c, old = self._cache.config, self.kv
         kept = min(entries, old.shape[2])
         # Zeros, because what lies behind a position is multiplied by zero: it must not be NaN.
-        self.kv = torch.zeros(self._shape(entries), dtype=old.dtype, device=old.device)
+        self.kv = torch.zeros(self._shape(entries), dtype=old.dtype)
         if kept:
             self.kv[:, :, :kept] = old[:, :, :kept]
         heads = entries * c.num_kv_heads
         self.keys = [layer[0].view(heads, self.capacity, c.head_dim).transpose(1, 2) for layer in self.kv]
         self.values = [layer[1].view(heads, self.capacity, c.head_dim) for layer in self.kv]
         self.flat = [layer.view(2 * heads * self.capacity, c.head_dim) for layer in self.kv]
-        head = torch.arange(heads, device=old.device).view(entries, 1, c.num_kv_heads)
-        values_follow = torch.tensor([[0], [heads]], device=old.device)
+        head = torch.arange(heads).view(entries, 1, c.num_kv_heads)
+        values_follow = torch.tensor([[0], [heads]])
         self._row_of_head = (head + values_follow) * self.capacity  # [entries, 2, G]
 
     def reserve(self, more: int) -> None:
@@ -115,18 +115,17 @@ class _Pool:
     def begin_step(self, first: int, positions: Tensor) -> _Step:
         rows = self._row_of_head[: self.n] + positions[:, None, None]
         behind = self._columns > positions[:, None, None]
-        mask = torch.zeros(behind.shape, dtype=self._cache.dtype, device=behind.device).masked_fill_(behind, -torch.inf)
+        mask = torch.zeros(behind.shape, dtype=self._cache.dtype).masked_fill_(behind, -torch.inf)
         return _Step(first, self.n, rows.view(-1), mask, self.tail)
 
 
 class KVCache:
     """The pools of at most `max_slots` requests; slots number the requests in [0, max_slots)."""
 
-    def __init__(self, config: InferenceConfig, *, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, max_slots: int, dtype: torch.dtype) -> None:
         self.config = config
         self.max_slots = max_slots
         self.dtype = dtype
-        self.device = device
         self.entry_of = np.zeros(max_slots, dtype=np.int64)
         self.capacity_of = np.zeros(max_slots, dtype=np.int64)
         self._pools: dict[int, _Pool] = {}

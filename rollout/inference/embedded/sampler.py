@@ -64,7 +64,7 @@ def draw(probs: Tensor, u: Tensor, blocks: int) -> Tensor:
     weight = weights.gather(1, block).double()
     below = cdf.gather(1, block) - weight
     rest = ((target - below) / weight).clamp_(0.0, 1.0 - 2.0**-52)
-    columns = block + blocks * torch.arange(by_block.shape[1], device=probs.device)
+    columns = block + blocks * torch.arange(by_block.shape[1])
     inner = probs.gather(1, columns).cumsum(1, dtype=torch.float64)
     index = torch.searchsorted(inner, rest * inner[:, -1:], right=True)
     return (index * blocks + block)[:, 0]
@@ -74,7 +74,7 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Set `logits` ([n, v]) to -inf outside the top_k ([n] int64) most likely columns, and among these outside the
     smallest set with probability top_p ([n] float32). The most likely column always remains."""
     probs, order = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
-    rank = torch.arange(probs.shape[1], device=logits.device)
+    rank = torch.arange(probs.shape[1])
     probs.masked_fill_(rank >= top_k[:, None], 0.0)
     before = probs.cumsum(-1) - probs
     keep = (rank < top_k[:, None]) & (before < (top_p * probs.sum(-1))[:, None])
@@ -93,24 +93,23 @@ def sample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample tokens [n] int64 and return them with their log-probabilities [n] float32. Greedy rows report the
     log-probability under temperature 1, the only informative one."""
-    device = logits.device
     greedy = temperature == 0
     if greedy.all():
         tokens = logits.argmax(-1)
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         _require_finite(logprobs)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        return tokens.numpy(), logprobs.numpy()
     if (temperature != 1).any():
-        logits /= torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)[:, None]
+        logits /= torch.from_numpy(np.where(greedy, np.float32(1), temperature))[:, None]
     restricted = ((top_p < 1) | (top_k < vocab_size)) & ~greedy
     if restricted.any():
-        rows = torch.from_numpy(restricted.nonzero()[0]).to(device)
-        limits = torch.from_numpy(top_k[restricted]).to(device), torch.from_numpy(top_p[restricted]).to(device)
+        rows = torch.from_numpy(restricted.nonzero()[0])
+        limits = torch.from_numpy(top_k[restricted]), torch.from_numpy(top_p[restricted])
         logits[rows, :vocab_size] = restrict(logits[rows, :vocab_size], *limits)
     probs = torch.softmax(logits, dim=-1)
-    tokens = draw(probs, torch.from_numpy(u).to(device), num_blocks(vocab_size))
+    tokens = draw(probs, torch.from_numpy(u), num_blocks(vocab_size))
     if greedy.any():
-        rows = torch.from_numpy(greedy.nonzero()[0]).to(device)
+        rows = torch.from_numpy(greedy.nonzero()[0])
         tokens[rows] = logits[rows].argmax(-1)
     logprobs = probs.gather(1, tokens[:, None])[:, 0].log_()
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+    return tokens.numpy(), logprobs.numpy()

@@ -1,4 +1,4 @@
-"""What is known about each running request, as arrays over slots, so that a step costs no Python per request.
+"""The state of the running requests as arrays over slots, so that a step runs no Python per request.
 
 Invariant: entries [:num_output] of a slot's row in `tokens`, `logprobs` and `versions` refer to the same tokens.
 """

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from config_schema.nearest import did_you_mean
+from model_specs.config import ModelConfig
 from model_specs.hf_config import read_config
 from model_specs.weight_files import check_tensors, stored_tensors
-from rollout.inference.embedded.config import InferenceConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,9 +44,17 @@ class LayerWeights:
 class ModelWeights:
     """All parameters of a model. `update` copies tensors in; `missing` contains the names that no update has set."""
 
-    def __init__(self, config: InferenceConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        """Raises ValueError for a model with experts or latent attention."""
+        if config.moe is not None or config.mla is not None:
+            raise ValueError(
+                f"model_type={config.model_type!r} has experts or latent attention, and the embedded generator samples "
+                "dense models with plain attention; use sglang"
+            )
+        halves = not config.rope_interleaved and config.rotary_dim == config.head_dim
+        assert halves or (config.rope_interleaved and not config.qk_norm), "what _register_attention() lays out"
         self._config = config
-        self._empty = lambda *shape: torch.zeros(*shape, dtype=dtype, device=device)
+        self._empty = lambda *shape: torch.zeros(*shape, dtype=dtype)
         self.names: dict[str, tuple[Tensor, torch.Size]] = {}
         self.embedding = self._empty(config.vocab_size, config.hidden_size)
         self.norm = self._empty(config.hidden_size)

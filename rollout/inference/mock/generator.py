@@ -35,7 +35,7 @@ class MockGenerator:
     """
 
     def __init__(self, model_path: str, *, seconds_per_token: float = 0.0) -> None:
-        """Of the model folder only the vocabulary size of config.json is read."""
+        """Read the vocabulary size from config.json in `model_path`; nothing else of the folder is used."""
         self._vocab_size: int = read_json_object(Path(model_path) / "config.json")["vocab_size"]
         self._seconds_per_token = seconds_per_token
         self._version = 0

@@ -1,4 +1,4 @@
-"""What the checksums of a SGLang server's parameters must be, from full tensors under their Hugging Face names.
+"""The expected checksums of a SGLang server's parameters, from full tensors under their Hugging Face names.
 
 A server fuses q, k, v and gate, up, and all experts of a layer, and cuts them over its tensor-parallel ranks.
 `position_checksum` is additive over the parts of a tensor, so the expected values add up tensor by tensor in any order,
@@ -25,7 +25,7 @@ from rollout.inference.sglang.hooks.checksums import CHECKSUM_CHUNK, as_bits, po
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the cut depends on."""
+    """The sizes that determine how a server cuts its parameters."""
 
     num_heads: int
     num_kv_heads: int

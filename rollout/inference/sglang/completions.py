@@ -9,19 +9,34 @@ recomputes running requests, and returns the new experts.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from model_specs.config import ModelConfig
-from rollout.inference.errors import GeneratorCallError
+from rollout.errors import GeneratorCallError
+from rollout.inference.sglang.arguments import SGLANG
+from rollout.inference.sglang.client import Call
 from rollout.inference.sglang.hooks.in_flight import Sampled
-from rollout.inference.sglang.hooks.table import SGLANG
-from rollout.inference.sglang.hooks.versions import VERSION_KEY
-from rollout.inference.sglang.weights import Call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
+
+
+class Meta(TypedDict, total=False):
+    """Fields of an answer's meta_info that are read."""
+
+    finish_reason: dict[str, FinishReason]
+    output_token_logprobs: list[tuple[float | None, int]]
+    slipstream_version: list[int]
+    routed_experts: str
+
+
+class Answer(TypedDict):
+    """Fields of an answer to generate_call() that are read."""
+
+    output_ids: list[int]
+    meta_info: Meta
+
 
 _FORBIDDEN = -1e9
 """Added to the logits of tokens that may not be sampled yet."""
@@ -38,7 +53,7 @@ def generate_call(
 ) -> Call:
     """Request the tokens after `output`, under the request id `rid`. `seeded`: the server draws by the seed."""
     sampling, done = request.sampling, len(output.token_ids)
-    params: dict[str, Any] = {
+    params: dict[str, object] = {
         "max_new_tokens": sampling.max_new_tokens - done,
         "temperature": sampling.temperature,
         "stop_token_ids": sampling.stop_token_ids,
@@ -48,7 +63,7 @@ def generate_call(
         params["max_new_tokens"] = min(sampling.min_new_tokens, sampling.max_new_tokens) - done
         params["ignore_eos"] = True
         params["logit_bias"] = {str(token): _FORBIDDEN for token in sampling.stop_token_ids}
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "input_ids": np.concatenate([np.asarray(request.prompt_ids, np.int32), output.token_ids]),
         "sampling_params": params,
         "return_logprob": True,
@@ -64,16 +79,15 @@ def generate_call(
 
 
 def read_answer(
-    answer: Mapping[str, Any], sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
+    answer: Answer, sampling: SamplingParams, *, server: str, log_file: object, one_version: int | None
 ) -> Completion:
     """Return the tokens of one answer. `one_version`: the version of all of them where the server does not report it
     and only one is possible. Raises GeneratorCallError when the answer lacks versions or log-probabilities, or has some
     that are no numbers."""
-    meta = answer["meta_info"]
-    token_ids = answer["output_ids"]
-    reason: FinishReason = meta["finish_reason"]["type"]
+    token_ids, meta = answer["output_ids"], answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
-    versions = meta.get(VERSION_KEY)
+    versions = meta.get("slipstream_version")
     if versions is None and one_version is not None:
         versions = [one_version] * len(token_ids)
     if versions is None and reason == "abort":  # it waited for memory in the server: sampled once more
@@ -145,11 +159,11 @@ class ExpertsOfTokens:
             )
         self._shape = model.num_layers, model.moe.top_k
 
-    def question(self, known: np.ndarray | None) -> dict[str, Any]:
+    def question(self, known: np.ndarray | None) -> dict[str, object]:
         """Return the fields of a request that request experts, given those of the tokens before."""
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
-    def read(self, meta: Mapping[str, Any], known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:
+    def read(self, meta: Meta, known: np.ndarray | None, num_tokens: int, *, server: str) -> np.ndarray:
         """Return the experts of the first tokens of a request, which has `num_tokens` now, from an answer's meta_info:
         [num_tokens - 1, layers, k] int16. A request aborted while it waited for memory in the server has none: -1.
         Raises GeneratorCallError where experts are missing or too few."""

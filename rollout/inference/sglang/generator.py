@@ -1,8 +1,8 @@
 """A SGLang server behind the `Generator` protocol.
 
-Versions are exact because the server returns them per token (hooks/versions.py), not because of when an answer arrives:
-a request may run through any number of updates under interrupt modes retract and in_place. Under abort every answer is
-complete before new weights come. Invariant: between pause() and resume() no request is handed to the server.
+The server returns the version of every token (hooks/scheduler.py): a request may run through any number of updates
+under the interrupt modes retract and in_place. Under abort every answer is complete before new weights come. Invariant:
+between pause() and resume() no request is handed to the server.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, cast
 
-import numpy as np
-
+from model_specs.hf_config import read_config
 from rollout.bucket import FlatBucket
-from rollout.inference.backend import Interrupt
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.sglang.client import SGLangClient
+from rollout.errors import GeneratorCallError, GeneratorGone
+from rollout.inference.backend import BackendSettings, check_request
+from rollout.inference.sglang.client import Call, SGLangClient, SGLangEndpoint
 from rollout.inference.sglang.completions import (
     EMPTY,
+    Answer,
     ExpertsOfTokens,
     end_of,
     generate_call,
@@ -32,26 +32,17 @@ from rollout.inference.sglang.completions import (
     read_answer,
     so_far,
 )
-from rollout.inference.sglang.endpoint import SGLangEndpoint
 from rollout.inference.sglang.hooks.in_flight import ALIVE, PATH, Sampled, unpack
-from rollout.inference.sglang.model_config import read_model_config
-from rollout.inference.sglang.server import ServerSettings, SGLangServer
-from rollout.inference.sglang.weights import (
-    CHECKSUMS,
-    Call,
-    checksums_of,
-    continue_generation,
-    pause_generation,
-    payload_of,
-    receive_folder,
-    receive_tensors,
-)
+from rollout.inference.sglang.ipc import payload_of, shared_call
+from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_CALL_SECONDS = 120.0
+"""Time limit for a server to answer a call other than a request for tokens."""
 _REPORT_SECONDS = 5.0
-"""For a server to report the tokens of its requests: the trainer waits for that, and a checkpoint can do without."""
+"""Time limit for a server to report the tokens of its requests: the trainer waits, and a checkpoint can omit them."""
 _ARRIVED_SECONDS = 1.0
 """A request that was sent so long ago is at the server, or has ended there; its answer is here so soon after."""
 
@@ -63,7 +54,7 @@ class _Running:
     request: GenerateRequest
     output: Completion
     rid: str = ""
-    """Its name at the server; empty until it is sent there."""
+    """Request id at the server; empty until it is sent there."""
     sent: float = math.inf
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,28 +63,24 @@ class SGLangGenerator:
     """Samples on one server, inside the event loop that made it. `SGLangGenerator.start(settings)` starts a server of
     its own, which close() ends; the constructor takes one that runs already, which close() leaves open.
 
-    `interrupt` selects what pause() does to running requests: "abort" ends them with what they have, "retract" keeps
-    them and computes their keys and values anew under the new weights, "in_place" keeps their keys and values.
+    The server's `interrupt` setting selects what pause() does to running requests: "abort" ends them with what they
+    have, "retract" keeps them and computes their keys and values anew under the new weights, "in_place" keeps these.
     """
 
-    def __init__(
-        self, server: SGLangServer, *, interrupt: Interrupt = "retract", control_timeout_seconds: float = 120.0
-    ) -> None:
-        if interrupt not in get_args(Interrupt):
-            raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(get_args(Interrupt))}")
+    def __init__(self, server: SGLangServer) -> None:
         settings = server.settings
-        if settings.pp > 1 and interrupt != "abort":
+        if settings.pp > 1 and settings.interrupt != "abort":
             raise ValueError(
-                f"generator.interrupt={interrupt} needs p1 on the generator's side: a SGLang server of {settings.pp} "
-                "pipeline stages does not return per-token versions; use abort, or tensor parallelism"
+                f"generator.interrupt={settings.interrupt} needs p1 on the generator's side: a SGLang server of "
+                f"{settings.pp} pipeline stages does not return per-token versions; use abort, or tensor parallelism"
             )
-        self._server, self._interrupt, self._timeout = server, interrupt, control_timeout_seconds
+        self._server, self._interrupt = server, settings.interrupt
         self._owns_server = False
-        model = read_model_config(settings.model_path)
+        model = read_config(settings.model_path)
         self._vocab_size = model.vocab_size
-        self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
+        self._max_length = int(settings.config.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
         self._experts = ExpertsOfTokens(model) if settings.reports_experts else None
-        self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
+        self._seeded = bool(settings.config.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.endpoint.url, key=settings.key)
         self._version = 0
         self._attempts = itertools.count()
@@ -108,15 +95,13 @@ class SGLangGenerator:
         self._something_done = asyncio.Event()
 
     @classmethod
-    async def start(
-        cls, settings: ServerSettings, *, interrupt: Interrupt = "retract", **options: Any
-    ) -> SGLangGenerator:
+    async def start(cls, settings: BackendSettings) -> SGLangGenerator:
         """Start a server and sample one token on it. Raises as SGLangServer.start."""
         server = SGLangServer(settings)
         await server.start()
         generator = None
         try:
-            generator = cls(server, interrupt=interrupt, **options)
+            generator = cls(server)
             generator._owns_server = True
             await generator.resume(0)
             probe = SamplingParams(max_new_tokens=1)
@@ -135,7 +120,7 @@ class SGLangGenerator:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises ValueError for a request that cannot be served, GeneratorGone when the server
         has exited, GeneratorCallError when it refuses. Cancelling it aborts the request."""
-        self._check(request)
+        check_request(request, vocab_size=self._vocab_size, max_length=self._max_length)
         output = request.output or EMPTY
         try:
             return await self._sample(request, output)
@@ -158,18 +143,16 @@ class SGLangGenerator:
         """Take many requests at once; drain() hands out their completions. Raises ValueError if one of them cannot be
         served (then none is taken)."""
         for request in requests:
-            self._check(request)
+            check_request(request, vocab_size=self._vocab_size, max_length=self._max_length)
         for request in requests:
             task = asyncio.get_running_loop().create_task(self._run(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def drain(self, *, linger_seconds: float = 0.0) -> list[tuple[str, Completion | Exception]]:
+    async def drain(self) -> list[tuple[str, Completion | Exception]]:
         """Return (request_id, completion or error) of requests from submit() that have ended since the last call. Waits
-        until there is one, then `linger_seconds` more, so that answers are fewer and larger."""
+        until there is one."""
         await self._something_done.wait()
-        if linger_seconds:
-            await asyncio.sleep(linger_seconds)
         self._something_done.clear()
         done, self._done = self._done, []
         return done
@@ -186,14 +169,15 @@ class SGLangGenerator:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._all_answered(), timeout=0.02)
             if self._server.settings.colocated:  # memory can be released only when nothing at all is left to do
-                await self._post((f"/flush_cache?timeout={self._timeout:g}", {}))
-            await self._post(pause_generation("in_place"))
+                await self._post((f"/flush_cache?timeout={_CALL_SECONDS:g}", {}))
+            await self._post(("/pause_generation", {"mode": "in_place"}))
         else:
-            await self._post(pause_generation(self._interrupt))
+            await self._post(("/pause_generation", {"mode": self._interrupt}))
 
     async def resume(self, version: int) -> None:
         """Continue sampling; tokens of forward passes from now on carry `version`."""
-        await self._post(continue_generation(version))
+        # The request id carries the version to the schedulers (hooks/scheduler.py).
+        await self._post(("/continue_generation", {"rid": str(version), "torch_empty_cache": False}))
         self._version = version
         self._open.set()
 
@@ -201,16 +185,7 @@ class SGLangGenerator:
         """Copy a bucket through HTTP, for small models and tests; the senders of core/weight_sync are faster."""
         self._raise_unless_paused("update_weights()")
         payload = payload_of(bucket, bucket.flat.cpu())
-        await self._post(receive_tensors([payload] * self.endpoint.tp))
-
-    async def load_folder(self, path: str) -> None:
-        """Take all weights from a Hugging Face folder."""
-        self._raise_unless_paused("load_folder()")
-        await self._post(receive_folder(path))
-
-    async def checksums(self) -> list[dict[str, int]]:
-        """Return position_checksum of every parameter, by the server's own names, per tensor-parallel rank."""
-        return checksums_of(await self._post(CHECKSUMS))
+        await self._post(shared_call([payload] * self.endpoint.tp))
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Give GPU memory back: weights, kv_cache, cuda_graph. Needs a colocated server and interrupt=abort: requests
@@ -262,7 +237,7 @@ class SGLangGenerator:
         return reported
 
     async def _check_answers(self, path: str) -> None:
-        if not await self._client.answers(path, timeout_seconds=self._timeout):
+        if not await self._client.answers(path, timeout_seconds=_CALL_SECONDS):
             for _ in range(10):  # a process that was killed takes a moment to be gone
                 if self._server.explain():
                     break
@@ -307,7 +282,7 @@ class SGLangGenerator:
         self._in_flight += 1
         running.rid, running.sent = rid, time.monotonic()
         try:
-            answer = await self._post((path, body), timeout_seconds=None)
+            answer = cast(Answer, await self._post((path, body), timeout_seconds=None))
         finally:
             running.answered.set()
             self._in_flight -= 1
@@ -327,32 +302,12 @@ class SGLangGenerator:
         experts = self._experts.read(answer["meta_info"], known, num_tokens, server=self._client.name)
         return replace(completion, routed_experts=experts)
 
-    async def _post(self, call: Call, timeout_seconds: float | None = -1.0) -> dict[str, Any]:
-        timeout = self._timeout if timeout_seconds == -1.0 else timeout_seconds
+    async def _post(self, call: Call, timeout_seconds: float | None = _CALL_SECONDS) -> dict[str, Any]:
         try:
-            return await self._client.post(call, timeout_seconds=timeout)
+            return await self._client.post(call, timeout_seconds=timeout_seconds)
         except GeneratorGone as e:
             raise GeneratorGone(f"{e}. {self._server.explain()}") from e
 
     def _raise_unless_paused(self, what: str) -> None:
         if self._open.is_set():
             raise ValueError(f"{what} needs pause() first: requests are being sampled with these weights")
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise ValueError if the request cannot be served."""
-        sampling, name = request.sampling, f"request {request.request_id!r}"
-        ids = np.asarray(request.prompt_ids)
-        done = 0 if request.output is None else len(request.output.token_ids)
-        if not ids.size or ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise ValueError(f"{name}: prompt_ids must be one or more numbers in [0, {self._vocab_size})")
-        if len(ids) + sampling.max_new_tokens > self._max_length:
-            raise ValueError(
-                f"{name}: {len(ids)} prompt tokens + max_new_tokens={sampling.max_new_tokens} exceed the "
-                f"{self._max_length} positions of the model; shorten one of them"
-            )
-        if not done < sampling.max_new_tokens:
-            raise ValueError(f"{name}: max_new_tokens={sampling.max_new_tokens} must exceed the {done} tokens given")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ValueError(
-                f"{name}: temperature={sampling.temperature} must be >= 0, top_p={sampling.top_p} in (0, 1]"
-            )

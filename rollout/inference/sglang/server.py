@@ -16,21 +16,17 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
-from rollout.inference.backend import FlagValue, Quantization
-from rollout.inference.errors import GeneratorStartError
+from model_specs.hf_config import read_config
+from rollout.errors import GeneratorStartError
+from rollout.inference.backend import BackendSettings, FlagValue
 from rollout.inference.gpus import check_gpus, device_names
-from rollout.inference.sglang.arguments import COLOCATED_MEM_FRACTION, decided_elsewhere
-from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.sglang.model_config import read_model_config
-from rollout.inference.sglang.start.command_line import EXIT_USAGE, USAGE_ERRORS
-from rollout.inference.sglang.weights import is_healthy
+from rollout.inference.sglang.arguments import COLOCATED_MEM_FRACTION, EXIT_USAGE, USAGE_ERRORS, decided_elsewhere
+from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.processes import end_group
 
 logger = logging.getLogger(__name__)
@@ -40,69 +36,26 @@ FA3_HEAD_DIMS = (64, 96, 128, 256)
 BATCHED_PREFILLS: dict[str, FlagValue] = {"enable_prefill_delayer": True, "prefill_delayer_max_delay_passes": 128}
 """In a run answers end one by one, and each makes room for a prompt: a prefill, which has no CUDA graph and takes as
 long as two or three decode steps, after every few of these. While a server is nearly full, new prompts wait until a
-tenth of its places is free (hooks/prefills.py), but for 128 steps at most. SGLang's own trigger, by the number that
+tenth of its places is free (hooks/scheduler.py), but for 128 steps at most. SGLang's own trigger, by the number that
 waits, stays off (prefill_delayer_queue_min_ratio): it also ends by the clock, each rank's own, and
 tensor-parallel ranks that disagree about a prefill hang."""
+LOOPBACK = "127.0.0.1"
 LAST_LINES = 20
-"""How many lines of a dead server's log its error shows."""
+"""Lines of the log in the error of a server that has exited."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """One replica."""
-
-    name: str
-    """As in generator-0: for messages."""
-    model_path: str
-    log_file: Path
-    gpus: tuple[int, ...]
-    """Indices on this node, tp x pp of them; empty: run on the CPU (tiny models, for tests)."""
-    tp: int = 1
-    pp: int = 1
-    dtype: str = "bfloat16"
-    weight_format: Quantization = "auto"
-    """fp8_block: linear layers take FP8 weights, which the first push brings."""
-    max_running: int = 256
-    """Requests that run at once; the CUDA graphs cover all of them."""
-    seed: int = 0
-    colocated: bool = False
-    """The GPUs are shared with the trainer: memory can be released and resumed."""
-    reports_experts: bool = False
-    """Answers name the experts of every token; for models that have some."""
-    flags: Mapping[str, FlagValue] = field(default_factory=dict)
-    """actor.sglang.*: server arguments by name; they win over the defaults here."""
-    host: str = "127.0.0.1"
-    """Address of this node that the trainer's ranks reach."""
-    key: str = field(default="", repr=False)
-    """Calls without it are refused; empty: none is."""
-    python: str = sys.executable
-    """Interpreter that has SGLang."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables on top of this process's own."""
-    startup_timeout_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.gpus and len(self.gpus) != self.tp * self.pp:
-            raise ValueError(f"{self.name}: {len(self.gpus)} GPUs for tp={self.tp} x pp={self.pp}")
-        for key in self.flags:
-            if why := decided_elsewhere(key):
-                raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
-        if self.weight_format == "fp8_block" and not self.gpus:
-            raise ValueError(f"{self.name}: generator.weight_format=fp8_block needs GPUs; write auto")
-
-
-def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, Any]:
+def server_flags(settings: BackendSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, FlagValue]:
     """Return every server argument by name."""
-    flags: dict[str, Any] = {
+    flags: dict[str, FlagValue] = {
         "model_path": settings.model_path,
-        "host": settings.host,
+        "host": settings.host or LOOPBACK,
         "port": port,
         "nccl_port": nccl_port,
         "tp_size": settings.tp,
         "pp_size": settings.pp,
         "dtype": settings.dtype,
-        "max_running_requests": settings.max_running,
-        "random_seed": settings.seed,
+        "max_running_requests": settings.config.max_running,
+        "random_seed": 0,
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "grammar_backend": "none",
@@ -118,19 +71,19 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
     if settings.gpus:
         # Throughput more than halves beyond the largest decode graph (256 by default). Every size costs start-up time,
         # and capturing prefill graphs takes a minute of it, although prompts are a small part of the work.
-        flags |= {"cuda_graph_max_bs_decode": settings.max_running, "disable_prefill_cuda_graph": True}
-        if not settings.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
-            flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
+        flags |= {"cuda_graph_max_bs_decode": settings.config.max_running, "disable_prefill_cuda_graph": True}
+        if not settings.config.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
+            flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.config.max_running)
         # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
-        flags["max_total_tokens"] = 2 * settings.max_running * model.max_position_embeddings
-        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
+        flags["max_total_tokens"] = 2 * settings.config.max_running * model.max_position_embeddings
+        given = {name.replace("-", "_"): value for name, value in settings.config.flags.items()}
         if settings.pp == 1 and not given.get("disable_overlap_schedule"):
             flags |= BATCHED_PREFILLS
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
         head_dim = model.head_dim
         latent = model.mla is not None  # multi-head latent attention has backends of its own
-        if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.flags:
+        if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.config.flags:
             logger.warning(
                 "%s: head dimension %d is not one of FlashAttention 3's %s: attention_backend=triton, which is slower",
                 settings.name, head_dim, FA3_HEAD_DIMS,
@@ -139,30 +92,32 @@ def server_flags(settings: ServerSettings, model: ModelConfig, *, port: int, ncc
     else:
         flags |= {"device": "cpu", "attention_backend": "torch_native"}
         flags |= {"disable_cuda_graph": True}
-    return flags | dict(settings.flags) | _model_flags(settings, model)
+    if not settings.load_weights:
+        flags["load_format"] = "dummy"
+    return flags | dict(settings.config.flags) | _model_flags(settings, model)
 
 
-def _model_flags(settings: ServerSettings, model: ModelConfig) -> dict[str, Any]:
+def _model_flags(settings: BackendSettings, model: ModelConfig) -> dict[str, FlagValue]:
     """Return the arguments that determine what config.json means, and where and in which format the weights lie. Raises
     ValueError for a model that does not fit the format."""
-    flags: dict[str, Any] = {}
+    flags: dict[str, FlagValue] = {}
     if model.moe is not None and model.moe.shared_intermediate_size:
         flags["disable_shared_experts_fusion"] = True  # else the server holds them as an additional routed expert
     override = dict(FAMILIES[model.model_type].server_keys(model))
-    if settings.weight_format != "auto":
+    if settings.config.weight_format != "auto":
         for problem in serving_problems(model, settings.tp):
             raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
         override["quantization_config"] = dict(QUANTIZATION_CONFIG)
         # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
         flags["load_format"] = "dummy"
     if override:
-        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
+        given = {name.replace("-", "_"): value for name, value in settings.config.flags.items()}
         named = json.loads(str(given.get("json_model_override_args") or "{}"))
         flags["json_model_override_args"] = json.dumps({**named, **override})
     return flags
 
 
-def server_environment(settings: ServerSettings) -> dict[str, str]:
+def server_environment(settings: BackendSettings) -> dict[str, str]:
     """Return the environment of the server's processes."""
     env = os.environ | settings.env
     # This project's packages have names (core, tools) that the server's libraries may look for.
@@ -198,7 +153,13 @@ def free_ports(count: int) -> list[int]:
 class SGLangServer:
     """A server process. `await start()`, then `endpoint`; `stop()` when done."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
+        """Raises ValueError for arguments that users must not set, and for FP8 without GPUs."""
+        for key in settings.config.flags:
+            if why := decided_elsewhere(key):
+                raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
+        if settings.config.weight_format == "fp8_block" and not settings.gpus:
+            raise ValueError(f"{settings.name}: generator.weight_format=fp8_block needs GPUs; write auto")
         self.settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
@@ -214,13 +175,13 @@ class SGLangServer:
         settings = self.settings
         if settings.gpus and not settings.colocated:  # else the trainer may be there already
             await asyncio.to_thread(check_gpus, settings.gpus)
-        model = read_model_config(settings.model_path)
+        model = read_config(settings.model_path)
         port, nccl_port = free_ports(2)
-        self._url = f"http://{settings.host}:{port}"
+        self._url = f"http://{settings.host or LOOPBACK}:{port}"
         self._launch(server_flags(settings, model, port=port, nccl_port=nccl_port))
         begin = time.monotonic()
         try:
-            while not await asyncio.to_thread(is_healthy, self.endpoint, timeout_seconds=5.0):
+            while not await asyncio.to_thread(self.endpoint.is_healthy, timeout_seconds=5.0):
                 self._check_alive()
                 if time.monotonic() - begin > settings.startup_timeout_seconds:
                     raise GeneratorStartError(
@@ -233,7 +194,7 @@ class SGLangServer:
             raise
         logger.info("%s is ready at %s after %.1f s", settings.name, self._url, time.monotonic() - begin)
 
-    def _launch(self, flags: Mapping[str, Any]) -> None:
+    def _launch(self, flags: Mapping[str, FlagValue]) -> None:
         settings = self.settings
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
         if settings.log_file.exists():  # of a server that this one takes the place of
@@ -241,7 +202,7 @@ class SGLangServer:
         with settings.log_file.open("wb") as log:
             # -P: this folder must not be where the server's processes import `types` and the like from.
             self._process = subprocess.Popen(
-                [settings.python, "-P", str(Path(__file__).parent / "hooks" / "main.py")],
+                [settings.config.python or sys.executable, "-P", str(Path(__file__).parent / "hooks" / "main.py")],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=server_environment(settings),
                 start_new_session=True,
             )  # fmt: skip

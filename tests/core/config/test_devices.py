@@ -17,9 +17,8 @@ from core.placement import allocation as config_allocation
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
-from rollout.inference.mock.backend import MockBackend
-from rollout.inference.registry import BACKENDS
-from rollout.inference.transports import choose_transport
+from rollout.inference.mock import MockBackend
+from rollout.inference.registry import BACKENDS, choose_transport
 
 SFT = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
 

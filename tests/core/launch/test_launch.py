@@ -24,7 +24,7 @@ from core.monitoring.logs import LineFormatter
 from core.processes import signals
 from core.processes.signals import SIGNALS, EndNow, Interrupts
 from core.weight_sync.calls import PushError
-from rollout.inference.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
+from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 
 NEW_PROCESSES_MAY_HELP = [NoGeneratorError, PushError, GeneratorCallError, GeneratorGone, GeneratorStartError]

@@ -122,7 +122,8 @@ def test_a_damaged_file_of_changes_is_named_and_everything_is_sent(
     with paused(1) as ((double,), servers):
         sender = sender_of("disk", folder, changes="always")
         sender.connect(servers)
-        push(sender, 1)
+        sender.prepare(iter([weights(1)]), verify=True)
+        sender.send()
         sender.prepare(iter([weights(2)]), verify=True)
         (file,) = folder.glob("push-*/*.safetensors")
         content = bytearray(file.read_bytes())

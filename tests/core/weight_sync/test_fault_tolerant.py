@@ -15,12 +15,11 @@ from ray.exceptions import RayActorError
 from core.errors import LaunchError, PushFailure
 from core.weight_sync.calls import PushError
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderPlan, SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from helpers.fake_cluster import ALLOCATION, Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
-from rollout.inference.sglang.weights import continue_generation, pause_generation, post
 
 __all__ = ["clock"]  # a fixture
 
@@ -38,7 +37,7 @@ class Trainer:
     def push_close(self) -> None:
         self.sender.close()
 
-    def push_connect(self, plan: SenderPlan, servers: list[Any]) -> None:
+    def push_connect(self, plan: SenderSettings, servers: list[Any]) -> None:
         self.num_connects += 1
         self.sender = sender_of(self._kind, self._folder, timeout_seconds=20.0)
         self.sender.connect(servers)
@@ -72,7 +71,10 @@ class ServerActor(Actor):
 
     def __init__(self, double: SGLangDouble, index: int) -> None:
         self.server = address(double, index, trainer_ranks=())
-        self._calls = {"pause": pause_generation("in_place"), "resume": continue_generation(1)}
+        self._calls = {
+            "pause": ("/pause_generation", {"mode": "in_place"}),
+            "resume": ("/continue_generation", {"rid": "1"}),
+        }
         super().__init__(endpoint=self.server, pause=None, resume=0.25, release_memory=None, resume_memory=None)
 
     def __getattr__(self, method: str) -> Any:
@@ -80,7 +82,7 @@ class ServerActor(Actor):
 
         def call(*args: Any) -> Any:
             if method in self._calls and not isinstance(self.answers[method], Exception):
-                post(self.server, self._calls[method], timeout_seconds=30)
+                self.server.post(self._calls[method], timeout_seconds=30)
             return remote(*args)
 
         return SimpleNamespace(remote=call)
@@ -94,7 +96,7 @@ class Fleet:
         self.actors = [ServerActor(double, min(i, 1)) for i, double in enumerate(doubles)]
         self.pool = make_pool(Cluster(folder, list(self.actors)), 2)
         self.rollout, self.trainer = Rollout(self.pool), Trainer(kind, folder)
-        plan = SenderPlan(
+        plan = SenderSettings(
             type=kind,  # type: ignore[arg-type]
             model_path=str(folder), dtype="float32", bucket_bytes=1, timeout_seconds=20.0, folder=folder,
         )  # fmt: skip

@@ -14,18 +14,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import Buckets, SenderSettings
+from core.weight_sync.buckets import Buckets
 from core.weight_sync.calls import PushError
-from core.weight_sync.disk import DiskSender
-from core.weight_sync.ipc import IpcSender
-from core.weight_sync.sender_plan import SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
+from core.weight_sync.senders import SENDERS
 from core.weight_sync.verification import wrong_formats
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.block_fp8 import QUANTIZATION_CONFIG
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import TensorFormat
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
-from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.inference.sglang.hooks.checksums import position_checksum
 
 SHAPE = ModelShape(num_heads=2, num_kv_heads=1, head_dim=128, vocab_size=64)
@@ -95,16 +94,9 @@ def holder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Holder:
 
 
 def push(holder: Holder, version: int, *, kind: str = "ipc", weight_format: str = "fp8_block") -> SendReport:
-    settings = SenderSettings(
-        rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=30.0, bucket_bytes=1 << 20,
-        weight_format=weight_format,  # type: ignore[arg-type]
-    )  # fmt: skip
-    folder = Path(holder.model_path)
-    sender: Any = (
-        IpcSender(settings, CPU)
-        if kind == "ipc"
-        else DiskSender(settings, CPU, folder=folder, model_path=str(folder), changes="never")
-    )
+    settings: dict[str, Any] = {"type": kind, "weight_format": weight_format, "model_path": holder.model_path}
+    settings |= {"dtype": "bfloat16", "timeout_seconds": 30.0, "bucket_bytes": 1 << 20}
+    sender: Any = SENDERS[kind](SenderSettings(**settings, folder=Path(holder.model_path)))
     sender.connect([holder])
 
     def buckets() -> Iterator[Mapping[str, Tensor]]:
@@ -139,11 +131,11 @@ def test_linear_layers_travel_as_fp8_and_halve_the_bytes(holder: Holder, kind: s
 def test_correction_biases_travel_as_float32_beside_other_formats(weight_format: Any) -> None:
     """SGLang holds them so; every transport lays its buckets out here."""
     settings = SenderSettings(
-        rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=30.0, bucket_bytes=1, weight_format=weight_format
+        type="nccl", dtype="bfloat16", timeout_seconds=30.0, bucket_bytes=1, weight_format=weight_format
     )
     gate = "model.layers.1.mlp.gate."
     tensors = {f"{gate}weight": torch.randn(8, 32), f"{gate}e_score_correction_bias": torch.randn(8)}
-    (bucket,) = Buckets(iter([tensors]), settings, CPU, (), verify=False)
+    (bucket,) = Buckets(iter([tensors]), settings, (), verify=False)
     assert bucket is not None
     sent = bucket.tensors()
     assert torch.equal(sent[f"{gate}e_score_correction_bias"], tensors[f"{gate}e_score_correction_bias"])

@@ -17,8 +17,7 @@ from core.weight_sync.sender_plan import SendReport
 from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.updates import UPDATES
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.sglang.weights import post
+from rollout.errors import GeneratorCallError, GeneratorGone
 
 MLP = "model.layers.0.mlp.gate_up_proj.weight"
 
@@ -59,7 +58,7 @@ def test_every_rank_of_every_server_has_the_pushed_weights_and_the_report_says_t
 
 def test_servers_in_bfloat16_get_float32_weights_rounded(folder: Path) -> None:
     with paused(2, dtype=torch.bfloat16) as ((double,), servers):
-        sender = sender_of("ipc", folder, dtype=torch.bfloat16)
+        sender = sender_of("ipc", folder, dtype="bfloat16")
         sender.connect(servers)
         fine = {name: tensor * 1.001 for name, tensor in model.weights(1).items()}
         sender.prepare(iter([fine]), verify=True)
@@ -237,5 +236,5 @@ def test_a_pushed_folder_is_complete_when_a_server_reads_it(folder: Path, tmp_pa
         call = "/update_weights_from_disk", {"model_path": str(tmp_path / "copy")}
         push(sender, 2)
         assert holds(double, 2)
-        post(servers[0], call, timeout_seconds=30)
+        servers[0].post(call, timeout_seconds=30)
         assert holds(double, 1)

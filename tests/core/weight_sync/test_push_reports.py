@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderPlan, SendReport
+from core.weight_sync.sender_plan import SenderSettings, SendReport
 from helpers.fake_cluster import ALLOCATION
 
 
@@ -36,9 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def make_push(kind: Any, trainer: Any, generators: Any, *, shares_gpus: bool = False) -> WeightPush:
-    plan = SenderPlan(
-        type=kind, model_path="", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=Path()
-    )  # fmt: skip
+    plan = SenderSettings(type=kind, dtype="float32", bucket_bytes=1, timeout_seconds=60.0)
     return WeightPush(
         trainer, generators, Side(SimpleNamespace(seconds=0.0), {}, {}), plan=plan, slots=ALLOCATION.trainer,
         shares_gpus=shares_gpus, verify="never", patience_seconds=1.0,

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.calls import PushError
 from core.weight_sync.ipc import IpcSender
+from core.weight_sync.sender_plan import SenderSettings
 from helpers.mcore_ranks import Rank, RankPool
 from rollout.bucket import FlatBucket
-from rollout.inference.errors import GeneratorCallError
+from rollout.errors import GeneratorCallError
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ def sharing_rank(rank: Rank, port: int) -> tuple[list[str], list[str]]:
     store = dist.TCPStore("127.0.0.1", port, 4, is_master=rank.rank == 0, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=4, timeout=timedelta(seconds=20))
     settings = SenderSettings(
-        rank=rank.rank, world_size=4, dtype=torch.bfloat16, timeout_seconds=5.0, bucket_bytes=2000
+        type="ipc", rank=rank.rank, world_size=4, dtype="bfloat16", timeout_seconds=5.0, bucket_bytes=2000
     )
     servers = [Copying("generator-0", (1, 0)), Copying("generator-1", (2, 1), refused=11)]
-    sender = IpcSender(settings, torch.device("cpu"))
+    sender = IpcSender(settings)
     sender._shares_memory = True
     sender.connect(servers)  # type: ignore[arg-type]
     outcomes = []

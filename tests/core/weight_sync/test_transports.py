@@ -24,18 +24,17 @@ from torch import Tensor
 
 from allocation import parse
 from core.errors import LaunchError
-from core.weight_sync.buckets import Buckets, SenderSettings, buckets_to_stage
+from core.weight_sync.buckets import Buckets, buckets_to_stage
 from core.weight_sync.calls import Deadline, PushError, in_background
-from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderPlan, SendReport, with_colocated_ranks
+from core.weight_sync.sender_plan import SenderSettings, SendReport, with_colocated_ranks
 from core.weight_sync.senders import SENDERS
 from rollout.bucket import FlatBucket
-from rollout.inference.errors import GeneratorCallError
-from rollout.inference.sglang.endpoint import SGLangEndpoint
-from rollout.inference.transports import TRANSPORTS, choose_transport
+from rollout.errors import GeneratorCallError
+from rollout.inference.registry import TRANSPORTS, choose_transport
+from rollout.inference.sglang.client import SGLangEndpoint
 from tracing import record_spans
 from tracing.spans import FOLDER
 
@@ -69,12 +68,10 @@ def gather(kind: str, rank: int, version: int) -> Iterator[dict[str, Tensor]]:
 
 def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> Any:
     settings = SenderSettings(
-        rank=rank, world_size=2, dtype=torch.bfloat16, timeout_seconds=30.0, bucket_bytes=1000,
-        staged_bytes=staged_bytes,
+        type=kind, rank=rank, world_size=2, dtype="bfloat16", timeout_seconds=30.0, bucket_bytes=1000,  # type: ignore[arg-type]
+        staged_bytes=staged_bytes, folder=folder, model_path=str(folder),
     )  # fmt: skip
-    if kind == "disk":
-        return DiskSender(settings, torch.device("cpu"), folder=folder, model_path=str(folder))
-    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, torch.device("cpu"))
+    return SENDERS[kind](settings)
 
 
 def trainer_rank(
@@ -176,7 +173,7 @@ def test_a_server_that_refuses_a_bucket_fails_the_push_with_its_reason(tmp_path:
 
 
 def settings_alone(**changes: Any) -> SenderSettings:
-    values: dict[str, Any] = dict(rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=5.0, bucket_bytes=1000)
+    values: dict[str, Any] = dict(type="ipc", dtype="bfloat16", timeout_seconds=5.0, bucket_bytes=1000)
     return SenderSettings(**values | changes)
 
 
@@ -188,7 +185,7 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
             made.append(bucket)
             yield tensors_of(1, bucket)
 
-    buckets = Buckets(source(), settings_alone(), torch.device("cpu"), (), verify=False)
+    buckets = Buckets(source(), settings_alone(), (), verify=False)
     buckets.stage(3)
     assert made == [0, 1, 2]
     next(buckets)
@@ -197,7 +194,7 @@ def test_buckets_are_made_ahead_as_far_as_they_fit_and_no_further() -> None:
 
 
 def test_as_many_buckets_are_made_ahead_as_fit_into_the_memory_and_at_least_one() -> None:
-    fit = [buckets_to_stage(settings_alone(staged_bytes=n), torch.device("cpu")) for n in (0, 999, 1999, 2000, 3500)]
+    fit = [buckets_to_stage(settings_alone(staged_bytes=n)) for n in (0, 999, 1999, 2000, 3500)]
     assert fit == [1, 1, 1, 2, 3]
 
 
@@ -247,7 +244,7 @@ class Opening:
 
 def opened_by(server: Opening, tmp_path: Path, **changes: Any) -> IpcSender:
     """Return a sender on the CPU whose memory the server opens."""
-    sender = IpcSender(settings_alone(**changes), torch.device("cpu"))
+    sender = IpcSender(settings_alone(**changes))
     sender._shares_memory = True
     sender.connect([server])  # type: ignore[list-item]
     return sender
@@ -302,7 +299,7 @@ def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_it
 
     monkeypatch.setattr(dist, "all_gather_object", gather_of_three)
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)
-    server, sender = Server(), IpcSender(settings_alone(world_size=3), torch.device("cpu"))
+    server, sender = Server(), IpcSender(settings_alone(world_size=3))
     sender._shares_memory = True
     sender.connect([server])  # type: ignore[list-item]
     sender.prepare(iter([tensors_of(1, i) for i in range(3)]), verify=False)
@@ -367,14 +364,13 @@ def test_the_deadline_names_who_did_not_answer() -> None:
 
 
 def test_layouts_that_a_transport_cannot_serve_are_errors_before_anything_moves(tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
     staged = SGLangEndpoint(name="generator-0", url="http://127.0.0.1:9", tp=1, pp=2, trainer_ranks=(0,))
-    for sender in (NcclSender(settings_alone(), cpu), IpcSender(settings_alone(), cpu)):
+    for sender in (NcclSender(settings_alone()), IpcSender(settings_alone())):
         with pytest.raises(ValueError, match="2 pipeline stages.*push.type=disk"):
             sender.connect([staged])
     apart = SGLangEndpoint(name="generator-0", url="http://127.0.0.1:9", tp=2, trainer_ranks=(0,))
     with pytest.raises(ValueError, match="shares 1 of its 2 GPUs with the trainer.*push.type=nccl"):
-        IpcSender(settings_alone(), cpu).connect([apart])
+        IpcSender(settings_alone()).connect([apart])
 
 
 def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
@@ -435,9 +431,7 @@ class Recorder:
 
 
 def push_between(sides: Any, *, verify: Any = "first", shares_gpus: bool = False) -> WeightPush:
-    plan = SenderPlan(
-        type="ipc", model_path="", dtype="bfloat16", bucket_bytes=8, timeout_seconds=1.0, folder=Path()
-    )  # fmt: skip
+    plan = SenderSettings(type="ipc", dtype="bfloat16", bucket_bytes=8, timeout_seconds=1.0)
     slots = parse("sglang.d1m1p1", n_nodes=1, n_gpus_per_node=1).trainer
     return WeightPush(
         sides, sides, sides, plan=plan, slots=slots, shares_gpus=shares_gpus, verify=verify, patience_seconds=1.0

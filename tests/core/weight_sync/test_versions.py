@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from core.weight_sync import folder as weight_folder
 from core.weight_sync.folder import LATEST, VersionFolder, follow
 from helpers.embedded_models import bucket_of, make_model, write_model
 from rollout.inference.embedded.generator import EmbeddedGenerator
@@ -27,6 +25,7 @@ from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 LEASE = 3.0
+FORK = multiprocessing.get_context("fork")
 PROMPT = [1, 2, 3]
 
 
@@ -103,20 +102,23 @@ def test_an_older_version_stays_for_as_long_as_a_replica_needs_it(folder: Versio
 
 
 def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_removed(folder: VersionFolder) -> None:
-    program = (
-        "import os, sys; from core.weight_sync.folder import VersionFolder; "
-        f"s = VersionFolder(sys.argv[1], lease_seconds={LEASE}).subscribe('a'); s.claim(); s.hold(1); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
+    held = FORK.Event()
+
+    def hold() -> None:
+        subscription = folder.subscribe("a")
+        subscription.claim()
+        subscription.hold(1)
+        held.set()
+        time.sleep(600)
+
     first = write(folder, 1)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as replica:
-        assert replica.stdout is not None and replica.stdout.readline() == b"held\n"
-        time.sleep(2 * LEASE)
-        write(folder, 2)
-        assert folder.holders() == {"a": 1} and first.is_dir(), "its process touches its file"
-        replica.kill()
+    replica = FORK.Process(target=hold)
+    replica.start()
+    assert held.wait(60)
+    time.sleep(2 * LEASE)
+    write(folder, 2)
+    assert folder.holders() == {"a": 1} and first.is_dir(), "its process touches its file"
+    replica.kill()
     while folder.holders():
         time.sleep(0.05)
     assert "no sign of life" in folder.lost()["a"]
@@ -125,40 +127,34 @@ def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_remove
     folder.subscribe("a").close()
 
 
-WRITER = """
-import sys, time
-import torch
-from core.weight_sync import folder
-
-def buckets():
-    for i in range(3):
-        if sys.argv[3] == f"bucket {i}":
-            wait()
-        yield {f"layer.{i}": torch.full((4,), 9.0)}
-
-def wait():
-    print("here", flush=True)
-    time.sleep(600)
-
-def waiting(path, content, replace=folder._replace):
-    if sys.argv[3] == "before LATEST":
-        wait()
-    replace(path, content)
-    if sys.argv[3] == "after LATEST":
-        wait()
-
-folder._replace = waiting
-folder.VersionFolder(sys.argv[1]).write(9, buckets(), model_path=sys.argv[2])
-"""
-
-
 @pytest.mark.parametrize("where", ["bucket 0", "bucket 2", "before LATEST", "after LATEST"])
 def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
-    before = write(folder, 8)
-    command = [sys.executable, "-c", WRITER, str(folder.path), str(folder.path.parent), where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as publisher:
-        assert publisher.stdout is not None and publisher.stdout.readline() == b"here\n"
-        os.kill(publisher.pid, signal.SIGKILL)
+    before, here, replace = write(folder, 8), FORK.Event(), weight_folder._replace
+
+    def wait_at(place: str) -> None:
+        if place == where:
+            here.set()
+            time.sleep(600)
+
+    def buckets() -> Iterator[dict[str, torch.Tensor]]:
+        for i in range(3):
+            wait_at(f"bucket {i}")
+            yield {f"layer.{i}": torch.full((4,), 9.0)}
+
+    def waiting(path: Path, content: Any) -> None:
+        wait_at("before LATEST")
+        replace(path, content)
+        wait_at("after LATEST")
+
+    def publish() -> None:
+        weight_folder._replace = waiting
+        folder.write(9, buckets(), model_path=folder.path.parent)
+
+    publisher = FORK.Process(target=publish)
+    publisher.start()
+    assert here.wait(60)
+    publisher.kill()
+    publisher.join()
     latest = folder.latest()
     assert latest is not None and latest.version == (9 if where == "after LATEST" else 8)
     assert len(list(Path(latest.where).glob("*.safetensors"))) == 3

@@ -62,7 +62,7 @@ def test_experts_on_one_gpu_compute_what_transformers_does_and_come_back_exactly
     weights, logprobs, _ = one_gpu
     stored = load_file(folder / "model.safetensors")
     assert weights.keys() == stored.keys() and all(torch.equal(weights[name], stored[name]) for name in stored)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     assert (logprobs - transformers_logprobs(model)).abs().mean() < BF16_NATS
 
 

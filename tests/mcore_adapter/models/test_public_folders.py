@@ -157,7 +157,7 @@ def check(ranks: RankPool, folder: Path, refused_for: str = EQUAL) -> None:
         return
     assert isinstance(ours, Tensor), ours
     with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         torch.testing.assert_close(ours, model(TOKENS[None]).logits[0], rtol=0, atol=2e-5)
 
 

@@ -13,13 +13,14 @@ from typing import Any, get_args
 import pytest
 
 from allocation import GENERATOR_BACKENDS
+from helpers.sglang_environment import replica
 from model_specs.hf_config import parse_config
 from rollout.inference.backend import BackendSettings, GeneratorConfig, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.server import ServerSettings, SGLangServer, server_flags
+from rollout.inference.sglang.server import SGLangServer, server_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 GENERATORS: dict[str, Any] = {"sglang": SGLangGenerator, "embedded": EmbeddedGenerator, "mock": MockGenerator}
@@ -100,11 +101,13 @@ def test_an_embedded_generator_loads_the_weights_unless_a_push_brings_them(model
 def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilities(
     model: str, tmp_path: Path, interrupt: Interrupt
 ) -> None:
-    server = SGLangServer(ServerSettings(name="g", model_path=model, log_file=tmp_path / "log", gpus=(), pp=2))
+    server = SGLangServer(
+        replica(name="g", model_path=model, log_file=tmp_path / "log", gpus=(), pp=2, interrupt=interrupt)
+    )
     server._url = "http://127.0.0.1:9"
 
     async def make() -> None:
-        await SGLangGenerator(server, interrupt=interrupt).close()
+        await SGLangGenerator(server).close()
 
     if interrupt in BACKENDS["sglang"].capabilities.staged_interrupts:
         asyncio.run(make())
@@ -114,43 +117,17 @@ def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilitie
 
 
 @pytest.mark.parametrize("load_weights", [True, False])
-def test_settings_of_any_backend_become_arguments_of_a_server(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_weights: bool
-) -> None:
-    started: list[Any] = []
-
-    async def start(server: ServerSettings, **options: Any) -> None:
-        started.append((server, options))
-
-    monkeypatch.setattr(SGLangGenerator, "start", start)
+def test_settings_of_any_backend_become_arguments_of_a_server(model: str, load_weights: bool) -> None:
     given = settings(
-        model, name="generator-3", log_file=tmp_path / "log", tp=2, gpus=(4, 5), device="cuda",
-        colocated=True, load_weights=load_weights, reports_experts=True,
-        config=GeneratorConfig(flags={"context_length": 7}, python="/py", max_running=4),
-        host="10.0.0.1", key="abc", startup_timeout_seconds=9.0, dtype="bfloat16",
+        model, tp=2, gpus=(4, 5), device="cuda", colocated=True, load_weights=load_weights, reports_experts=True,
+        config=GeneratorConfig(flags={"context_length": 7}, max_running=4), host="10.0.0.1", key="abc",
     )  # fmt: skip
-    asyncio.run(BACKENDS["sglang"].start(given))
-    ((server, options),) = started
-    assert options == {"interrupt": "abort"}, "it cannot keep requests while the trainer has its memory"
-    same = (
-        "name",
-        "model_path",
-        "log_file",
-        "tp",
-        "pp",
-        "gpus",
-        "dtype",
-        "colocated",
-        "host",
-        "key",
-    )
-    assert [getattr(server, name) for name in same] == [getattr(given, name) for name in same]
-    assert (server.max_running, server.python) == (4, "/py")
-    assert server.reports_experts and server.startup_timeout_seconds == 9.0
-    arguments = server_flags(server, parse_config(CONFIG), port=1, nccl_port=2)
+    arguments = server_flags(given, parse_config(CONFIG), port=1, nccl_port=2)
     assert arguments.get("load_format") == (None if load_weights else "dummy")
-    assert arguments["context_length"] == 7 and arguments["api_key"] == "abc"
-    assert "api_key" not in server_flags(replace(server, key=""), parse_config(CONFIG), port=1, nccl_port=2)
+    expected = {"context_length": 7, "api_key": "abc", "tp_size": 2, "dtype": "float32", "max_running_requests": 4}
+    expected |= {"model_path": model, "host": "10.0.0.1", "enable_memory_saver": True}
+    assert expected.items() <= arguments.items() and arguments["enable_return_routed_experts"] is True
+    assert "api_key" not in server_flags(replace(given, key=""), parse_config(CONFIG), port=1, nccl_port=2)
 
 
 def test_flags_that_are_decided_elsewhere_are_refused_by_the_backend() -> None:

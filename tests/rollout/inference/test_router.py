@@ -13,7 +13,6 @@ import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 from helpers.virtual_clock import run_virtual
-from rollout.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health
@@ -41,12 +40,6 @@ class Silent:
 
     async def health(self) -> Health:
         return await asyncio.Event().wait()  # type: ignore[return-value]
-
-    async def pause(self) -> None: ...
-
-    async def update_weights(self, bucket: FlatBucket) -> None: ...
-
-    async def resume(self, version: int) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -122,18 +115,18 @@ def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
         running = await started(router, requests)
         for version in (1, 2, 3):
             await router.generate(request(1000 + version, prompt(3), max_new_tokens=4))
-            await router.pause()
+            await asyncio.gather(*(g.pause() for g in generators))
             await asyncio.sleep(0.01)
             assert not any(r.done() for r in running)
-            await router.update_weights(bucket_of(model))
-            await router.resume(version)
+            for generator in generators:
+                await generator.update_weights(bucket_of(model))
+                await generator.resume(version)
         for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
             assert_same(c, expected, versions=False)
             assert (c.versions[1:] >= c.versions[:-1]).all()
             assert c.versions[0] == 0
             assert c.versions[-1] == 3
         assert any(r.output is not None for g in generators for r in g.seen) == (interrupt == "abort")
-        assert (await router.health()).version == 3
         await router.close()
 
     play(scene())
@@ -152,10 +145,6 @@ def test_requests_of_a_generator_that_dies_continue_elsewhere(folder: Path, mode
         assert [moved[r.request_id] for r in requests] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
         for r in groups_of_four(2):
             assert len((await router.generate(r)).token_ids) == 60
-        await router.pause()
-        await router.update_weights(bucket_of(model))
-        await router.resume(1)
-        assert (await router.health()).version == 1
         await router.close()
 
     play(scene())
@@ -167,9 +156,9 @@ def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_goin
         router = Router(generators)
         requests = groups_of_four(2, max_new_tokens=300)
         running = await started(router, requests)
-        await router.pause()
+        await asyncio.gather(*(g.pause() for g in generators))
         await generators[1].close()
-        await router.resume(1)
+        await generators[0].resume(1)
         for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
             assert_same(c, expected, versions=False)
             assert set(c.versions.tolist()) <= {0, 1}
@@ -266,9 +255,8 @@ def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
         await asyncio.gather(*(g.close() for g in generators))
         for outcome in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(outcome, NoGeneratorError)
-        for call in (router.health(), router.pause(), router.resume(1), router.generate(request(2, prompt(3)))):
-            with pytest.raises(NoGeneratorError, match="generator-0: .*closed.*; generator-1: .*closed"):
-                await call
+        with pytest.raises(NoGeneratorError, match="generator-0: .*closed.*; generator-1: .*closed"):
+            await router.generate(request(2, prompt(3)))
         await router.close()
 
     play(scene())
@@ -311,22 +299,6 @@ def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path
     play(scene())
 
 
-def test_patience_begins_anew_with_each_time_that_no_generator_is_left(folder: Path) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(3)]
-        router = Router(generators[:1], patience_seconds=3.0)
-        for dying, following in pairwise(generators):
-            (running,) = await started(router, groups_of_four(1, max_new_tokens=400)[:1])
-            await dying.close()
-            await asyncio.sleep(1.8)
-            assert not running.done()
-            router.replace("generator-0", following)
-            await running
-        await router.close()
-
-    play(scene())
-
-
 def test_a_slow_generator_is_reported_and_keeps_its_requests(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +321,7 @@ def test_a_slow_generator_is_reported_and_keeps_its_requests(
 def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         router = Router([Recorded(folder)])
-        with caplog.at_level("WARNING"), pytest.raises(ValueError, match="max_position_embeddings=512"):
+        with caplog.at_level("WARNING"), pytest.raises(ValueError, match="exceed the 512 positions"):
             await router.generate(request(0, prompt(500), max_new_tokens=100))
         assert "failed" not in caplog.text
         assert len((await router.generate(request(1, prompt(5)))).token_ids) == 16
@@ -386,15 +358,16 @@ def test_a_generator_that_answers_late_takes_back_nothing_that_it_has_handed_bac
             return told
 
     async def main() -> None:
-        router = Router([Late(folder)])
+        generator = Late(folder)
+        router = Router([generator])
         running = await started(router, groups_of_four(1, max_new_tokens=400))
         asked = asyncio.ensure_future(router.partial())
         await heard.wait()
         await router.generate(request(20_000, prompt(3), max_new_tokens=8))  # some steps more
-        await router.pause()
+        await generator.pause()
         interrupted.set()
         told = await asked
-        await router.resume(1)
+        await generator.resume(1)
         for completion, (name, part) in zip(await asyncio.gather(*running), sorted(told.items()), strict=True):
             n = len(part.token_ids)
             assert n == (completion.versions == 0).sum(), f"{name}: what was handed back"
@@ -437,6 +410,29 @@ class Scripted(Silent):
 
     async def health(self) -> Health:
         return Health(version=0, num_running=1, num_waiting=0)
+
+
+class Dead(Silent):
+    """A generator whose process is gone."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        raise ConnectionResetError
+
+    async def health(self) -> Health:
+        raise ConnectionResetError
+
+
+def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -> None:
+    async def scene() -> None:
+        router = Router([Dead()], patience_seconds=3.0)
+        running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
+        for following in (Dead(), Scripted("stop")):
+            await asyncio.sleep(1.8)
+            assert not running.done()
+            router.replace("generator-0", following)
+        assert (await running).finish_reason == "stop"
+
+    run_virtual(scene())
 
 
 def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() -> None:

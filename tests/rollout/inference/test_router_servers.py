@@ -13,10 +13,9 @@ from helpers.sglang_attached import generator_on, request
 from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import token_at
 from helpers.sglang_double.server import SGLangDouble
-from rollout.inference.errors import GeneratorCallError
-from rollout.inference.router import NoGeneratorError, Router
+from rollout.errors import GeneratorCallError
+from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.types import Health
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,8 @@ async def fleet(
             for i, double in enumerate(doubles)
         ]
         router = Router(generators, health_timeout_seconds=30.0)
-        await router.resume(0)
+        for generator in generators:
+            await generator.resume(0)
         yield router, generators
 
 
@@ -56,16 +56,16 @@ def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_
     folder: Path,
 ) -> None:
     async def main() -> None:
-        async with fleet(folder, [double]) as (router, _):
+        async with fleet(folder, [double]) as (router, (generator,)):
             for name, ends in (("completed", True), ("cancelled", False)):
                 running = asyncio.create_task(router.generate(request(name, max_new_tokens=5)))
                 await where([double])
                 await double.step(2)
-                await router.pause()
+                await generator.pause()
                 told = await router.partial()
                 assert list(told) == [name] and told[name].token_ids.tolist() == tokens([0, 0])
                 if ends:
-                    await router.resume(0)
+                    await generator.resume(0)
                     await where([double])
                     await double.step(3)
                     assert (await running).token_ids.tolist() == tokens([0] * 5)
@@ -76,27 +76,6 @@ def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_
                 assert await router.partial() == {}
 
     with SGLangDouble(samples=False) as double:
-        asyncio.run(main())
-
-
-def test_health_is_the_oldest_version_and_the_load_of_all(folder: Path) -> None:
-    async def main() -> None:
-        async with fleet(folder, doubles) as (router, generators):
-            for versions in ((4, 3), (3, 4), (5, 5)):
-                for generator, version in zip(generators, versions, strict=True):
-                    await generator.resume(version)
-                assert (await router.health()).version == min(versions)
-            running = [asyncio.create_task(router.generate(request(f"r{i}", max_new_tokens=1))) for i in range(3)]
-            while sum(double.num_requests for double in doubles) < 3:
-                await asyncio.sleep(0.001)
-            assert await router.health() == Health(version=5, num_running=3, num_waiting=0)
-            for double in doubles:
-                await double.step()
-            await asyncio.gather(*running)
-            assert await router.health() == Health(version=5, num_running=0, num_waiting=0)
-
-    with SGLangDouble(samples=False) as first, SGLangDouble(samples=False) as second:
-        doubles = [first, second]
         asyncio.run(main())
 
 
@@ -120,26 +99,20 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
         asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
-def test_a_server_that_fails_an_update_gets_no_more_requests(folder: Path, path: str) -> None:
+def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
-        async with fleet(folder, [first, second]) as (router, _):
-            first.faults.refuse(path, "it is busy", status=200)
-            await router.pause()
-            await router.resume(1)
-            assert (
-                list(router.versions.lost()) == ["generator-0"]
-                and "it is busy" in router.versions.lost()["generator-0"]
-            )
-            running = asyncio.gather(*(router.generate(request(f"r{i}", max_new_tokens=1)) for i in range(3)))
-            await where([second], num_requests=3)
-            await second.step()
-            assert {c.versions.tolist()[0] for c in await running} == {1}
-            assert first.bodies("/generate") == []
-            second.faults.refuse(path, "it is busy too", status=200)
-            with pytest.raises(NoGeneratorError, match="generator-0: .*it is busy.*; generator-1: .*busy too"):
-                await router.pause()
-                await router.resume(2)
+        async with generator_on(double, folder) as generator:
+            await generator.resume(0)
+            router = Router([generator], health_interval_seconds=0.001)
+            running = asyncio.create_task(router.generate(request("a", max_new_tokens=1)))
+            await where([double])
+            await double.step()
+            await running
+            await router.close()
+            await asyncio.sleep(1.5)  # a failed health check takes a second
+            assert router.versions.lost() == {} and "failed" not in caplog.text
 
-    with SGLangDouble(samples=False) as first, SGLangDouble(samples=False) as second:
+    with SGLangDouble(samples=False) as double:
         asyncio.run(main())

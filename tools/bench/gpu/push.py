@@ -18,13 +18,13 @@ from torch import Tensor
 
 from allocation import parse
 from core.weight_sync.buckets import Sender
-from core.weight_sync.sender_plan import SenderPlan
-from core.weight_sync.senders import make_sender
+from core.weight_sync.sender_plan import SenderSettings
+from core.weight_sync.senders import SENDERS
 from mcore_adapter.device import Device
 from mcore_adapter.engine import MegatronEngine
 from rollout.inference.gpus import query_gpus
+from rollout.inference.registry import choose_transport
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.transports import choose_transport
 from tools.bench import Figure
 from tools.bench.gpu.servers import generator, load, prompts, server_settings
 from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
@@ -65,15 +65,16 @@ async def _next(figures: AsyncIterator[Figure]) -> Figure | None:
 def sender(scene: Scene, device: Device, bucket_bytes: int, *, beside: bool) -> Sender:
     """Return what a run on one GPU (`beside`) or on two would send with."""
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
-    plan = SenderPlan(
+    plan = SenderSettings(
         type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)).name,
         model_path=str(scene.model),
         dtype="bfloat16",
         bucket_bytes=bucket_bytes,
         timeout_seconds=60.0,
         folder=scene.folder,
+        device=str(device.torch_device),
     )
-    return make_sender(plan, rank=0, world_size=1, device=device.torch_device, host="127.0.0.1")
+    return SENDERS[plan.type](plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,7 @@ async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> 
     """Push into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
     figures: list[Figure] = []
     settings = server_settings(scene, 0, colocated=True)
-    async with generator(settings, "abort") as served:
+    async with generator(settings) as served:
         address = replace(served.endpoint, trainer_ranks=(0,))
         for mib in (256, 1024, 4096):
             sending = sender(scene, device, mib << 20, beside=True)

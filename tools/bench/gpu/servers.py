@@ -22,16 +22,15 @@ import numpy as np
 import orjson
 
 from core.data.rollout_batch import pack_trajectories
+from model_specs.hf_config import read_config
 from rollout.data.prompts import PromptDataset
 from rollout.experience import Lessee, MemoryExperience, make_rules
-from rollout.inference.backend import Interrupt
+from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.gpus import query_gpus
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.model_config import read_model_config
 from rollout.inference.sglang.server import (
     BATCHED_PREFILLS,
-    ServerSettings,
     free_ports,
     server_environment,
     server_flags,
@@ -61,25 +60,27 @@ def load() -> Load:
     return Load() if query_gpus() else Load(in_flight=8, prompt_tokens=16, new_tokens=32)
 
 
-def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False, **flags: Any) -> ServerSettings:
+def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False, **flags: Any) -> BackendSettings:
     on_gpu = gpu is not None
     small = {} if on_gpu else {"max_total_tokens": 8192, "sleep_on_idle": True}
-    return ServerSettings(
+    return BackendSettings(
         name=f"generator-{gpu or 0}",
         model_path=str(scene.model),
         log_file=scene.folder / f"server-{gpu}.log",
         gpus=() if gpu is None else (gpu,),
-        dtype="bfloat16",
-        max_running=load().in_flight + 8,  # all of them at once, whatever the server keeps for itself
         colocated=colocated and on_gpu,
-        flags={"load_format": "dummy", **small, **flags},
-        python=str(scene.sglang_python or sys.executable),
+        config=GeneratorConfig(
+            interrupt="in_place",
+            max_running=load().in_flight + 8,  # all of them at once, whatever the server keeps for itself
+            flags={"load_format": "dummy", **small, **flags},
+            python=str(scene.sglang_python or sys.executable),
+        ),
     )
 
 
 @asynccontextmanager
-async def generator(settings: ServerSettings, interrupt: Interrupt = "in_place") -> AsyncIterator[SGLangGenerator]:
-    started = await SGLangGenerator.start(settings, interrupt=interrupt)
+async def generator(settings: BackendSettings) -> AsyncIterator[SGLangGenerator]:
+    started = await SGLangGenerator.start(settings)
     try:
         yield started
     finally:
@@ -130,16 +131,20 @@ SEEDS = (1, 2)
 """Seeds of the prompts of each round."""
 
 
-async def _sample(scene: Scene, server: ServerSettings) -> float:
+async def _sample(scene: Scene, server: BackendSettings) -> float:
     """Return tokens/s of the stack."""
-    async with generator(server) as served:
+    served = await SGLangGenerator.start(server)
+    router = Router([served])
+    try:
         await _plainly(scene, served.endpoint.url, 0, new_tokens=16)
-        rates = [await _stack(scene, served, seed) for seed in SEEDS]
+        rates = [await _stack(scene, router, seed) for seed in SEEDS]
         logger.info("tokens/s of the stack: %s", rates)
         return float(np.median(rates))
+    finally:
+        await router.close()
 
 
-async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
+async def _sample_bare(scene: Scene, server: BackendSettings) -> float:
     async with bare_server(server) as url:
         await _plainly(scene, url, 0, new_tokens=16)
         rates = [await _plainly(scene, url, seed) for seed in SEEDS]
@@ -148,11 +153,11 @@ async def _sample_bare(scene: Scene, server: ServerSettings) -> float:
 
 
 @asynccontextmanager
-async def bare_server(settings: ServerSettings) -> AsyncIterator[str]:
+async def bare_server(settings: BackendSettings) -> AsyncIterator[str]:
     """Start SGLang's launch_server with the arguments of a run's server, except those of our hooks; yield its URL."""
     port, nccl_port = free_ports(2)
-    flags = server_flags(settings, read_model_config(settings.model_path), port=port, nccl_port=nccl_port)
-    words = [str(settings.python), "-P", "-m", "sglang.launch_server"]
+    flags = server_flags(settings, read_config(settings.model_path), port=port, nccl_port=nccl_port)
+    words = [str(settings.config.python), "-P", "-m", "sglang.launch_server"]
     for name, value in flags.items():
         if name not in BATCHED_PREFILLS and value is not False:
             values = value if isinstance(value, list) else [] if value is True else [value]
@@ -209,7 +214,7 @@ async def ask_plainly(url: str, bodies: Sequence[dict[str, object]], *, at_once:
         return await asyncio.gather(*(one(session, body) for body in bodies))
 
 
-async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
+async def _stack(scene: Scene, router: Router, seed: int) -> float:
     """Return the rate through all components between the trainer and a server."""
     from transformers import AutoTokenizer
 
@@ -230,7 +235,7 @@ async def _stack(scene: Scene, served: SGLangGenerator, seed: int) -> float:
         )
         rules = make_rules(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1)
         experience, dataset = MemoryExperience(), PromptDataset(given, seed=0)
-        producer = RolloutProducer(dataset, workflow, Router([served]), experience, rules, max_in_flight=many.in_flight)
+        producer = RolloutProducer(dataset, workflow, router, experience, rules, max_in_flight=many.in_flight)
         start = time.perf_counter()
         async with producer:
             taken = await Lessee(experience, rules).take(0)

@@ -1,1 +1,1 @@
-"""What runs inside a SGLang server's processes: a table of hooks (table.py), one file for each concern."""
+"""Code of a SGLang server's processes: a table of hooks (table.py), and one file for each concern."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def position_weights(positions: Tensor) -> Tensor:
     return (weight ^ (weight >> 29)) | 1
 
 
-def answer_check(original: Any, checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+def answer_check(original: Callable[..., object], checker: Any, action: str, *args: object, **kwargs: object) -> object:
     """Compute the checksum in place of WeightChecker.handle, whose hash needs a GPU, on the sender's side too; or
     return the formats of the parameters in its place."""
     if action not in ("checksum", "formats"):

@@ -1,5 +1,5 @@
-"""What the requests in flight have sampled, on its way out of a SGLang server: packed by its scheduler
-and unpacked by the generator.
+"""The tokens that requests in flight have sampled, on their way out of a SGLang server: packed by its scheduler and
+unpacked by the generator.
 
 A few arrays of bytes hold the tokens of all requests: the scheduler does not sample while it answers, and 512 requests
 of 2,000 tokens take it some tens of milliseconds. Whether the scheduler works is reported without waiting for a second.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
@@ -23,7 +23,7 @@ own /health takes a second at least, and samples where nothing runs."""
 QUERY = "slipstream_in_flight"
 """Request id of the query to the scheduler."""
 PING = "slipstream_alive"
-"""The same, to be answered with nothing."""
+"""Request id of a query that is answered with nothing."""
 
 
 class Sampled(NamedTuple):
@@ -34,7 +34,54 @@ class Sampled(NamedTuple):
     versions: np.ndarray  # [n] int32
 
 
-def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
+class _Logprob(Protocol):
+    output_token_logprobs_val: Sequence[float] | None
+
+
+class _Request(Protocol):
+    """SGLang's Req, as far as it is used."""
+
+    rid: str
+    output_ids_through_stop: Sequence[int]
+    logprob: _Logprob
+    customized_info: Mapping[str, Sequence[int]] | None
+
+
+class _Batch(Protocol):
+    reqs: Sequence[_Request]
+
+
+class _Scheduler(Protocol):
+    running_batch: _Batch | None
+    last_batch: _Batch | None
+    chunked_req: _Request | None
+    waiting_queue: Sequence[_Request]
+    ipc_channels: _Channels
+
+
+class _Output(Protocol):
+    socket: object | None
+
+
+class _Channels(Protocol):
+    send_to_tokenizer: _Output
+
+
+class _StateRequest(Protocol):
+    rid: str
+
+
+class Reported(TypedDict):
+    """Tokens of many requests, end to end: base64 of bytes."""
+
+    names: list[str]
+    lengths: list[int]
+    token_ids: str
+    logprobs: str
+    versions: str
+
+
+def pack(requests: Iterable[_Request], version_key: str) -> dict[str, object]:
     """Pack SGLang's own requests into {request ids, numbers of tokens, and as consecutive bytes: tokens,
     log-probabilities, versions}, from the lists that a final answer is made of. Tokens that lack one of the three are
     omitted. A request without tokens is listed; an unlisted one has ended."""
@@ -55,22 +102,25 @@ def pack(requests: Iterable[Any], version_key: str) -> dict[str, Any]:
     return {"names": names, "lengths": lengths, **columns}
 
 
-def to_json(packed: Mapping[str, Any]) -> dict[str, Any]:
+def to_json(packed: Mapping[str, object]) -> dict[str, object]:
     """Encode bytes in base64."""
     return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in packed.items()}
 
 
-def unpack(answer: Mapping[str, Any]) -> dict[str, Sampled]:
+def unpack(answer: Reported) -> dict[str, Sampled]:
     """Return the sampled tokens by request id, from the result of to_json(); nothing from an empty answer."""
     if not answer:
         return {}
     ends = np.cumsum(answer["lengths"])[:-1]
 
-    def arrays(name: str, dtype: type) -> list[np.ndarray]:
-        return np.split(np.frombuffer(base64.b64decode(answer[name]), dtype), ends)
+    def arrays(encoded: str, dtype: type) -> list[np.ndarray]:
+        return np.split(np.frombuffer(base64.b64decode(encoded), dtype), ends)
 
     parts = zip(
-        arrays("token_ids", np.int32), arrays("logprobs", np.float32), arrays("versions", np.int32), strict=True
+        arrays(answer["token_ids"], np.int32),
+        arrays(answer["logprobs"], np.float32),
+        arrays(answer["versions"], np.int32),
+        strict=True,
     )
     # Without requests np.split gives one part, which has no name.
     return {name: Sampled(*part) for name, part in zip(answer["names"], parts, strict=False)}
@@ -90,17 +140,17 @@ class InFlight:
         from sglang.srt.managers.io_struct import GetInternalStateReq
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-        async def query(name: str) -> list[Any]:
+        async def query(name: str) -> list[dict[str, object]]:
             manager = http_server.get_global_state().tokenizer_manager
             manager.auto_create_handle_loop()
             # Never to be cancelled: the next query would get the answer to this.
             answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
             return [answer.internal_state for answer in answers]
 
-        async def report() -> dict[str, Any]:
+        async def report() -> dict[str, object]:
             return {"answers": [to_json(answer) for answer in await query(QUERY)]}
 
-        async def respond() -> Any:
+        async def respond() -> object:
             manager = http_server.get_global_state().tokenizer_manager
             if manager.gracefully_exit or manager.server_status == ServerStatus.Starting:
                 return http_server.Response(status_code=503)
@@ -110,7 +160,7 @@ class InFlight:
         http_server.app.add_api_route(PATH, report, methods=["POST"])
         http_server.app.add_api_route(ALIVE, respond, methods=["GET"], response_model=None)
 
-    def answer(self, original: Any, scheduler: Any, request: Any) -> Any:
+    def answer(self, original: Callable[..., object], scheduler: _Scheduler, request: _StateRequest) -> object:
         """Answer queries around Scheduler.get_internal_state, which all ranks run and one answers."""
         if request.rid not in (QUERY, PING):
             return original(scheduler, request)
@@ -121,7 +171,7 @@ class InFlight:
         return GetInternalStateReqOutput(internal_state=packed)
 
 
-def known_requests(scheduler: Any) -> list[Any]:
+def known_requests(scheduler: _Scheduler) -> list[_Request]:
     """Return every request that the scheduler has, once. Those that have just ended are among them until the next
     step."""
     batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]

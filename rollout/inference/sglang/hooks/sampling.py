@@ -1,13 +1,14 @@
-"""Drawing tokens, and top_k and top_p without sorting the vocabulary, inside a SGLang server.
+"""Hooks of sampling: float32 logits, drawing tokens, and top_k and top_p without sorting the vocabulary.
 
 The smallest probability that stays is found by bisection over the bits of floats: for numbers that are not negative,
 their order is that of their bits. 31 passes over a row are a few times less work on a GPU than a sort of it, and what
-is left out never travels to the host. Stands alone: nothing of this project is imported.
+is left out never travels to the host.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,67 @@ _LOG_KEPT = "slipstream_log_kept"
 """Attribute of sampled tokens: logarithm of what top_k and top_p left of their distributions."""
 
 
+def fp32_logits(
+    original: Callable[..., Tensor], processor: object, hidden: Tensor, lm_head: object, bias: Tensor | None = None
+) -> Tensor:
+    """Compute float32 logits around LogitsProcessor._compute_lm_head, for plain heads on GPUs. The server's own
+    enable_fp32_lm_head converts the whole weight at every step."""
+    weight = getattr(lm_head, "weight", None)
+    if (
+        isinstance(weight, Tensor)
+        and weight.is_cuda
+        and weight.dtype == hidden.dtype == torch.bfloat16
+        and hidden.dim() == 2
+        and bias is None
+        and not hasattr(lm_head, "apply_lora")
+    ):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return original(processor, hidden, lm_head, bias)
+
+
+class _SamplingInfo(Protocol):
+    """SGLang's SamplingBatchInfo, as far as it is used."""
+
+    top_ks: Tensor
+    top_ps: Tensor
+    sampling_seed: Tensor | None
+    need_min_p_sampling: bool
+    need_top_k_sampling: bool
+    need_top_p_sampling: bool
+    is_all_greedy: bool
+
+
+class _Parameters(Protocol):
+    top_k: int
+    top_p: float
+
+
+class _Request(Protocol):
+    sampling_params: _Parameters
+
+
+class _Batch(Protocol):
+    reqs: Sequence[_Request]
+    sampling_info: _SamplingInfo
+
+
+class _Logprobs(Protocol):
+    token_logprobs: Tensor
+
+
 class Sampling:
     """Drawing in place of SGLang's, which checks the probabilities anew in every step; and top_k and top_p in place of
     its own, which sort the vocabulary, and twice where log-probabilities of what is left are requested."""
 
-    def sample(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any, is_simple: bool) -> Tensor:
+    def sample(
+        self,
+        original: Callable[..., Tensor],
+        sampler: object,
+        probs: Tensor,
+        info: _SamplingInfo,
+        positions: object,
+        is_simple: bool,
+    ) -> Tensor:
         """Sample around Sampler._sample_from_probs. The remaining probability of each row is kept with its token;
         greedy rows (top_k = 1) keep the log-probability under temperature 1."""
         if is_simple:
@@ -42,14 +99,22 @@ class Sampling:
         setattr(tokens, _LOG_KEPT, torch.where(greedy | whole, 0.0, kept.log()))
         return tokens
 
-    def _drawn(self, original: Any, sampler: Any, probs: Tensor, info: Any, positions: Any) -> Tensor:
+    def _drawn(
+        self, original: Callable[..., Tensor], sampler: object, probs: Tensor, info: _SamplingInfo, positions: object
+    ) -> Tensor:
         if info.sampling_seed is not None:  # drawn by it, in the server's own way
             return original(sampler, probs, info, positions, True)
         return draw(probs)
 
     def renormalise(
-        self, original: Any, processor: Any, logprobs: Tensor, top: Any, requested: Any, tokens: Tensor
-    ) -> Any:
+        self,
+        original: Callable[..., _Logprobs],
+        processor: object,
+        logprobs: Tensor,
+        top: object,
+        requested: object,
+        tokens: Tensor,
+    ) -> _Logprobs:
         """Renormalize log-probabilities around OutputLogprobProcessor.compute_logprobs."""
         result = original(processor, logprobs, top, requested, tokens)
         log_kept = getattr(tokens, _LOG_KEPT, None)
@@ -57,7 +122,7 @@ class Sampling:
             result.token_logprobs = result.token_logprobs - log_kept
         return result
 
-    def forget(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    def forget(self, result: object, batch: _Batch, *args: object, **kwargs: object) -> None:
         """Recompute, after ScheduleBatch.filter_batch, whether a batch has a request with top_k or top_p. SGLang
         otherwise keeps the flag until the batch is empty, which does not happen in a run, so one evaluation would slow
         down all later steps."""

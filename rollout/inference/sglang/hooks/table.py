@@ -11,20 +11,27 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets
-from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
-from rollout.inference.sglang.hooks import checksums, experts, latent_attention, precision, prefills
-from rollout.inference.sglang.hooks.folders import PushedFolders
+from rollout.inference.sglang.arguments import SGLANG
+from rollout.inference.sglang.disk import PushedFolders
+from rollout.inference.sglang.hooks import checksums, models
 from rollout.inference.sglang.hooks.in_flight import InFlight
-from rollout.inference.sglang.hooks.sampling import Sampling
-from rollout.inference.sglang.hooks.versions import VERSION_KEY, TokenVersions, drop_answer
+from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
+from rollout.inference.sglang.hooks.sampling import Sampling, fp32_logits
+from rollout.inference.sglang.hooks.scheduler import (
+    VERSION_KEY,
+    TokenVersions,
+    drop_answer,
+    gather_of_one,
+    many_at_once,
+)
+from rollout.inference.sglang.ipc import SharedBuckets
+from rollout.inference.sglang.nccl import BroadcastBuckets
 
-SGLANG = "0.5.17"
-"""The SGLang that this project is written for: its symbols, its HTTP interface, and the pin in setup.py."""
+Kind = Literal["before", "after", "around"]
 SOURCE = ("slipstream", None)
-"""Of these hooks, by which SGLang distinguishes several plug-ins."""
+"""Name of these hooks among SGLang's plug-ins."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,11 @@ class Hook:
 
     symbol: str
     """Below `sglang.srt.`."""
-    kind: Literal["before", "after", "around"]
-    function: Callable[..., Any]
+    kind: Kind
+    function: Callable[..., object]
     reason: str
     versions: str = SGLANG
-    """Of SGLang, in which the symbol was seen to have this form."""
+    """Versions of SGLang whose symbol has this form."""
 
     @property
     def target(self) -> str:
@@ -45,7 +52,7 @@ class Hook:
 
     @property
     def link(self) -> str:
-        """Where SGLang's source of the symbol is."""
+        """Address of the symbol in SGLang's source."""
         path = "/".join(itertools.takewhile(lambda part: not part[0].isupper(), self.target.split(".")))
         return f"https://github.com/sgl-project/sglang/blob/v{SGLANG}/python/{path}.py"
 
@@ -53,119 +60,58 @@ class Hook:
 def hooks() -> Sequence[Hook]:
     """Return the table, with the state that the hooks of one process share."""
     tokens, sampling, folders = TokenVersions(), Sampling(), PushedFolders()
-    deepseek = "models.deepseek_common."
-    buckets = ReceivedBuckets(RecordedCopies(experts.moves_experts))
-    scheduler, runner = "managers.scheduler.Scheduler.", "model_executor.model_runner_components.weight_updater."
-    manager = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    copies = RecordedCopies(models.moves_experts)
+    broadcast, shared, in_flight = BroadcastBuckets(copies), SharedBuckets(copies), InFlight(VERSION_KEY)
+    scheduler = "managers.scheduler.Scheduler."
     delayer = "managers.prefill_delayer.PrefillDelayer."
+    manager = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    updater = "model_executor.model_runner_components.weight_updater.WeightUpdater."
+    loader = "models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
+    attention = "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
     fails = "an update that fails on any tensor-parallel rank is answered as a failure"
-    other_weights = "changes apply only to the weights of the last folder"
-    return (
-        Hook(scheduler + "run_batch", "after", tokens.tag_tokens, "every token carries the version that sampled it"),
-        Hook(
-            scheduler + "_add_request_to_queue", "before", tokens.name_prefix, "prefixes are shared within one version"
-        ),
-        Hook(scheduler + "continue_generation", "before", tokens.before_continue, "the request id carries the version"),
-        Hook(scheduler + "pause_generation", "after", tokens.wait_for_device, "in_place leaves a forward pass running"),
-        Hook(scheduler + "get_internal_state", "around", InFlight(VERSION_KEY).answer, "tokens so far, on request"),
-        Hook(
-            deepseek + "deepseek_weight_loader.DeepseekV2WeightLoaderMixin.do_load_weights",
-            "before",
-            latent_attention.copy_fused_parts,
-            "a fused projection that comes alone would be dropped",
-        ),
-        Hook(
-            deepseek + "attention_backend_handler.AttentionBackendRegistry.get_handler",
+    other = "changes apply only to the weights of the last folder"
+    rows: list[tuple[str, Kind, Callable[..., object], str]] = [
+        (scheduler + "run_batch", "after", tokens.tag_tokens, "every token carries the version that sampled it"),
+        (scheduler + "_add_request_to_queue", "before", tokens.name_prefix, "prefixes are shared within one version"),
+        (scheduler + "continue_generation", "before", tokens.before_continue, "the request id carries the version"),
+        (scheduler + "pause_generation", "after", tokens.wait_for_device, "in_place leaves a forward pass running"),
+        (scheduler + "get_internal_state", "around", in_flight.answer, "tokens so far, on request"),
+        (delayer + "_gather_info", "around", gather_of_one, "no collective of one rank in every step"),
+        (delayer + "_negotiate_should_allow_prefill", "before", many_at_once, "prompts wait for places for many"),
+        (updater + "update_weights_from_disk", "around", folders.load, "changes to the weights of the push before"),
+        (updater + "_update_bucketed_weights_from_distributed", "around", broadcast.receive, "receive while copying"),
+        (updater + "_update_weights_from_flattened_bucket", "around", shared.copy, "answered when copies are complete"),
+        (manager + "release_memory_occupation", "after", folders.forget, other),
+        (manager + "update_weights_from_tensor", "after", folders.forget, other),
+        (manager + "update_weights_from_distributed", "after", folders.forget, other),
+        (manager + "update_weights_from_disk", "after", folders.report_any_failure, fails),
+        (manager + "update_weights_from_tensor", "after", folders.report_any_failure, fails),
+        (manager + "update_weights_from_distributed", "after", folders.report_any_failure, fails),
+        (loader + "do_load_weights", "before", models.copy_fused_parts, "a part that comes alone would be dropped"),
+        (attention + "get_handler", "around", models.compressed_on_cpu, "prefills of latent attention without a GPU"),
+    ]
+    layers, cache = "layers.", "state_capturer.base."
+    quantized, logits = layers + "quantization.fp8.Fp8Config.", layers + "logits_processor.LogitsProcessor."
+    logprobs = layers + "logprob_processor.OutputLogprobProcessor."
+    radix, checker = "mem_cache.radix_cache.RadixCache.", "utils.weight_checker.WeightChecker."
+    batch, without_gpu = "managers.schedule_batch.ScheduleBatch.", "experts of tokens without a GPU"
+    rows += [
+        (radix + "cache_finished_req", "before", drop_answer, "a cache full of answers is searched at every step"),
+        (
+            quantized + "get_quant_method",
             "around",
-            latent_attention.compressed_on_cpu,
-            "prefills of latent attention without a GPU",
+            models.no_cache_scales,
+            "FP8 weights have no scales of a cache",
         ),
-        Hook(
-            runner + "WeightUpdater.update_weights_from_disk",
-            "around",
-            folders.load,
-            "changes to the weights of the push before",
-        ),
-        Hook(
-            runner + "WeightUpdater._update_bucketed_weights_from_distributed",
-            "around",
-            buckets.receive,
-            "a bucket is received while the one before is copied",
-        ),
-        Hook(
-            runner + "WeightUpdater._update_weights_from_flattened_bucket",
-            "around",
-            buckets.copy_shared,
-            "an update is answered when the copies of all ranks are complete",
-        ),
-        Hook(manager + "release_memory_occupation", "after", folders.forget, other_weights),
-        Hook(manager + "update_weights_from_tensor", "after", folders.forget, other_weights),
-        Hook(manager + "update_weights_from_distributed", "after", folders.forget, other_weights),
-        Hook(manager + "update_weights_from_disk", "after", folders.report_any_failure, fails),
-        Hook(manager + "update_weights_from_tensor", "after", folders.report_any_failure, fails),
-        Hook(manager + "update_weights_from_distributed", "after", folders.report_any_failure, fails),
-        Hook(
-            "mem_cache.radix_cache.RadixCache.cache_finished_req",
-            "before",
-            drop_answer,
-            "a cache full of answers is searched at every step",
-        ),
-        Hook(
-            "layers.quantization.fp8.Fp8Config.get_quant_method",
-            "around",
-            precision.no_cache_scales,
-            "FP8 weights come without scales of a cache",
-        ),
-        Hook(
-            "layers.logits_processor.LogitsProcessor._compute_lm_head",
-            "around",
-            precision.fp32_logits,
-            "logits in float32, as in the trainer: bfloat16 would round one of 20 by up to 0.06",
-        ),
-        Hook(
-            "state_capturer.base.BaseHostCache.__init__",
-            "around",
-            experts.kept_experts,
-            "experts of tokens without a GPU",
-        ),
-        Hook(
-            "state_capturer.base.BaseTopkCapturer.on_forward_end",
-            "after",
-            experts.copy_experts,
-            "experts of tokens without a GPU",
-        ),
-        Hook(
-            "utils.weight_checker.WeightChecker.handle",
-            "around",
-            checksums.answer_check,
-            "a checksum on any device that the sender can compute",
-        ),
-        Hook(
-            "layers.sampler.Sampler._sample_from_probs",
-            "around",
-            sampling.sample,
-            "no sort of the vocabulary, and no second check of probabilities",
-        ),
-        Hook(
-            "layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
-            "around",
-            sampling.renormalise,
-            "log-probabilities are of what top_k and top_p leave",
-        ),
-        Hook(
-            "managers.schedule_batch.ScheduleBatch.filter_batch",
-            "after",
-            sampling.forget,
-            "one greedy request slows down its own steps alone",
-        ),
-        Hook(delayer + "_gather_info", "around", prefills.gather_of_one, "no collective of one rank in every step"),
-        Hook(
-            delayer + "_negotiate_should_allow_prefill",
-            "before",
-            prefills.many_at_once,
-            "prompts wait until there are places for many",
-        ),
-    )
+        (logits + "_compute_lm_head", "around", fp32_logits, "bfloat16 would round a logit of 20 by up to 0.06"),
+        (layers + "sampler.Sampler._sample_from_probs", "around", sampling.sample, "no sort of the vocabulary"),
+        (logprobs + "compute_logprobs", "around", sampling.renormalise, "log-probabilities of what top_k, top_p leave"),
+        (batch + "filter_batch", "after", sampling.forget, "one greedy request slows down its own steps alone"),
+        (cache + "BaseHostCache.__init__", "around", models.kept_experts, without_gpu),
+        (cache + "BaseTopkCapturer.on_forward_end", "after", models.copy_experts, without_gpu),
+        (checker + "handle", "around", checksums.answer_check, "a checksum that the sender can compute"),
+    ]
+    return [Hook(*row) for row in rows]
 
 
 def install() -> None:

@@ -94,7 +94,7 @@ def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, model: 
         generator.submit(requests[60:])
         drained: list[Any] = []
         while len(drained) < len(requests):
-            drained += await generator.drain(linger_seconds=0.001)
+            drained += await generator.drain()
         done = dict(drained)
         assert len(done) == len(drained) == 100
         for r, expected in zip(requests, run(engine_of(model), requests), strict=True):
@@ -239,7 +239,7 @@ def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model
         (lambda: request(1, [], max_new_tokens=3), "prompt_ids must be one or more numbers .* there is none"),
         (lambda: request(1, [3, VOCAB]), f"in \\[0, {VOCAB}\\), the vocabulary; they reach from 3 to {VOCAB}"),
         (lambda: request(1, [-1]), "they reach from -1"),
-        (lambda: request(1, [1] * 500, max_new_tokens=13), "max_new_tokens=13 exceed max_position_embeddings=512"),
+        (lambda: request(1, [1] * 500, max_new_tokens=13), "max_new_tokens=13 exceed the 512 positions"),
         (lambda: request(1, [1], max_new_tokens=0), "max_new_tokens=0 must exceed the 0 tokens given"),
         (lambda: request(1, [1], temperature=-1.0), "temperature=-1.0 must be >= 0"),
         (lambda: request(1, [1], top_p=0.0), "top_p=0.0 in \\(0, 1\\]"),

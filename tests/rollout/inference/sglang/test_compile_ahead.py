@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
+from rollout.inference.sglang.hooks import compile_ahead
 from rollout.inference.sglang.hooks import main as hooks
-from rollout.inference.sglang.start import compile_ahead
-from rollout.inference.sglang.start.compile_ahead import kernels
+from rollout.inference.sglang.hooks.compile_ahead import kernels
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
-from rollout.inference.sglang.hooks import folders as pushed_folders
-from rollout.inference.sglang.hooks.folders import PushedFolders
+from rollout.inference.sglang import disk as pushed_folders
+from rollout.inference.sglang.disk import PushedFolders
 
 
 def load_whole(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.bucket import FlatBucket
-from rollout.inference.sglang import endpoint, weights
-from rollout.inference.sglang.buckets import received_buckets
-from rollout.inference.sglang.buckets.received_buckets import ReceivedBuckets
-from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
-from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.inference.sglang import ipc
+from rollout.inference.sglang.client import SGLangEndpoint
+from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
+from rollout.inference.sglang.ipc import SharedBuckets
 
 
 class Model(nn.Module):
@@ -35,16 +34,16 @@ class Server:
     """The part of a scheduler process that receives what is shared with it."""
 
     def __init__(self) -> None:
-        self.model, self.buckets = Model(), ReceivedBuckets(RecordedCopies())
+        self.model, self.buckets = Model(), SharedBuckets(RecordedCopies())
 
     def receive(self, payload: str, **replaced: Any) -> tuple[bool, str]:
         content = pickle.loads(base64.b64decode(payload))
         updater = SimpleNamespace(get_model=lambda: self.model)
-        return self.buckets.copy_shared(None, updater, content and {**content, **replaced})
+        return self.buckets.copy(None, updater, flattened_tensor_bucket_dict=content and {**content, **replaced})
 
     @property
     def shared(self) -> dict[int, Tensor]:
-        return self.buckets._shared
+        return self.buckets._memory
 
 
 def bucket(value: float, name: str = "norm") -> FlatBucket:
@@ -52,7 +51,7 @@ def bucket(value: float, name: str = "norm") -> FlatBucket:
 
 
 def payload(value: float, number: int | None = None, name: str = "norm") -> str:
-    return weights.payload_of(bucket(value, name), None, number=number)
+    return ipc.payload_of(bucket(value, name), None, number=number)
 
 
 def holding(value: float) -> Tensor:
@@ -70,7 +69,7 @@ def test_memory_is_kept_by_its_number_until_it_is_released() -> None:
     assert server.receive(payload(0, 1))[0] and server.model.norm.tolist() == [2] * 3
     larger = holding(7)
     assert server.receive(payload(0, 1), memory=larger)[0] and server.shared[1] is larger
-    assert server.receive(weights.RELEASE)[0] and not server.shared
+    assert server.receive(ipc.RELEASE)[0] and not server.shared
     succeeded, message = server.receive(payload(0, 1))
     assert not succeeded and "memory 1 of the trainer was not shared with this server" in message
     assert server.model.norm.tolist() == [7] * 3
@@ -88,7 +87,7 @@ def test_copies_are_complete_when_a_bucket_is_answered(monkeypatch: pytest.Monke
     def wait(shared: Tensor) -> None:
         waited.append((shared is memory, server.model.norm.tolist()))
 
-    monkeypatch.setattr(received_buckets, "wait_for_copies", wait)
+    monkeypatch.setattr(ipc, "wait_for_copies", wait)
     assert server.receive(payload(0, 0), memory=memory)[0]
     memory[:12] = bucket(2).flat
     assert server.receive(payload(0, 0))[0]
@@ -97,7 +96,7 @@ def test_copies_are_complete_when_a_bucket_is_answered(monkeypatch: pytest.Monke
 
 def test_a_bucket_that_cannot_be_loaded_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Tensor] = []
-    monkeypatch.setattr(received_buckets, "wait_for_copies", waited.append)
+    monkeypatch.setattr(ipc, "wait_for_copies", waited.append)
     succeeded, message = Server().receive(payload(0, 0, "other"), memory=holding(1))
     assert not succeeded and "other is unknown. Weights are partially updated" in message
     assert len(waited) == 1, "copies that were queued before may still run"
@@ -107,7 +106,7 @@ def test_all_streams_of_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatc
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for on_gpu in (True, False):
-        received_buckets.wait_for_copies(SimpleNamespace(is_cuda=on_gpu, device="cuda:1"))  # type: ignore[arg-type]
+        ipc.wait_for_copies(SimpleNamespace(is_cuda=on_gpu, device="cuda:1"))  # type: ignore[arg-type]
     assert waited == ["cuda:1"]
 
 
@@ -124,6 +123,6 @@ def test_the_trainers_end_shares_memory_once_and_bytes_of_the_cpu_each_time(monk
     sent = shared(memory, 1)
     assert sent["memory"].equal(memory[:12]) and sent["memory"].untyped_storage().nbytes() == 12
     assert sent["number"] is None
-    monkeypatch.setattr(endpoint, "_SharedMemory", lambda memory: "a handle")
+    monkeypatch.setattr(ipc, "_SharedMemory", lambda memory: "a handle")
     opened = shared(SimpleNamespace(device=torch.device("cuda")), 1)
     assert (opened["memory"], opened["number"]) == ("a handle", 1)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollout.inference.sglang.buckets import recorded_copies
-from rollout.inference.sglang.buckets.recorded_copies import RecordedCopies
+from rollout.bucket import FlatBucket
+from rollout.inference.sglang.hooks import recorded_copies
+from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
 
 ROWS, PADDED, HIDDEN, EXPERTS, WIDTH = 5, 8, 6, 3, 4
 SIZES: dict[str, tuple[int, ...]] = {
@@ -57,6 +58,10 @@ class Model(nn.Module):
         return [self.embedding.data, self.norm.data, self.gate_up.data.float(), self.down.float()]
 
 
+def as_bucket(flat: Tensor, names: Any, dtypes: Any, shapes: Any) -> FlatBucket:
+    return FlatBucket(names=tuple(names), dtypes=tuple(dtypes), shapes=tuple(map(tuple, shapes)), flat=flat)
+
+
 class Bucket:
     """Tensors end to end, and `before` bytes of something else in front of them."""
 
@@ -73,7 +78,7 @@ class Bucket:
         )[before:]
 
     def load(self, copies: RecordedCopies, model: nn.Module) -> None:
-        copies.load(model, self.flat, self.names, self.dtypes, self.shapes)
+        copies.load(model, as_bucket(self.flat, self.names, self.dtypes, self.shapes))
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         return list(zip(self.names, self.made, strict=True))
@@ -135,7 +140,7 @@ def test_a_bucket_of_other_shapes_or_formats_is_loaded_by_the_model(dtypes: Any,
     copies, model = RecordedCopies(), Flattening()
     Bucket(0, ["norm"]).load(copies, model)
     numbers = torch.arange(HIDDEN, dtype=dtypes[0])
-    copies.load(model, numbers.view(torch.uint8), ["norm"], dtypes, shapes)
+    copies.load(model, as_bucket(numbers.view(torch.uint8), ["norm"], dtypes, shapes))
     assert model.loads == 2
     assert model.norm.equal(torch.arange(HIDDEN, dtype=torch.float32))
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, settings_for
+from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, set_interrupt, settings_for
 from model_specs.hf_config import parse_config
 from rollout.bucket import FlatBucket
-from rollout.inference.errors import GeneratorCallError
+from rollout.errors import GeneratorCallError
 from rollout.inference.sglang.completions import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
@@ -148,12 +148,13 @@ def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_upda
     prompts = [np.random.default_rng(i // 2).integers(0, VOCAB - 1, 30).tolist() for i in range(6)]
 
     async def sample() -> list[Completion]:
-        generator = SGLangGenerator(server, interrupt=interrupt)
+        set_interrupt(server, interrupt)
+        generator = SGLangGenerator(server)
         router = Router([generator])
         try:
-            await router.pause()
-            await router.update_weights(FlatBucket.of(models.weights(1)))
-            await router.resume(1)
+            await generator.pause()
+            await generator.update_weights(FlatBucket.of(models.weights(1)))
+            await generator.resume(1)
             running = [
                 asyncio.create_task(
                     router.generate(
@@ -166,9 +167,9 @@ def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_upda
                 for i, prompt in enumerate(prompts)
             ]  # fmt: skip
             await asyncio.sleep(1.0)
-            await router.pause()
-            await router.update_weights(FlatBucket.of(models.weights(2)))
-            await router.resume(2)
+            await generator.pause()
+            await generator.update_weights(FlatBucket.of(models.weights(2)))
+            await generator.resume(2)
             return await asyncio.gather(*running)
         finally:
             await generator.close()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.weight_sync.buckets import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
+from core.weight_sync.sender_plan import SenderSettings
 from helpers import embedded_models, tiny_models
 from helpers.embedded_models import FAMILIES
 from helpers.sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for
@@ -24,11 +24,11 @@ if PYTHON is None:
     pytest.skip(WHY_NOT, allow_module_level=True)
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from helpers.sglang_live import CPU, TOLERANCE, prompt_of, request, with_generator  # noqa: E402
+from helpers.sglang_live import TOLERANCE, prompt_of, request, with_generator  # noqa: E402
+from model_specs.hf_config import read_config  # noqa: E402
 from rollout.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
-from rollout.inference.sglang.server import read_model_config  # noqa: E402
 from rollout.types import Completion  # noqa: E402
 
 
@@ -41,15 +41,15 @@ def test_a_server_of_glm4_holds_and_samples_what_was_pushed(tmp_path: Path, monk
     embedded_models.write_model("glm4", tmp_path / "model")
     pushed = embedded_models.make_model("glm4", seed=1)
     tensors = {name: p.detach() for name, p in pushed.named_parameters()}
-    expected = ExpectedChecksums(ModelShape.from_config(read_model_config(str(tmp_path / "model"))), tp=2)
+    expected = ExpectedChecksums(ModelShape.from_config(read_config(tmp_path / "model")), tp=2)
     expected.add(tensors)
 
     async def push_and_sample(generator: SGLangGenerator) -> tuple[list[str], list[str], Completion]:
-        before = expected.mismatches(await generator.checksums())
+        before = expected.mismatches(generator.endpoint.checksums(timeout_seconds=60))
         await generator.pause()
         await generator.update_weights(FlatBucket.of(tensors))
         await generator.resume(1)
-        after = expected.mismatches(await generator.checksums())
+        after = expected.mismatches(generator.endpoint.checksums(timeout_seconds=60))
         return before, after, await generator.generate(request("a", prompt_of(1, 20), max_new_tokens=30))
 
     log_file = tmp_path / "generator-0.log"
@@ -104,11 +104,11 @@ def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
     monkeypatch.setitem(tiny_models.MODELS, name, (family, {**settings, **size}))
     pushed = perturbed(tiny_models.write_model(name, tmp_path / "model"), seed=1)
     sending = SenderSettings(
-        rank=0, world_size=1, dtype=torch.float32, timeout_seconds=100.0, bucket_bytes=1 << 20, staged_bytes=0
-    )
-    senders: list[Any] = [IpcSender(sending, CPU) if tp == 2 else NcclSender(sending, CPU) for _ in range(2)]
-    folder = tmp_path / "pushed"
-    senders += 2 * [DiskSender(sending, CPU, folder=folder, model_path=str(tmp_path / "model"), changes="always")]
+        type="disk", dtype="float32", timeout_seconds=100.0, bucket_bytes=1 << 20, staged_bytes=0,
+        folder=tmp_path / "pushed", model_path=str(tmp_path / "model"), changes="always",
+    )  # fmt: skip
+    senders: list[Any] = [IpcSender(sending) if tp == 2 else NcclSender(sending) for _ in range(2)]
+    senders += 2 * [DiskSender(sending)]
 
     async def push_and_sample(generator: SGLangGenerator) -> tuple[list[str], Completion]:
         compared = []

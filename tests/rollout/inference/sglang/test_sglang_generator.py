@@ -13,7 +13,7 @@ from helpers.sglang_attached import at_the_server, check, request, run, sampling
 from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import TOKENS_PER_VERSION, token_at
 from helpers.sglang_double.server import SGLangDouble
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.types import Completion
@@ -31,8 +31,8 @@ def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) ->
         for version, num_tokens in ((1, 4), (2, 1)):
             await double.until(at_the_server(1))
             await double.step(num_tokens)
-            await router.pause()
-            await router.resume(version)
+            await generator.pause()
+            await generator.resume(version)
         await double.until(at_the_server(1))
         assert sampling_of(double, "max_new_tokens") == [10, 6, 5]
         await double.step(5)
@@ -56,8 +56,8 @@ def test_after_an_abort_stop_tokens_stay_ruled_out_for_what_min_new_tokens_lacks
         running = asyncio.create_task(router.generate(asked))
         await double.until(at_the_server(1))
         await double.step(2)
-        await router.pause()
-        await router.resume(1)
+        await generator.pause()
+        await generator.resume(1)
         for lengths in ([6, 4], [6, 4, 4]):
             while len(double.bodies("/generate")) < len(lengths):
                 await asyncio.sleep(0.001)
@@ -124,11 +124,11 @@ def test_what_requests_have_is_reported_token_by_token_while_they_run(folder: Pa
         running = [asyncio.create_task(router.generate(request(f"r{i}", max_new_tokens=9 + i))) for i in range(3)]
         await double.until(at_the_server(3))
         await double.step(4)
-        await router.pause()
+        await generator.pause()
         assert {name: len(part.token_ids) for name, part in (await router.partial()).items()} == dict.fromkeys(
             ("r0", "r1", "r2"), 4
         )
-        await router.resume(1)
+        await generator.resume(1)
         await double.until(at_the_server(3))
         await double.step(2)
         told = await router.partial()
@@ -152,8 +152,8 @@ def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_
         running = asyncio.create_task(router.generate(request("a", max_new_tokens=5)))
         await double.until(at_the_server(1))
         await double.step(3)
-        await router.pause()
-        await router.resume(1)
+        await generator.pause()
+        await generator.resume(1)
         await double.until(at_the_server(1))
         await double.step(1)
         double.faults.drop("/slipstream_in_flight")

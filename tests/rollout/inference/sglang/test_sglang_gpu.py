@@ -26,9 +26,9 @@ pytestmark = [
 ]
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from core.weight_sync.buckets import SenderSettings  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
+from core.weight_sync.sender_plan import SenderSettings  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
 PROMPT = list(range(40))
@@ -48,9 +48,7 @@ def settings_on(gpu: int, models: Models, folder: Path, **changes: Any) -> Any:
 
 
 def sender_settings(models: Models) -> SenderSettings:
-    return SenderSettings(
-        rank=0, world_size=1, dtype=torch.bfloat16, timeout_seconds=120.0, bucket_bytes=1 << 20,
-    )  # fmt: skip
+    return SenderSettings(type="ipc", dtype="bfloat16", timeout_seconds=120.0, bucket_bytes=1 << 20, device="cuda:0")
 
 
 def gpu_buckets(models: Models, version: int) -> Any:
@@ -90,9 +88,9 @@ def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its
 ) -> None:
     async def main() -> None:
         settings = settings_on(0, models, tmp_path, colocated=True)
-        generator = await SGLangGenerator.start(settings, interrupt="abort", control_timeout_seconds=60.0)
+        generator = await SGLangGenerator.start(settings)
         try:
-            sender = IpcSender(sender_settings(models), torch.device("cuda", 0))
+            sender = IpcSender(sender_settings(models))
             sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
             await push(generator, sender, models, 1)
             assert_reproduced(models, await sample(generator, "a", 200), {1})
@@ -118,10 +116,10 @@ def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its
 def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, tmp_path: Path) -> None:
     async def main() -> None:
         settings = settings_on(0, models, tmp_path, colocated=True, weight_format="fp8_block")
-        generator = await SGLangGenerator.start(settings, interrupt="in_place", control_timeout_seconds=60.0)
+        generator = await SGLangGenerator.start(settings)
         try:
             quantizing = replace(sender_settings(models), weight_format="fp8_block")
-            sender = IpcSender(quantizing, torch.device("cuda", 0))
+            sender = IpcSender(quantizing)
             sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
             for version in (1, 2, 3):
                 await push(generator, sender, models, version)  # raises where a checksum or a format differs
@@ -145,9 +143,9 @@ def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
 
     async def main() -> Completion:
-        generator = await SGLangGenerator.start(settings_on(1, models, tmp_path), interrupt=interrupt)
+        generator = await SGLangGenerator.start(settings_on(1, models, tmp_path, interrupt=interrupt))
         try:
-            sender = NcclSender(sender_settings(models), torch.device("cuda", 0))
+            sender = NcclSender(sender_settings(models))
             await asyncio.to_thread(sender.connect, [generator.endpoint])
             await push(generator, sender, models, 1)
             running = asyncio.create_task(sample(generator, "a", 1900))
@@ -174,7 +172,7 @@ def test_the_environment_in_which_a_broadcast_would_hang_is_refused(models: Mode
     value = os.environ.pop("NCCL_CUMEM_ENABLE", None)
     try:
         with pytest.raises(ValueError, match="NCCL_CUMEM_ENABLE"):
-            NcclSender(sender_settings(models), torch.device("cuda", 0))
+            NcclSender(sender_settings(models))
     finally:
         if value is not None:
             os.environ["NCCL_CUMEM_ENABLE"] = value

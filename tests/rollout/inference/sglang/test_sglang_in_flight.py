@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.inference.errors import GeneratorCallError
+from rollout.errors import GeneratorCallError
 from rollout.inference.sglang.completions import EMPTY, joined, read_answer, so_far
 from rollout.inference.sglang.generator import SGLangGenerator, _Running
 from rollout.inference.sglang.hooks.in_flight import Sampled, pack, to_json, unpack

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rollout.inference.backend import BackendSettings
 from rollout.inference.sglang.client import SGLangClient
-from rollout.inference.sglang.server import ServerSettings, SGLangServer
-from rollout.inference.sglang.weights import is_healthy, post
+from rollout.inference.sglang.server import SGLangServer
 
 KEY = "0123456789abcdef"
 
@@ -56,7 +56,7 @@ def keyed() -> Iterator[KeyedServer]:
 def launched(keyed: KeyedServer, folder: Path, *, key: str) -> SGLangServer:
     """A server object of these settings, at the address of `keyed`."""
     server = SGLangServer(
-        ServerSettings(name="generator-0", model_path=str(folder), log_file=folder / "log", gpus=(), key=key)
+        BackendSettings(name="generator-0", model_path=str(folder), log_file=folder / "log", gpus=(), key=key)
     )
     server._url = f"http://127.0.0.1:{keyed.server_port}"
     return server
@@ -73,14 +73,14 @@ async def over_client(server: SGLangServer) -> bool:
 
 def test_every_call_carries_the_key(keyed: KeyedServer, tmp_path: Path) -> None:
     server = launched(keyed, tmp_path, key=KEY)
-    assert is_healthy(server.endpoint, timeout_seconds=10)
-    assert post(server.endpoint, ("/update_weights_from_disk", {}), timeout_seconds=10) == {}
+    assert server.endpoint.is_healthy(timeout_seconds=10)
+    assert server.endpoint.post(("/update_weights_from_disk", {}), timeout_seconds=10) == {}
     assert asyncio.run(over_client(server))
     assert keyed.refused == 0
 
 
 def test_without_the_key_a_server_does_not_answer(keyed: KeyedServer, tmp_path: Path) -> None:
-    assert not is_healthy(launched(keyed, tmp_path, key="").endpoint, timeout_seconds=10)
+    assert not launched(keyed, tmp_path, key="").endpoint.is_healthy(timeout_seconds=10)
     assert keyed.refused == 1
 
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.sglang_environment import replica
 from model_specs.config import ModelConfig
 from model_specs.hf_config import parse_config
 from rollout.inference.changes import Changed
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.hooks.checksums import position_checksum
-from rollout.inference.sglang.hooks.latent_attention import copy_fused_parts
-from rollout.inference.sglang.server import ServerSettings, server_flags
+from rollout.inference.sglang.hooks.models import copy_fused_parts
+from rollout.inference.sglang.server import server_flags
 
 HEADS, HIDDEN, RANK = 4, 16, 6
 V3: dict[str, Any] = {
@@ -128,7 +129,7 @@ def test_each_half_of_a_fused_parameter_is_loaded_when_it_comes_alone() -> None:
 
 
 def flags(model: ModelConfig, **given: Any) -> dict[str, Any]:
-    settings = ServerSettings(name="generator-0", model_path="/m", log_file=Path("log"), gpus=(0,), flags=given)
+    settings = replica(name="generator-0", model_path="/m", log_file=Path("log"), gpus=(0,), flags=given)
     return server_flags(settings, model, port=1, nccl_port=2)
 
 

@@ -20,8 +20,8 @@ import torch
 
 from helpers.sglang_environment import END, PYTHON, VOCAB, WHY_NOT, Models, settings_for
 from rollout.bucket import FlatBucket
-from rollout.inference.errors import GeneratorGone
-from rollout.inference.sglang.endpoint import SGLangEndpoint
+from rollout.errors import GeneratorGone
+from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest
 
@@ -32,12 +32,11 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.runtime import Changes  # noqa: E402
-from core.weight_sync.buckets import Sender, SenderSettings  # noqa: E402
+from core.weight_sync.buckets import Sender  # noqa: E402
 from core.weight_sync.calls import PushError  # noqa: E402
-from core.weight_sync.disk import DiskSender  # noqa: E402
-from core.weight_sync.ipc import IpcSender  # noqa: E402
-from core.weight_sync.nccl import NcclSender  # noqa: E402
-from helpers.sglang_live import CPU, TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
+from core.weight_sync.sender_plan import SenderSettings  # noqa: E402
+from core.weight_sync.senders import SENDERS  # noqa: E402
+from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.changes import NOT_THE_BASE  # noqa: E402
 from rollout.inference.embedded.sampler import restrict  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
@@ -60,11 +59,11 @@ def test_every_token_s_logprob_reproduces_under_the_version_it_carries(
 
     async def sample_through_updates(generator: SGLangGenerator) -> list[Completion]:
         router = Router([generator])
-        await update(router, models, 1)
+        await update(generator, models, 1)
         running = [asyncio.create_task(router.generate(uninterrupted(i))) for i in range(10)]
         for version in (2, 3):
             await asyncio.sleep(0.5)
-            await update(router, models, version)
+            await update(generator, models, version)
         return await asyncio.gather(*running)
 
     completions = with_generator(server, interrupt, sample_through_updates)
@@ -224,12 +223,10 @@ def test_the_models_own_end_token_stops_only_where_it_is_named(server: SGLangSer
 
 def sender_of(kind: str, models: Models, folder: Path, *, changes: Changes = "never", **other: Any) -> Sender:
     values: dict[str, Any] = dict(
-        rank=0, world_size=1, dtype=torch.float32, timeout_seconds=60.0, bucket_bytes=1 << 20,
+        type=kind, dtype="float32", timeout_seconds=60.0, bucket_bytes=1 << 20, folder=folder,
+        model_path=str(models.folder), changes=changes,
     )  # fmt: skip
-    settings = SenderSettings(**values | other)
-    if kind == "disk":
-        return DiskSender(settings, CPU, folder=folder, model_path=str(models.folder), changes=changes)
-    return {"nccl": NcclSender, "ipc": IpcSender}[kind](settings, CPU)
+    return SENDERS[kind](SenderSettings(**values | other))
 
 
 def address_of(server: SGLangServer) -> SGLangEndpoint:
@@ -247,9 +244,10 @@ def test_a_push_reaches_running_requests_and_every_checksum_agrees(
     async def push_twice(generator: SGLangGenerator) -> Completion:
         await update(generator, models, 1)
         await asyncio.to_thread(sender.connect, [address_of(server)])
-        running = asyncio.create_task(generator.generate(request("x", prompt, max_new_tokens=900)))
+        running = asyncio.create_task(generator.generate(request("x", prompt, max_new_tokens=2000)))
         for version in (2, 3):
-            await asyncio.sleep(0.5)
+            while not (part := (await generator.partial()).get("x")) or part.versions[-1] < version - 1:
+                await asyncio.sleep(0.01)
             sender.prepare(models.buckets(version), verify=True)
             await generator.pause()
             report = await asyncio.to_thread(sender.send)
@@ -290,7 +288,7 @@ def test_changes_make_the_weights_that_everything_makes_and_only_of_the_push_bef
         assert await push(generator, 3) is None
         assert await push(generator, 4) == pytest.approx(0.02, abs=0.002)
         await generator.pause()
-        await generator.load_folder(str(models.folder))
+        generator.endpoint.load_folder(str(models.folder), timeout_seconds=60)
         await generator.resume(5)
         with caplog.at_level("WARNING"):
             assert await push(generator, 6) == pytest.approx(0.02, abs=0.002)
@@ -340,9 +338,11 @@ def stopped_scheduler() -> Iterator[None]:
             os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer) -> None:
+def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.inference.sglang.generator._CALL_SECONDS", 3.0)
+
     async def main() -> None:
-        generator = SGLangGenerator(server, control_timeout_seconds=3.0)
+        generator = SGLangGenerator(server)
         try:
             await generator.resume(1)
             await generator.health()

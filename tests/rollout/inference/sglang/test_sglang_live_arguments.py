@@ -11,10 +11,9 @@ import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
 from rollout.inference.backend import FlagValue
-from rollout.inference.sglang.arguments import host_problems
+from rollout.inference.sglang.arguments import EXIT_USAGE, host_problems
 from rollout.inference.sglang.hooks import main
 from rollout.inference.sglang.hooks.table import SGLANG as VERSION
-from rollout.inference.sglang.start.command_line import EXIT_USAGE
 
 BROKEN = """
 import sys

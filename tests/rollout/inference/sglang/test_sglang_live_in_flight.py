@@ -78,10 +78,10 @@ def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
 
     async def ask_twice(generator: SGLangGenerator) -> tuple[list[Mapping[str, Completion]], list[Completion]]:
         router = Router([generator])
-        await update(router, models, 1)
+        await update(generator, models, 1)
         running = [asyncio.create_task(router.generate(r)) for r in requests]
         before = await told_when_all_have(router, 40, version=1, num=len(requests))
-        await update(router, models, 2)
+        await update(generator, models, 2)
         after = await told_when_all_have(router, 60, version=2, num=len(requests))
         answers = await asyncio.gather(*running)
         assert await router.partial() == {}
@@ -109,10 +109,10 @@ def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(
         tags = Tags(id="e", group_id="e", task="", row="e", epoch=0, version=0)
         assert experience.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
         journal = JournaledSampler(router, experience, "e")
-        await update(router, models, 1)
+        await update(generator, models, 1)
         running = asyncio.create_task(journal.generate(asked))
         await told_when_all_have(router, 30, version=1, num=1)
-        await update(router, models, 2)
+        await update(generator, models, 2)
         await told_when_all_have(router, 60, version=2, num=1)
         journal.record_partial(await router.partial())
         running.cancel()
@@ -125,7 +125,7 @@ def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(
 
     async def after_the_restart(generator: SGLangGenerator) -> Completion:
         router = Router([generator])
-        await update(router, models, 3)
+        await update(generator, models, 3)
         return await JournaledSampler(router, restarted(), "e").generate(replace(asked, request_id="second life"))
 
     saved = with_generator(server, interrupt, until_the_checkpoint)
@@ -186,7 +186,7 @@ def test_a_server_that_hangs_costs_a_checkpoint_its_tokens_and_some_seconds(
 
     async def ask(generator: SGLangGenerator) -> tuple[float, Mapping[str, Completion], Completion]:
         router = Router([generator])
-        await update(router, models, 1)
+        await update(generator, models, 1)
         running = asyncio.create_task(router.generate(asked))
         await told_when_all_have(router, 10, version=1, num=1)
         for process in schedulers:

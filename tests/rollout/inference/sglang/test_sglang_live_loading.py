@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from core.weight_sync.verification import wrong_formats
-from helpers.sglang_environment import PYTHON, WHY_NOT, environment
+from helpers.sglang_environment import PYTHON, WHY_NOT, environment, replica
 from mcore_adapter.hf.block_fp8 import quantize_bucket
 from model_specs.hf_config import parse_config
 from rollout.inference.backend import Quantization
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
-from rollout.inference.sglang.server import ServerSettings, server_flags
+from rollout.inference.sglang.server import server_flags
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)]
 
@@ -72,7 +72,7 @@ def test_a_family_holds_values_and_factors_as_they_were_sent(
         del config["head_dim"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = parse_config(config)
-    settings = ServerSettings(
+    settings = replica(
         name="g", model_path=str(tmp_path), log_file=tmp_path / "log", gpus=(0,), weight_format=weight_format
     )
     override = server_flags(settings, model, port=1, nccl_port=2).get("json_model_override_args", "{}")

@@ -90,8 +90,9 @@ def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_ba
 
     async def main() -> list[Completion]:
         log_file, env = tmp_path / "generator-0.log", environment() | TWO_STAGES
-        settings = settings_for(models.folder, log_file, pp=2, env=env, flags={"max_total_tokens": 16384})
-        generator = await SGLangGenerator.start(settings, interrupt="abort")
+        flags = {"max_total_tokens": 16384}
+        settings = settings_for(models.folder, log_file, pp=2, env=env, interrupt="abort", flags=flags)
+        generator = await SGLangGenerator.start(settings)
         try:
             router = Router([generator])
             running = [
@@ -101,10 +102,10 @@ def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_ba
             for version in (1, 2):
                 models[version].save_pretrained(tmp_path / f"v{version}")
                 await asyncio.sleep(2.0)
-                assert (await router.health()).version == version - 1
-                await router.pause()
-                await generator.load_folder(str(tmp_path / f"v{version}"))
-                await router.resume(version)
+                assert (await generator.health()).version == version - 1
+                await generator.pause()
+                generator.endpoint.load_folder(str(tmp_path / f"v{version}"), timeout_seconds=60)
+                await generator.resume(version)
             return await asyncio.gather(*running)
         finally:
             await generator.close()

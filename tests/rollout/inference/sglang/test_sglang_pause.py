@@ -12,7 +12,7 @@ from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
 from rollout.bucket import FlatBucket
-from rollout.inference.errors import GeneratorCallError, GeneratorGone
+from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
 
@@ -61,8 +61,8 @@ def test_where_the_server_reports_no_versions_they_are_those_at_the_start_of_sam
         await generator.resume(1)
         await double.until(at_the_server(1))
         await double.step(2)
-        await router.pause()
-        await router.resume(2)
+        await generator.pause()
+        await generator.resume(2)
         await double.until(at_the_server(1))
         await double.step(3)
         check(await running, [1] * 2 + [2] * 3)
@@ -117,13 +117,13 @@ def test_an_abort_is_repeated_until_every_request_is_answered_and_pauses_only_th
         late = double.faults.hold_call("/generate")
         second = asyncio.create_task(router.generate(request("second", max_new_tokens=5)))
         await late.reached()
-        pausing = asyncio.create_task(router.pause())
+        pausing = asyncio.create_task(generator.pause())
         await double.until(lambda d: len(d.bodies("/abort_request")) > 1 or d.bodies("/pause_generation"))
         assert not pausing.done() and not double.bodies("/pause_generation")
         late.release()
         await pausing
         assert (await generator.health()).num_running == 0
-        await router.resume(1)
+        await generator.resume(1)
         await double.until(at_the_server(2))
         await double.step(5)
         check(await first, [0] * 3 + [1] * 2)
@@ -177,7 +177,6 @@ def test_a_shared_gpu_s_server_is_flushed_when_it_is_idle_and_before_it_is_pause
 def test_weights_are_not_changed_while_requests_may_be_sampled(folder: Path) -> None:
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         for call in (
-            lambda: generator.load_folder("/weights"),
             lambda: generator.update_weights(FlatBucket.of(model.weights(1))),
             lambda: generator.release_memory(["weights"]),
         ):
@@ -228,7 +227,8 @@ def test_checksums_are_in_the_order_of_tensor_parallel_ranks(folder: Path, backw
         await generator.pause()
         await generator.update_weights(FlatBucket.of(model.weights(1)))
         expected = Parameters(model.weights(1), tp=2)
-        received = [{name: str(value) for name, value in rank.items()} for rank in await generator.checksums()]
+        checksums = await asyncio.to_thread(generator.endpoint.checksums, timeout_seconds=30)
+        received = [{name: str(value) for name, value in rank.items()} for rank in checksums]
         assert received == [expected.checksums(0), expected.checksums(1)] and received[0] != received[1]
 
     run(use, folder, tp=2)

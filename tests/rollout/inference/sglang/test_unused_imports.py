@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, Models, environment, running_server, settings_for
-from rollout.inference.sglang.start.unused_imports import SKIPPED_MODELS, hide_trainer, skip_other_models
+from rollout.inference.sglang.hooks.main import SKIPPED_MODELS, hide_trainer, skip_other_models
 
 live = pytest.mark.skipif(PYTHON is None, reason=WHY_NOT)
 SERVED = (
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_read_is_left_to_the_server(models: Path, given: 
 
 def test_the_trainers_library_is_hidden_once_it_is_not_in_use() -> None:
     program = (
-        "import sys, importlib; sys.path[:0] = sys.argv[1:]; m = importlib.import_module('unused_imports');"
+        "import sys, importlib; sys.path[:0] = sys.argv[1:]; m = importlib.import_module('main');"
         "m.hide_trainer()\ntry: import megatron.core\nexcept ImportError: print('hidden')"
     )
     folder = str(Path(sys.modules[hide_trainer.__module__].__file__ or "").parent)

@@ -1,26 +1,28 @@
-"""Copies of a bucket into a model: recorded when the model loads it for the first time, and repeated after that.
+"""Copies of a bucket into a server's model: recorded when it loads the bucket for the first time, and repeated.
 
 SGLang finds the parameter of every tensor by its name, in Python: for a model with experts that takes longer than to
 send it. Where its models copy goes by names, formats and shapes, so a later bucket of the same ones needs the copies
 alone. Invariant: copies are repeated only if loading was seen to copy every tensor of the bucket and to do nothing else
-but fill with constants, each into a place of its own in the parameters and buffers of
-the model, which are still where they were.
+but fill with constants, each into a place of its own in the parameters and buffers of the model, which are still where
+they were.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.bucket import FlatBucket
 
 logger = logging.getLogger(__name__)
 
@@ -29,41 +31,63 @@ MOST_BUCKETS = 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+Outcome = tuple[bool, str]
+"""Whether a part of an update succeeded, and a message, as SGLang's own functions return them."""
+_Layout = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class _ModelConfig(Protocol):
+    dtype: torch.dtype
+
+
+class WeightUpdater(Protocol):
+    """SGLang's WeightUpdater, as far as it is used."""
+
+    device: str
+    model_config: _ModelConfig
+    _model_update_group: dict[str, ProcessGroup]
+
+    def get_model(self) -> nn.Module: ...
+
+
+def outcome_of(update: Callable[[], None]) -> Outcome:
+    """Run a part of an update, and return what came of it."""
+    try:
+        update()
+    except Exception as error:  # noqa: BLE001  reported to the sender, as SGLang does
+        logger.exception("a bucket of weights")
+        return False, f"Failed to update parameter online: {error}. Weights are partially updated."
+    return True, "Succeeded to update parameter online."
+
+
 class RecordedCopies:
-    """What one scheduler process has recorded."""
+    """The recorded copies of one scheduler process."""
 
     def __init__(self, places_change: Callable[[], bool] = lambda: False) -> None:
         """`places_change`: whether the server moves parts of the model, such as experts; then nothing is recorded."""
         self._places_change = places_change
-        self._recorded: dict[Any, _Copies | None] = {}
-        """By model, and names, formats and shapes of a bucket; None: to be loaded by the model."""
+        self._recorded: dict[tuple[object, ...], _Copies | None] = {}
+        """Copies by model, and names, formats and shapes of a bucket. None: the model loads the bucket itself."""
         self._reasons: set[str] = set()
 
-    def load(
-        self,
-        model: Any,
-        flat: Tensor,
-        names: Sequence[str],
-        dtypes: Sequence[torch.dtype],
-        shapes: Sequence[Sequence[int]],
-    ) -> None:
-        """Load tensors that lie end to end in `flat` [bytes], as load_weights() of the model, a module of torch,
-        does."""
-        key = (id(model), *names, *dtypes, *map(tuple, shapes))
+    def load(self, model: nn.Module, bucket: FlatBucket) -> None:
+        """Load a bucket as load_weights() of the model does."""
+        key = (id(model), bucket.names, bucket.dtypes, bucket.shapes)
         copies = self._recorded.get(key)
         if copies is not None and copies.are_valid():
-            copies.repeat(flat)
+            copies.repeat(bucket.flat)
             return
-        tensors = _tensors_in(flat, names, dtypes, shapes)
+        load_weights: Callable[[Sequence[tuple[str, Tensor]]], object] = model.load_weights  # type: ignore[assignment]
+        tensors = list(bucket.tensors().items())
         if self._places_change() or (key in self._recorded and copies is None):
-            model.load_weights(tensors)
+            load_weights(tensors)
             return
         if len(self._recorded) >= MOST_BUCKETS:
             self._recorded.clear()
-        with _Recorder(model, flat) as recorder:
-            model.load_weights(tensors)
+        with _Recorder(model, bucket.flat) as recorder:
+            load_weights(tensors)
         reason = recorder.why_not(tensors)
-        self._recorded[key] = None if reason else recorder.copies(flat)
+        self._recorded[key] = None if reason else recorder.copies(bucket.flat)
         if reason and reason not in self._reasons:
             self._reasons.add(reason)
             logger.info("weight updates: the model itself loads buckets such as this one: %s", reason)
@@ -76,7 +100,7 @@ class _Owner:
     module: nn.Module
     name: str
     tensor: Tensor
-    layout: tuple[Any, ...]
+    layout: _Layout
 
     @staticmethod
     def of(module: nn.Module, name: str, tensor: Tensor) -> _Owner:
@@ -92,7 +116,7 @@ class _Part:
 
     dtype: torch.dtype
     offset: int
-    """In elements, from the beginning of the bucket."""
+    """Number of elements from the beginning of the bucket."""
     shape: torch.Size
     stride: tuple[int, ...]
 
@@ -121,7 +145,7 @@ class _Copies:
     """Contiguous ones of equal formats, which a few kernels copy."""
     alone: list[tuple[Tensor, _Part]] = field(default_factory=list)
     constants: list[tuple[Tensor, float]] = field(default_factory=list)
-    """What is filled with them, as the padding of an embedding."""
+    """Places that are filled with a constant, such as the padding of an embedding."""
 
     def are_valid(self) -> bool:
         """Return whether the model still has its parameters where they were."""
@@ -145,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._source = _address(flat)
         self._owners: dict[int, list[_Owner]] = defaultdict(list)
-        """By address; several where weights are tied."""
+        """Parameters and buffers by address; several where weights are tied."""
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -153,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._constants: list[tuple[Tensor, float]] = []
         self._other = ""
-        """What else ran."""
+        """The first operation that is neither a copy nor a view."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -210,26 +234,17 @@ class _Recorder(TorchDispatchMode):
         return recorded
 
 
-def _tensors_in(
-    flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
-) -> list[tuple[str, Tensor]]:
-    """Return the tensors that lie end to end in `flat`."""
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
-    parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
-    return [(name, part.view(dtype).view(tuple(shape))) for name, part, dtype, shape in parts]
-
-
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return _address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _layout(tensor: Tensor) -> _Layout:
+    return _address(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _are_views(result: Any, of: Tensor) -> bool:
+def _are_views(result: Tensor | Sequence[Tensor], of: Tensor) -> bool:
     """Return whether results of what may copy, as reshape() may, are views."""
-    results = result if isinstance(result, (list, tuple)) else [result]
+    results = [result] if isinstance(result, Tensor) else result
     return all(_address(one) == _address(of) for one in results)
 
 

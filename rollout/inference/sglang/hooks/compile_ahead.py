@@ -27,7 +27,7 @@ _OPS = "sglang.kernels.ops."
 _ARCH = "sglang.kernels.jit.utils.arch"
 _NORM, _COMPILER = "flashinfer.jit.norm", "tvm_ffi.cpp"  # of packages that SGLang requires
 _QK_NORMED = ("qwen3", "qwen3_moe")
-Kernel = tuple[str, str, list[Any]]
+Kernel = tuple[str, str, list[str | int | bool]]
 """Module, its function that compiles and loads, and the arguments of that; formats are named as in torch."""
 
 

@@ -1,1 +1,0 @@
-"""What a SGLang server does with the buckets of a weight update. Read by its processes."""

@@ -1,1 +1,0 @@
-"""What shortens the start of a server; run with its interpreter, by path."""
