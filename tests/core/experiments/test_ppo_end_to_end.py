@@ -235,6 +235,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -
         "allocation_mode": "d1m1p1",
         "external_configs": {"cluster_config": {"fileroot": str(tmp_path)}},
         "exp_ctrl": {"total_train_epochs": 10000},
+        "monitor": {"style": "areal"},
         "model": {"path": str(assets.model)},
         "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
     }
