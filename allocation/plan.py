@@ -262,6 +262,10 @@ class Allocation:
         }
         return replace(self, roles=roles)
 
+    def only(self, *roles: str) -> Allocation:
+        """Return the allocation of these roles alone."""
+        return replace(self, roles={name: self.roles[name] for name in roles})
+
     def table(self) -> list[AllocationRow]:
         """Return rows for printing, the generator first."""
         return [self.roles[role].row() for role in ROLES]

@@ -24,13 +24,13 @@ from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
-from core.step_batch import BatchFacts, BatchRequest, Scoring
+from core.train.step_batch import BatchFacts, BatchRequest, Scoring
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from core.launch.rollout_client import RolloutClient, ScoredBatch
     from core.launch.trainer_group import TrainerGroup
-    from core.periodic import PeriodicActions
+    from core.train.periodic import PeriodicActions
     from core.weight_sync.push import PushReport
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,11 @@ class EngineRef:
         role = self.train_role if trains else self.inference_role
         configured = self.train_tokens_per_mb if trains else self.inference_tokens_per_mb
         return Use(
-            group=self.group.name, planner=self.group.planner(self.name), trains=trains,
-            max_tokens_per_mb=memory.tokens(role, configured), max_sequence_tokens=configured,
-        )  # fmt: skip
+            group=self.group.name,
+            planner=self.group.planner(self.name),
+            trains=trains,
+            limits=memory.limits(role, configured),
+        )
 
     def train_step(
         self, minibatch: int, objective: Objective, memory: MemoryLimits, *,
@@ -63,10 +65,9 @@ class EngineRef:
         """Run one update on a minibatch of the ranks' batch, in microbatches that fit."""
         return memory.fitting(
             self.train_role, self.train_tokens_per_mb,
-            lambda limit: self.group.train_step(
+            lambda limits: self.group.train_step(
                 UpdatePass(
-                    engine=self.name, minibatch=minibatch, loss=objective.loss, max_tokens_per_mb=limit,
-                    max_sequence_tokens=self.train_tokens_per_mb, temperature=temperature,
+                    engine=self.name, minibatch=minibatch, loss=objective.loss, limits=limits, temperature=temperature,
                     with_entropy=objective.needs_entropy, replay_routing=replay_routing,
                 )
             ),
@@ -88,11 +89,8 @@ class EngineRef:
     ) -> Sequence[Ref]:  # fmt: skip
         return memory.fitting(
             self.inference_role, self.inference_tokens_per_mb,
-            lambda limit: run(
-                InferencePass(
-                    engine=self.name, max_tokens_per_mb=limit, max_sequence_tokens=self.inference_tokens_per_mb,
-                    temperature=temperature, replay_routing=replay_routing,
-                )
+            lambda limits: run(
+                InferencePass(engine=self.name, limits=limits, temperature=temperature, replay_routing=replay_routing)
             ),
         )  # fmt: skip
 

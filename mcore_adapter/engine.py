@@ -21,7 +21,7 @@ from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, l
 from mcore_adapter.checkpoint.host_copy import HostCopy
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
-from mcore_adapter.data.planner import BatchShard, Microbatch, Planner, attention_cost, weighed, whole
+from mcore_adapter.data.planner import BatchShard, Microbatch, PassLimits, Planner, attention_cost, weighed, whole
 from mcore_adapter.data.routing_inputs import check_routed_experts
 from mcore_adapter.data.sequences import Divisors, Sequences, TokenWeights, token_mean
 from mcore_adapter.data.shape import BatchShape
@@ -180,7 +180,7 @@ class MegatronEngine:
         if self._optimizer is None:
             raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
         shard = weighed(batch, token_weights)
-        limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
+        limit = self.planner.limit(shard.shape, PassLimits(max_tokens_per_mb, max_sequence_tokens))
         plan, divisors = shard.plan(self.planner, limit), shard.divisors
         no_tokens = torch.zeros((), dtype=torch.int32)  # Megatron's count; the division happens here
 
@@ -272,8 +272,7 @@ class MegatronEngine:
             raise ValueError("this engine holds a critic: it has values, no log-probabilities")
         return self._infer(
             whole(batch),
-            max_tokens_per_mb,
-            max_sequence_tokens,
+            PassLimits(max_tokens_per_mb, max_sequence_tokens),
             lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs,
         )
 
@@ -285,7 +284,9 @@ class MegatronEngine:
         if not self._loaded.is_critic:
             raise ValueError("this engine holds a language model: it has log-probabilities, no values")
         return self._infer(
-            whole(batch), max_tokens_per_mb, max_sequence_tokens, lambda mb, out: self._head(mb, out, 1.0, False).values
+            whole(batch),
+            PassLimits(max_tokens_per_mb, max_sequence_tokens),
+            lambda mb, out: self._head(mb, out, 1.0, False).values,
         )
 
     def iter_hf_weights(self, bucket_bytes: int, *, to: Receivers = "first") -> Iterator[dict[str, Tensor]]:
@@ -411,12 +412,11 @@ class MegatronEngine:
     def _infer(
         self,
         shard: BatchShard,
-        max_tokens_per_mb: int,
-        max_sequence_tokens: int,
+        limits: PassLimits,
         head: Callable[[PackedMicrobatch, Tensor], Tensor | None],
     ) -> Shard | None:
         self._finish_param_gather()
-        limit = self.planner.limit(shard.shape, max_tokens_per_mb, max_sequence_tokens)
+        limit = self.planner.limit(shard.shape, limits)
         whole_plan = shard.plan(self.planner, limit)
         plan = whole_plan[self._parallel.dp_rank]
 

@@ -86,12 +86,13 @@ class RolloutProducer:
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
+        self._failure: Exception | None = None
         counted = ("num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped")
         self._counts = dict.fromkeys(counted, 0)
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
-        self._again = deque(self._experience.in_flight())
+        self._again = deque(self._experience.adopt())
         self._dataset.seek(self._experience.status().num_opened)
         self._start_prompts()
         return self
@@ -107,7 +108,13 @@ class RolloutProducer:
         if version < self._version:
             raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
         self._version = version
+        self._again.extend(self._experience.adopt())
         self._start_prompts()
+
+    def check(self) -> None:
+        """Raise the error that the store got from fail(), if there is one."""
+        if self._failure is not None:
+            raise self._failure
 
     def stats(self) -> dict[str, float]:
         """Return the metrics: counts since the start, sizes now, and the share of max_in_flight that the generators had
@@ -170,8 +177,12 @@ class RolloutProducer:
             else:
                 prompt = self._dataset.at(self._dataset.position)
                 tags = self._tags(prompt)
-                if not self._experience.open(tags, self._rules.admission):
+                opened = self._experience.open(tags, self._rules.admission)
+                if opened == "full":
                     return
+                if opened == "known":  # another process samples it
+                    self._dataset.seek(self._dataset.position + 1)
+                    continue
                 logger.debug("prompt %d (%s) is admitted at version %d", self._dataset.position, tags.id, self._version)
                 self._dataset.seek(self._dataset.position + 1)
             task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id)))
@@ -253,7 +264,11 @@ class RolloutProducer:
         failure = as_failure(error)
         failure.add_note(f"the task of prompt {id} ended unexpectedly")
         logger.error("prompt %s: its task ended unexpectedly: %s", id, _shown(failure), exc_info=failure)
-        self._experience.fail(_portable(failure))
+        self._fail(failure)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = _portable(error)
+        self._experience.fail(self._failure)
 
     def _give_up(self, tags: Tags, prompt: Prompt, error: Exception) -> None:
         """Skip an episode whose workflow kept failing, or end the run with its error."""
@@ -262,7 +277,7 @@ class RolloutProducer:
         self._errors.count(failed=True)
         if failure := self._errors.ends_run(error, runs=self._max_retries + 1):
             self._running = False
-            self._experience.fail(_portable(failure))
+            self._fail(failure)
             return
         self._counts["num_skipped"] += 1
         logger.warning(

@@ -27,6 +27,7 @@ from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
+from rollout.experience import check_store
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward
@@ -41,7 +42,7 @@ def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ..
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
     measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths)
-    of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _quantization, check_algorithm)
+    of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _store, _quantization, check_algorithm)
     return (_models, measured, *of_generators, _environment, _home, check_checkpoint, check_settings)
 
 
@@ -236,6 +237,13 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
 
 def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
     yield from check_workflows(config.workflow)
+
+
+def _store(config: PPOMATHConfig) -> Iterator[Problem]:
+    try:
+        check_store(config.experience.store)
+    except PluginError as error:
+        yield Problem(key="experience.store", message=str(error))
 
 
 def _environment(config: ExperimentConfig) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from core.config.runtime import (
     WandBConfig,
 )
 
+Mode = Literal["ray", "local", "both", "explore", "train", "bench"]
 DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
 
@@ -54,7 +55,12 @@ class CommonExperimentConfig(Section):
         pattern=_NAME,
         max_length=_LONGEST,
     )
-    mode: Literal["ray", "local"] = key("ray", "How processes are started. local: Ray on this machine only")
+    mode: Mode = key(
+        "ray",
+        "What the job does, of `ppo-math`. both: sample and train. explore: sample into a store that other jobs share. "
+        "train: train on that store. bench: evaluate models. ray is another name of both. local is both, with Ray on "
+        "this machine only",
+    )
     n_nodes: int = key(1, "Number of nodes", ge=1)
     n_gpus_per_node: int = key(2, N_GPUS, ge=1)
     allocation_mode: str = key(
@@ -106,7 +112,8 @@ class CommonExperimentConfig(Section):
     @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
-        return self.recover_mode != "disabled" and self.exp_ctrl.benchmark_steps is None
+        writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench")
+        return writes and self.exp_ctrl.benchmark_steps is None
 
     def masked(self) -> Self:
         """Return the same, to be printed or uploaded: without secrets."""

@@ -63,6 +63,8 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         yield from too_small_microbatches(self.roles, self.max_seqlen, self.LENGTH_KEYS)
         yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
         yield from untrained_model("model", self.model)
+        if self.mode not in ("ray", "local", "both"):
+            yield Violation(("mode",), f"{self.NAME} samples nothing, mode={self.mode} is of ppo-math; write mode=ray")
 
     @property
     def roles(self) -> dict[str, MFCConfig]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import model_validator
@@ -21,6 +22,7 @@ from core.config.common import (
     too_small_microbatches,
     untrained_model,
 )
+from core.config.experience import APART, BenchConfig, ExperienceConfig, SynchronizerConfig
 from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     CRITIC,
@@ -74,6 +76,9 @@ class PPOMATHOptions(Section):
         DemonstrationConfig, "Expert data beside rollouts", needs=above("algorithm.demonstration_weight", 0)
     )
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
+    experience: ExperienceConfig = section(ExperienceConfig, "Where episodes are kept")
+    synchronizer: SynchronizerConfig = section(SynchronizerConfig, "Weights between a train job and explore jobs")
+    bench: BenchConfig = section(BenchConfig, "Models that a bench job evaluates")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
     samples: SamplesConfig = section(SamplesConfig, "Answers of training as text")
@@ -112,6 +117,42 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         yield from untrained_model("actor", self.actor)
         yield from reference_with_values(self.ref)
         yield from self._critic_rules() if self.uses_critic else ()
+        yield from self._store_rules()
+
+    def _store_rules(self) -> Iterator[Violation]:
+        store, apart = self.experience, self.mode in APART
+        if apart and store.store == "memory":
+            yield Violation(
+                ("experience.store", "mode"), f"mode={self.mode} shares a store with other jobs; write sqlite"
+            )
+        elif store.store != "memory" and not store.path:
+            yield Violation(("experience.path",), f"required with experience.store={store.store}")
+        if self.mode == "train" and not self.recovers:
+            yield Violation(
+                ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),
+                "mode=train needs recover checkpoints, which say what of the store is trained; write recover_mode=auto",
+            )
+        if self.mode == "bench" and not (self.bench.models and self.evaluates):
+            yield Violation(
+                ("bench.models", "evaluation.path"), "required with mode=bench: models, and sets to evaluate them on"
+            )
+        longest = self.staleness.max_staleness + 1
+        if self.mode == "train" and self.synchronizer.interval > longest:
+            yield Violation(
+                ("synchronizer.interval", "staleness.max_staleness"),
+                f"interval={self.synchronizer.interval} must be at most max_staleness + 1 = {longest}: older weights "
+                "could not sample for the next step",
+            )
+
+    @property
+    def experience_path(self) -> str:
+        return str(Path(self.experience.path).expanduser().absolute()) if self.experience.path else ""
+
+    @property
+    def weights_folder(self) -> str:
+        """Folder of the weights that a train job publishes."""
+        given = self.synchronizer.folder
+        return str(Path(given).expanduser().absolute() if given else Path(self.experience_path).parent / "weights")
 
     def _critic_rules(self) -> Iterator[Violation]:
         if not self.critic.path and not self.critic.init_critic_from_actor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 if TYPE_CHECKING:
+    from mcore_adapter.data.planner import PassLimits
     from mcore_adapter.engine import LossFn
 
 Unit = Literal["sequence", "group", "pair"]
@@ -52,9 +53,7 @@ class InferencePass:
     """An engine's results for every token of the batch."""
 
     engine: str
-    max_tokens_per_mb: int
-    max_sequence_tokens: int
-    """A limit that was learnt makes way for a sequence of so many tokens."""
+    limits: PassLimits
     temperature: float = 1.0
     """Of log-probabilities."""
     replay_routing: bool = False
@@ -68,8 +67,7 @@ class UpdatePass:
     engine: str
     minibatch: int
     loss: LossFn
-    max_tokens_per_mb: int
-    max_sequence_tokens: int
+    limits: PassLimits
     temperature: float = 1.0
     with_entropy: bool = False
     replay_routing: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_adapter.data.planner import Planner, Plans
+from mcore_adapter.data.planner import PassLimits, Planner, Plans
 from mcore_adapter.data.sequences import Divisors
 from mcore_adapter.data.shape import BatchShape
 
@@ -32,13 +32,12 @@ class Use:
     group: str
     planner: Planner
     trains: bool
-    max_tokens_per_mb: int
-    max_sequence_tokens: int
+    limits: PassLimits
 
     def plan(self, shape: BatchShape, owners: np.ndarray | None = None) -> Plans:
         """Return the plan of this pass over the sequences of `shape`. `owners`: who trains on each of them, for a pass
         over the whole batch."""
-        limit = self.planner.limit(shape, self.max_tokens_per_mb, self.max_sequence_tokens)
+        limit = self.planner.limit(shape, self.limits)
         return {(self.planner, limit): self.planner.plan(shape, limit, None if self.trains else owners)}
 
 

@@ -20,10 +20,13 @@ from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity, ends_too_early, near_trials, too_few_steps
 from core.runs.record import saved_models
+from core.train.due import schedule_from_control
 
 if TYPE_CHECKING:
-    from core.config.experiments import ExperimentConfig
+    from core.config.experiments import ExperimentConfig, PPOMATHConfig
     from core.experiments.workers import TrainedEngines
+    from core.explore.settings import DataFacts
+    from core.launch.rollout_client import RolloutClient
     from core.runs.paths import RunPaths
     from rollout.experience import Schedule
 
@@ -100,6 +103,17 @@ def check_ends_later(start: Start, schedule: Schedule) -> None:
     end = f"{schedule.total_epochs} epochs of {schedule.steps_per_epoch} steps"
     message = ends_too_early(end, step, start.checkpoint, way_out="Raise it")
     raise ValueError(f"exp_ctrl.total_train_epochs: {message}")
+
+
+def wait_facts(config: PPOMATHConfig, rollout: RolloutClient) -> tuple[DataFacts, Schedule]:
+    """Return facts about the prompts, and the schedule that follows, when the rollout process is up."""
+    facts = rollout.wait_started(config.launch.startup_timeout_seconds)
+    for left_out in facts.left_out:
+        left_out.report(logger)
+    logger.info("%s", facts.first_prompt)
+    return facts, schedule_from_control(
+        config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
+    )
 
 
 def has_model(engines: TrainedEngines, checkpoints: Path, name: str) -> bool:

@@ -21,11 +21,11 @@ from core.experiments.common import (
 from core.launch.cluster import Cluster
 from core.monitoring.journal import Journal
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer
-from core.periodic import Actions, PeriodicActions
 from core.placement.ray_address import joined_cluster
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
+from core.train.periodic import Actions, PeriodicActions
 from tracing import record_spans
 
 if TYPE_CHECKING:

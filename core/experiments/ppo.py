@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
+from core.experiments.bench import bench
+from core.experiments.common import wait_facts
 from core.experiments.context import RunContext
+from core.experiments.explore import explore
+from core.experiments.process_settings import rollout_settings
 from core.experiments.workers import (
-    PPOWorkers,
+    TrainerSide,
     build_ppo_engines,
     make_push,
-    start_ppo_workers,
+    start_generators,
+    start_trainer,
 )
+from core.launch.rollout_client import RolloutClient
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.schedule import schedule_from_control
 from core.trainer import PPOTrainer
+from core.weight_sync.folder import VersionFolder
+from core.weight_sync.publisher import Publisher
 
 if TYPE_CHECKING:
-    from allocation import Allocation
     from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
+    from core.explore.settings import DataFacts
+    from core.launch.generators import GeneratorPool
     from core.monitoring.monitor import Monitor
     from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
-    from core.rollout_settings import DataFacts
     from core.runs.paths import RunPaths
+    from core.trainer import WeightUpdates
     from core.weight_sync.push import WeightPush
     from rollout.experience import Schedule
 
@@ -38,64 +47,126 @@ logger = logging.getLogger(__name__)
 
 
 def run_ppo(config: PPOMATHConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
-    """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
+    """Run one attempt of a job of any mode: from the beginning, or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
-    allocation = resolve_allocation(config)
-    context = RunContext.open(config, paths, screen, attempt)
-    patience = config.launch.startup_timeout_seconds
+    MODES[config.mode](config, RunContext.open(config, paths, screen, attempt))
+
+
+def both(config: PPOMATHConfig, context: RunContext) -> None:
+    """Explore and train in one job: the trainer pushes weights to its generators."""
+    allocation, screen = resolve_allocation(config), context.screen
     num_actors = sum(len(role.slots) for role in allocation.roles.values()) + 1
     screen.begin("starting Ray")
     with context.cluster(num_actors=num_actors) as cluster:
         screen.begin("starting the processes")
         cluster.reserve(allocation)
-        workers = start_ppo_workers(config, allocation, cluster, context.memory)
-        workers.groups.wait_started(patience)
-        facts = workers.rollout.wait_started(patience)
-        for left_out in facts.left_out:
-            left_out.report(logger)
-        logger.info("%s", facts.first_prompt)
-        schedule = schedule_from_control(
-            config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
-        )
+        generators, rollout = start_generators(config, allocation, cluster, context.memory)
+        trainer = start_trainer(config, allocation, cluster)
+        trainer.groups.wait_started(config.launch.startup_timeout_seconds)
+        facts, schedule = wait_facts(config, rollout)
         context = context.fitted_to(schedule)
-        screen.begin("loading the models")
-        weights = _load(config, allocation, workers, context, total_steps=schedule.total_steps)
-        forget_modules()
-        sample_steps = config.samples.log_freq_steps if config.samples.share else None
-        screen.begin("sampling and training the first step")
-        with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
-            _train(config, context, workers, weights, schedule, monitor, facts)
-        workers.rollout.close()
+        folder = context.paths.checkpoints / "push"
+        ranks = trainer.actor.group
+        weights = make_push(config, allocation, ranks, generators, rollout, requested=config.push.type, folder=folder)
+        load_beside(generators, weights, config, trainer, context, schedule, takes_turns=allocation.shares_gpus)
+        _train(config, context, trainer, rollout, weights, schedule, facts)
+        rollout.close()
         weights.close()
-        workers.generators.close()
+        generators.close()
 
 
-def _load(
-    config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, context: RunContext, *, total_steps: int
-) -> WeightPush:
-    """Load the models, connect trainer and generators, and load the checkpoint if there is one."""
-    checkpoint, patience = context.start.checkpoint, config.launch.startup_timeout_seconds
-    weights = make_push(config, allocation, workers, context.paths.checkpoints / "push")
-    if workers.colocated:  # the servers size their cache first, then the engines find room
-        workers.generators.wait_started(patience)
+def train(config: PPOMATHConfig, context: RunContext) -> None:
+    """Train on what explore jobs put into the store, and publish weights in a folder that they follow."""
+    allocation, screen = resolve_allocation(config), context.screen
+    ranks = allocation.only(*config.roles)
+    screen.begin("starting Ray")
+    with context.cluster(num_actors=sum(len(role.slots) for role in ranks.roles.values()) + 1) as cluster:
+        screen.begin("starting the processes")
+        cluster.reserve(ranks)
+        rollout = RolloutClient(cluster, {}, rollout_settings(config, allocation, cluster.log_folder))
+        trainer = start_trainer(config, allocation, cluster)
+        trainer.groups.wait_started(config.launch.startup_timeout_seconds)
+        facts, schedule = wait_facts(config, rollout)
+        context = context.fitted_to(schedule)
+        _load(config, trainer, context, schedule)
+        weights = Publisher(
+            trainer.actor.group,
+            VersionFolder(config.weights_folder),
+            model_path=config.actor.path,
+            interval=config.synchronizer.interval,
+            last_step=schedule.total_steps,
+        )
+        _train(config, context, trainer, rollout, weights, schedule, facts)
+        rollout.close()
+
+
+MODES: Mapping[str, Callable[[PPOMATHConfig, RunContext], None]] = {
+    "ray": both,
+    "local": both,
+    "both": both,
+    "train": train,
+    "explore": explore,
+    "bench": bench,
+}
+"""What a job of each mode runs."""
+
+
+def load_beside(
+    generators: GeneratorPool,
+    weights: WeightPush,
+    config: PPOMATHConfig,
+    trainer: TrainerSide,
+    context: RunContext,
+    schedule: Schedule,
+    *,
+    takes_turns: bool,
+) -> None:
+    """Load the models while generators start, and connect both. `takes_turns`: they share GPUs."""
+    patience = config.launch.startup_timeout_seconds
+    if takes_turns:  # the servers size their cache first, then the engines find room
+        generators.wait_started(patience)
         weights.offload_generators()
-    build_ppo_engines(config, workers, total_updates=total_steps * config.ppo.ppo_n_minibatches)
-    if checkpoint is not None:  # while servers start, which takes as long
-        workers.trained.load(checkpoint)
+    _load(config, trainer, context, schedule)
+    generators.wait_started(patience)
+    weights.connect()
+
+
+def _load(config: PPOMATHConfig, trainer: TrainerSide, context: RunContext, schedule: Schedule) -> None:
+    """Load the models, and the checkpoint if there is one."""
+    checkpoint = context.start.checkpoint
+    context.screen.begin("loading the models")
+    build_ppo_engines(config, trainer, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
+    if checkpoint is not None:
+        trainer.trained.load(checkpoint)
         logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
     if config.recovers:  # not before: loading takes as much memory
-        workers.trained.prepare_saves()
-    workers.generators.wait_started(patience)
-    weights.connect()
-    return weights
+        trainer.trained.prepare_saves()
 
 
 def _train(
     config: PPOMATHConfig,
     context: RunContext,
-    workers: PPOWorkers,
-    weights: WeightPush,
+    workers: TrainerSide,
+    rollout: RolloutClient,
+    weights: WeightUpdates,
+    schedule: Schedule,
+    facts: DataFacts,
+) -> None:
+    """Run the loop with its monitor."""
+    forget_modules()
+    sample_steps = config.samples.log_freq_steps if config.samples.share else None
+    context.screen.begin("sampling and training the first step")
+    with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
+        _run_loop(config, context, workers, rollout, weights, schedule, monitor, facts)
+
+
+def _run_loop(
+    config: PPOMATHConfig,
+    context: RunContext,
+    workers: TrainerSide,
+    rollout: RolloutClient,
+    weights: WeightUpdates,
     schedule: Schedule,
     monitor: Monitor,
     facts: DataFacts,
@@ -106,7 +177,7 @@ def _train(
         actor=workers.actor,
         critic=workers.critic,
         reference=workers.reference,
-        rollout=workers.rollout,
+        rollout=rollout,
         weights=weights,
         memory=context.memory,
         algorithm=algorithm,
@@ -122,22 +193,22 @@ def _train(
     )
 
     def evaluate(step: int) -> None:
-        monitor.evaluation(step, workers.rollout.evaluate(weights.sync_rejoined))
+        monitor.evaluation(step, rollout.evaluate(weights.sync_rejoined))
 
-    evaluates = bool(config.evaluation.paths)
+    evaluates = bool(config.evaluation.paths) and config.mode != "train"
     periodic = context.periodic(
         schedule,
         engines=workers.trained,
         tokenizer_from=config.actor.path,
         evaluate=evaluate if evaluates else None,
-        rollout_state=workers.rollout.state_dict,
+        rollout_state=rollout.state_dict,
         driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
     )
     weights.push(start.state.version)
     if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
         with timer("evaluate"):
             evaluate(0)
-    workers.rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
+    rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
     with context.recover, periodic.saved_at_interrupt():
         trainer.run(start.state, periodic)
 

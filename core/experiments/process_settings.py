@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allocation import Allocation
 from core.checks.workflow import workflow_choice
+from core.explore.settings import RolloutSettings, Side
 from core.monitoring.samples import SampleSettings
-from core.rollout_settings import RolloutSettings
 from model_specs.hf_config import read_config
+from rollout.experience import StoreSettings
 from rollout.inference.router import requests_at_once
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+
+
+_SIDES: Mapping[str, Side] = {"explore": "explore", "train": "train"}
 
 
 def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) -> RolloutSettings:
@@ -30,7 +35,13 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
+    store = StoreSettings(store=config.experience.store, path=config.experience_path)
     return RolloutSettings(
+        store=store,
+        side=_SIDES.get(config.mode, "both"),
+        lessee=f"{config.experiment_name}/{config.trial_name}",
+        keep_steps=config.experience.keep_steps,
+        acknowledges_saved=store.is_durable and config.recovers,
         tokenizer_path=config.actor.path,
         dataset=config.dataset.source(config.dataset.path),
         eval_sets=config.evaluation_sources,

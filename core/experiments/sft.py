@@ -24,7 +24,7 @@ from core.launch.cluster import Cluster
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.schedule import schedule_from_control
+from core.train.due import schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens

@@ -11,9 +11,9 @@ from core.data.epochs import Rows
 from core.monitoring.memory import DRIVER, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.skipped_updates import SkippedUpdates
-from core.periodic import PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
+from core.train.periodic import PeriodicActions
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR
 from rollout.experience import Schedule

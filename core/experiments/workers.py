@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
-from core.weight_sync.push import WeightPush
+from core.weight_sync.push import Trainer, WeightPush
 from core.weight_sync.sender_plan import SenderSettings
 from mcore_adapter.checkpoint.files import wait_for_outcome
 from mcore_adapter.settings import EngineModel
@@ -114,57 +113,53 @@ class TrainedEngines(list[EngineRef]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOWorkers:
-    """Every process of one PPO attempt, by what the loop calls them for."""
+class TrainerSide:
+    """The engines of one attempt, and their ranks."""
 
     actor: EngineRef
     critic: EngineRef | None
     reference: EngineRef | None
-    generators: GeneratorPool
-    rollout: RolloutClient
     groups: TrainerGroups
-    colocated: bool
-    """Trainer and servers on the same GPUs, which take turns."""
 
     @property
     def trained(self) -> TrainedEngines:
         return TrainedEngines(e for e in (self.actor, self.critic) if e is not None)
 
 
-def start_ppo_workers(
+def start_generators(
     config: PPOMATHConfig, allocation: Allocation, cluster: Cluster, memory: MemoryLimits
-) -> PPOWorkers:
-    """Start every process; they come up side by side, so nothing here waits for another."""
-    placed, colocated = allocation.generator, allocation.shares_gpus
-    threads = partial(
-        threads_per_process,
-        allocation,
-        configured=config.launch.threads_per_process,
-        max_staleness=config.staleness.max_staleness,
-    )
-    groups = TrainerGroups(
-        cluster, port=config.launch.master_port, threads=threads(gpus=allocation.trainer.on_gpu), seed=config.seed
-    )
+) -> tuple[GeneratorPool, RolloutClient]:
+    """Start the generators and the rollout process. Call it before start_trainer(), whose first rank is waited for."""
+    placed = allocation.generator
     generators = GeneratorPool(
         cluster,
         placed,
         backend_settings(config, allocation),
-        threads=threads(gpus=placed.on_gpu),
-        restarts=BACKENDS[placed.backend].capabilities.restarts and not colocated,
+        threads=_threads(config, allocation, gpus=placed.on_gpu),
+        restarts=BACKENDS[placed.backend].capabilities.restarts and not allocation.shares_gpus,
         health_timeout_seconds=config.generator.health_timeout_seconds,
         memory=memory,
     )
-    # Before the trainer's ranks, whose first one is waited for.
-    rollout = RolloutClient(cluster, generators, rollout_settings(config, allocation, cluster.log_folder))
+    settings = rollout_settings(config, allocation, cluster.log_folder)
+    rollout = RolloutClient(cluster, generators.actors, settings)
     generators.judge = rollout
-    return PPOWorkers(
+    return generators, rollout
+
+
+def start_trainer(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> TrainerSide:
+    """Start the ranks of the trainer."""
+    on_gpu = allocation.trainer.on_gpu
+    groups = TrainerGroups(
+        cluster,
+        port=config.launch.master_port,
+        threads=_threads(config, allocation, gpus=on_gpu),
+        seed=config.seed,
+    )
+    return TrainerSide(
         actor=_engine_ref("actor", config, allocation, groups),
         critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
         reference=_engine_ref("ref", config, allocation, groups) if config.uses_reference else None,
-        generators=generators,
-        rollout=rollout,
         groups=groups,
-        colocated=colocated,
     )
 
 
@@ -183,9 +178,28 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
     )
 
 
-def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers, folder: Path) -> WeightPush:
-    """Return the push that fits the allocation, not yet connected. `folder`: of pushes through files."""
-    transport = choose_transport(config.push.type, allocation)
+def _threads(config: PPOMATHConfig, allocation: Allocation, *, gpus: bool) -> int:
+    return threads_per_process(
+        allocation,
+        configured=config.launch.threads_per_process,
+        max_staleness=config.staleness.max_staleness,
+        gpus=gpus,
+    )
+
+
+def make_push(
+    config: PPOMATHConfig,
+    allocation: Allocation,
+    trainer: Trainer,
+    generators: GeneratorPool,
+    rollout: RolloutClient,
+    *,
+    requested: str,
+    folder: Path,
+) -> WeightPush:
+    """Return the push that fits the allocation, not yet connected. `requested`: its transport (push.type). `folder`: of
+    pushes through files."""
+    transport = choose_transport(requested, allocation)
     quantized = config.generator.weight_format != "auto"
     logger.info("Weight updates: push.type=%s", transport.name)
     plan = SenderSettings(
@@ -199,9 +213,9 @@ def make_push(config: PPOMATHConfig, allocation: Allocation, workers: PPOWorkers
         weight_format=config.generator.weight_format,
     )
     return WeightPush(
-        workers.actor.group,
-        workers.generators,
-        workers.rollout,
+        trainer,
+        generators,
+        rollout,
         plan=plan,
         slots=allocation.trainer,
         shares_gpus=allocation.shares_gpus,
@@ -224,7 +238,7 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
     )
 
 
-def build_ppo_engines(config: PPOMATHConfig, workers: PPOWorkers, *, total_updates: int) -> None:
+def build_ppo_engines(config: PPOMATHConfig, workers: TrainerSide, *, total_updates: int) -> None:
     """Load actor, critic and reference on their ranks."""
     actor, critic, reference = workers.actor, workers.critic, workers.reference
     updates = total_updates * config.ppo.actor_sample_reuse

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.explore.settings import DataFacts, RolloutSettings
 from core.launch.generator_actor import ActorGenerator
 from core.launch.remote import fetch, place
 from core.monitoring.logs import log_to_file
 from core.processes.stacks import forget_modules
-from core.rollout_settings import DataFacts, RolloutSettings
-from core.step_batch import StepBatch
+from core.train.step_batch import StepBatch
 from tracing import spanned
 
 if TYPE_CHECKING:
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
     from core.monitoring.samples import Sample
-    from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
+    from core.train.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
 
 Figures = dict[str, float]
 
 
-@spanned(leave_out=("wait_lost", "samples"))
+@spanned(leave_out=("wait_lost", "samples", "check"))
 class RolloutActor:
     """The rollout side: data set, producer, experience and rewards, in one event loop.
 
@@ -40,10 +40,13 @@ class RolloutActor:
         self._batch: StepBatch | None = None
 
     async def start(self) -> DataFacts:
-        from core.rollout_service import RolloutService
+        from core.explore.batches import BatchService
+        from core.explore.service import RolloutService
 
         generators = {name: ActorGenerator(actor) for name, actor in self._generators.items()}
-        self._service = RolloutService(generators, self._settings)
+        trains = self._settings.side == "train"
+        # What a train job never calls (generators, evaluation) is what BatchService does not have.
+        self._service: Any = BatchService(self._settings) if trains else RolloutService(generators, self._settings)
         await self._service.start()
         forget_modules()
         return self._service.describe()
@@ -76,6 +79,10 @@ class RolloutActor:
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)
+
+    async def check(self) -> None:
+        """Raise what ended the sampling, if anything has."""
+        self._service.check()
 
     async def wait_lost(self, known: list[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""

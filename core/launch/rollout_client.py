@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
-    from core.launch.generators import GeneratorPool
+    from core.explore.settings import DataFacts, RolloutSettings
     from core.monitoring.samples import Sample
-    from core.rollout_settings import DataFacts, RolloutSettings
-    from core.step_batch import BatchFacts, BatchRequest, Scored, Scoring
+    from core.train.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,10 @@ class RolloutClient:
     actor_class: type[RolloutActor] = RolloutActor
     """What runs in the process."""
 
-    def __init__(self, cluster: Cluster, generators: GeneratorPool, settings: RolloutSettings):
+    def __init__(self, cluster: Cluster, generators: Mapping[str, Any], settings: RolloutSettings):
+        """`generators`: Ray's handles, by name."""
         self._cluster = cluster
-        actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators.actors, settings)
+        actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators, settings)
         self._actor = Remote[RolloutActor](actor)
         self._starting = self._actor.send(RolloutActor.start)
         self._announced: list[ObjectRef[None]] = []
@@ -127,6 +127,10 @@ class RolloutClient:
         call = self._actor.send(RolloutActor.evaluate)
         figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
         return figures
+
+    def check(self) -> None:
+        """Raise what ended the sampling, if anything has."""
+        self._call(RolloutActor.check)
 
     def wait_lost(self, known: Sequence[str]) -> ObjectRef[dict[str, str]]:
         """Return a reference to the lost generators, by name, with the reasons; it is there when one is lost that is

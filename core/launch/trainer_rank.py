@@ -128,8 +128,8 @@ class TrainerRank:
         metrics = self._engines[update.engine].train_step(
             self._batch.minibatch(update.minibatch, update.engine, replay_routing=update.replay_routing),
             update.loss,
-            max_tokens_per_mb=update.max_tokens_per_mb,
-            max_sequence_tokens=update.max_sequence_tokens,
+            max_tokens_per_mb=update.limits.max_tokens_per_mb,
+            max_sequence_tokens=update.limits.max_sequence_tokens,
             temperature=update.temperature,
             with_entropy=update.with_entropy,
         )
@@ -147,8 +147,8 @@ class TrainerRank:
         return _stored(
             self._engines[inference.engine].logprobs(
                 self._batch.whole(replay_routing=inference.replay_routing),
-                max_tokens_per_mb=inference.max_tokens_per_mb,
-                max_sequence_tokens=inference.max_sequence_tokens,
+                max_tokens_per_mb=inference.limits.max_tokens_per_mb,
+                max_sequence_tokens=inference.limits.max_sequence_tokens,
                 temperature=inference.temperature,
             )
         )
@@ -158,8 +158,8 @@ class TrainerRank:
         return _stored(
             self._engines[inference.engine].values(
                 self._batch.whole(replay_routing=inference.replay_routing),
-                max_tokens_per_mb=inference.max_tokens_per_mb,
-                max_sequence_tokens=inference.max_sequence_tokens,
+                max_tokens_per_mb=inference.limits.max_tokens_per_mb,
+                max_sequence_tokens=inference.limits.max_sequence_tokens,
             )
         )
 

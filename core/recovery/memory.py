@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from allocation import GPU
 from core.errors import LaunchError
+from mcore_adapter.data.planner import PassLimits
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, MemoryFlag
 
@@ -52,16 +53,20 @@ class MemoryLimits:
         """Return max_tokens_per_mb of a role."""
         return int(min(configured, self._learnt.get(role, configured)))
 
-    def fitting(self, role: str, configured: int, call: Callable[[int], T]) -> T:
-        """Run `call(max_tokens_per_mb)`, again with half of it whenever memory ran out without changing anything.
+    def limits(self, role: str, configured: int) -> PassLimits:
+        """Return the limits of a pass of a role."""
+        return PassLimits(self.tokens(role, configured), max_sequence_tokens=configured)
+
+    def fitting(self, role: str, configured: int, call: Callable[[PassLimits], T]) -> T:
+        """Run `call(limits)`, again with half of the tokens whenever memory ran out without changing anything.
 
         Raises LaunchError when the call cannot be repeated in these processes, or not even one sequence fits."""
         while True:
-            limit = self.tokens(role, configured)
+            limits = self.limits(role, configured)
             try:
-                return call(limit)
+                return call(limits)
             except StepOutOfMemory as e:
-                self._halve(role, limit, e)
+                self._halve(role, limits.max_tokens_per_mb, e)
                 if not e.repeatable:
                     raise LaunchError(
                         f"{e}; {role} continues with {self.tokens(role, configured)} tokens per microbatch"

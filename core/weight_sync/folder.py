@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -62,14 +62,22 @@ class VersionFolder:
     def write(self, version: int, buckets: Iterable[Mapping[str, Tensor]], *, model_path: str | Path) -> Published:
         """Write full tensors under their Hugging Face names and publish them; return what latest() returns then.
         `model_path`: the folder whose config.json the written one gets. Raises OSError; latest() is as before then."""
+
+        def fill(folder: Path) -> None:
+            whole = WholeWriter(folder)
+            for tensors in buckets:
+                whole.add(tensors)
+            whole.finish(str(model_path), folder.name)
+
+        return self.write_with(version, fill)
+
+    def write_with(self, version: int, fill: Callable[[Path], None]) -> Published:
+        """Publish the Hugging Face folder that `fill(folder)` writes; otherwise as write()."""
         check_newer(self.latest(), version)
         name = f"{_PREFIX}{version}-{uuid.uuid4().hex[:8]}"
         writing, target = self.path / f"{_WRITING}{name}", self.path / name
         writing.mkdir()
-        whole = WholeWriter(writing)
-        for tensors in buckets:
-            whole.add(tensors)
-        whole.finish(str(model_path), name)
+        fill(writing)
         for file in writing.iterdir():
             _sync(file)
         _sync(writing)

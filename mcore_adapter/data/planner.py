@@ -137,6 +137,16 @@ def _share_out(bins: list[Microbatch], costs: Sequence[float], dp: int) -> list[
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PassLimits:
+    """Tokens of a microbatch in one pass."""
+
+    max_tokens_per_mb: int
+    max_sequence_tokens: int = 0
+    """Where a sequence (or a unit of sequences) is longer than max_tokens_per_mb, microbatches hold as many tokens as
+    it has, up to this number: what is configured, where max_tokens_per_mb was lowered after out-of-memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """What the parallel layout and the model require of a cut."""
@@ -156,13 +166,12 @@ class Planner:
         """Return [N] int64, padding included."""
         return -(-shape.seq_lens // self.sequence_multiple) * self.sequence_multiple
 
-    def limit(self, shape: BatchShape, max_tokens_per_mb: int, max_sequence_tokens: int) -> int:
-        """Return tokens of a microbatch of this batch: a limit that was learnt from shorter sequences, or units of
-        them, makes way for a longer one, up to max_sequence_tokens."""
+    def limit(self, shape: BatchShape, limits: PassLimits) -> int:
+        """Return the tokens of a microbatch of this batch."""
         longest = self.padded_lens(shape)
         if shape.units is not None:
             longest = np.bincount(np.unique(shape.units, return_inverse=True)[1], weights=longest)
-        return max(max_tokens_per_mb, min(int(longest.max()), max_sequence_tokens))
+        return max(limits.max_tokens_per_mb, min(int(longest.max()), limits.max_sequence_tokens))
 
     def plan(self, shape: BatchShape, limit: int, owners: np.ndarray | None = None) -> list[list[Microbatch]]:
         """Return sequences of every microbatch of every data-parallel rank: [dp][num_microbatches].

@@ -15,13 +15,15 @@ from typing import Any, Literal, Protocol
 from rollout.experience.episode import Episode, Event, Tags
 
 OverAge = Literal["wait", "mask"]
+Opened = Literal["open", "known", "full"]
+"""open: the episode has begun. known: it had begun before, here or in another process. full: admission refuses it."""
 
 
 class StalenessError(AssertionError):
     """Admission and selection together failed to keep the staleness bound (rollout/experience/admission.py)."""
 
 
-class LesseeError(RuntimeError):
+class LesseeError(ValueError):
     """Another trainer has leases of this store."""
 
 
@@ -110,8 +112,12 @@ class Status:
 class Experience(Protocol):
     """A store of episodes. Calls that do not wait return when what they did survives the end of this process."""
 
-    def open(self, tags: Tags, admission: Admission) -> bool:
-        """Begin an episode if `admission` lets it; return whether it is open. No effect on one that was opened."""
+    def open(self, tags: Tags, admission: Admission) -> Opened:
+        """Begin an episode if `admission` lets it. No effect on one that was opened."""
+        ...
+
+    def adopt(self) -> list[Tags]:
+        """Return the episodes in flight that no living process samples, as opened; they are this process's now."""
         ...
 
     def reopen(self, id: str, version: int) -> None:
@@ -141,7 +147,11 @@ class Experience(Protocol):
         ...
 
     def in_flight(self) -> list[Tags]:
-        """Return the tags of the episodes in flight, as opened."""
+        """Return the tags of the episodes in flight, of all processes, as opened."""
+        ...
+
+    def enroll(self, lessee: str) -> None:
+        """Become the one trainer of the store. Raises LesseeError where another one has leases."""
         ...
 
     async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
@@ -153,11 +163,21 @@ class Experience(Protocol):
         ...
 
     def values(self, ids: Sequence[str]) -> list[Episode]:
-        """Return leased or ready episodes, in the order of `ids`."""
+        """Return episodes in the order of `ids`. Raises KeyError for one that has no value, or none any more."""
         ...
 
     def ack(self, lease: Lease) -> None:
-        """Count the episodes of a lease as trained; their values are dropped. A repeated call has no effect."""
+        """Count the episodes of a lease as trained. A repeated call has no effect."""
+        ...
+
+    def prune(self, keep_steps: int) -> int:
+        """Drop the values of trained episodes, but those of the last `keep_steps` steps; return the number of values. A
+        store in memory keeps none."""
+        ...
+
+    def tags(self) -> list[Tags]:
+        """Return the tags of every episode that the store still has, as opened. A store that outlives its processes
+        keeps those that are over, too."""
         ...
 
     def status(self) -> Status: ...

@@ -19,10 +19,17 @@ from rollout.types import PROMPT_VERSION, Trajectory
 class Lessee:
     """The one trainer of a store. For step i = 0, 1, ...: await take(i), train, trained(i + 1)."""
 
-    def __init__(self, experience: Experience, rules: Rules, *, name: str = "trainer") -> None:
-        """`name`: of this trainer, for the error of another one."""
+    def __init__(
+        self, experience: Experience, rules: Rules, *,
+        name: str = "trainer", until_saved: bool = False, keep_steps: int = 0,
+    ) -> None:  # fmt: skip
+        """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
+        checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
+        their values when they are trained."""
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
+        self._until_saved, self._keep_steps = until_saved, keep_steps
+        self._trained = self._saved = 0  # steps; the second: of the last checkpoint that state_dict() was called for
         self._masked: dict[int, int] = {}  # tokens by step, of leases that are not acknowledged
         self._num_masked = 0  # of acknowledged ones
         self._figures: dict[str, float] = {}
@@ -47,11 +54,23 @@ class Lessee:
         return episodes
 
     def trained(self, step: int) -> None:
-        """Acknowledge the leases of all steps before `step`."""
-        for lease in [lease for lease in self._leases if lease.step < step]:
+        """Count all steps before `step` as trained."""
+        self._trained = step
+        if not self._until_saved:
+            self._acknowledge(step)
+
+    def end(self) -> None:
+        """Acknowledge what was trained: the run is complete."""
+        self._acknowledge(self._trained)
+
+    def _acknowledge(self, step: int) -> None:
+        done = [lease for lease in self._leases if lease.step < step]
+        for lease in done:
             self._experience.ack(lease)
             self._num_masked += self._masked.pop(lease.step, 0)
             self._leases.remove(lease)
+        if done:
+            self._experience.prune(self._keep_steps)
 
     def _masked_episode(self, episode: Episode, step: int) -> Episode:
         oldest_allowed = step - self._rules.max_staleness
@@ -80,8 +99,13 @@ class Lessee:
         return {"rollout/num_masked_tokens": float(self._num_masked + sum(self._masked.values()))} | self._figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the store does not hold, of acknowledged leases."""
-        return {"masked_tokens": self._num_masked}
+        """Return what the store does not hold, of the steps that are trained. The checkpoint of the last call is on the
+        disk, so its steps are acknowledged."""
+        if self._until_saved:
+            self._acknowledge(self._saved)
+            self._saved = self._trained
+        pending = sum(number for step, number in self._masked.items() if step < self._trained)
+        return {"masked_tokens": self._num_masked + pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rollout.experience.base import Admission, Lease, LesseeError, Selection, Status
+from rollout.experience.base import Admission, Lease, LesseeError, Opened, Selection, Status
 from rollout.experience.episode import Episode, Event, Tags
 from rollout.experience.serial import (
     SCHEMA,
@@ -38,6 +38,7 @@ class MemoryExperience:
         self._behind_leased = num_opened  # number of the episode after the last one that was leased
         self._numbers: dict[str, int] = {}  # id -> how many were opened before it; of outstanding and leased episodes
         self._in_flight: dict[str, Tags] = {}
+        self._left: set[str] = set()  # those of an earlier process that nobody has adopted
         self._ready: dict[str, Episode] = {}
         self._leased: dict[str, Episode] = {}
         self._leases: dict[int, Lease] = {}  # by step, not acknowledged
@@ -46,14 +47,18 @@ class MemoryExperience:
         self._by_version: Counter[int] = Counter()
         self._ready_by_version: Counter[int] = Counter()
 
-    def open(self, tags: Tags, admission: Admission) -> bool:
+    def open(self, tags: Tags, admission: Admission) -> Opened:
         if tags.id in self._numbers:
-            return True
+            return "known"
         if not admission.admits(self._num_outstanding, next_step=self._next_step, version=tags.version):
-            return False
+            return "full"
         self._add(tags, self._num_opened)
         self._num_opened += 1
-        return True
+        return "open"
+
+    def adopt(self) -> list[Tags]:
+        left, self._left = self._left, set()
+        return [tags for tags in self.in_flight() if tags.id in left]
 
     def _add(self, tags: Tags, number: int) -> None:
         self._numbers[tags.id] = number
@@ -125,14 +130,17 @@ class MemoryExperience:
         first = sorted([*self._in_flight, *self._ready], key=self._numbers.__getitem__)[:count]
         return [(id, id in self._ready) for id in first]
 
-    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+    def enroll(self, lessee: str) -> None:
         if self._lessee and lessee != self._lessee:
             raise LesseeError(f"{lessee!r} cannot lease: {self._lessee!r} trains on the episodes of this store")
+        self._lessee = lessee
+
+    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+        self.enroll(lessee)
         if step in self._leases:
             return self._leases[step]
         if step != self._next_step:
             raise ValueError(f"lease({step}): the next step is {self._next_step}")
-        self._lessee = lessee
         while self._error is None:
             if len(self._ready) >= selection.batch_of(step) and selection.is_ready(self, step):
                 return self._lease(selection.choose(self, step), step)
@@ -159,6 +167,13 @@ class MemoryExperience:
         if self._leases.pop(lease.step, None) is not None:
             for id in lease.ids:
                 del self._leased[id], self._numbers[id]
+
+    def prune(self, keep_steps: int) -> int:
+        return 0
+
+    def tags(self) -> list[Tags]:
+        held = [e.tags for e in (*self._ready.values(), *self._leased.values())]
+        return sorted([*self._in_flight.values(), *held], key=lambda tags: self._numbers[tags.id])
 
     def status(self) -> Status:
         return Status(
@@ -195,12 +210,14 @@ class MemoryExperience:
             self._add(episode.tags, number)
             self.put(episode)
         self._dropped = [Tags(**tags) for tags in state["dropped"]]
+        self._left = set(self._in_flight)
 
     def resample(self) -> None:
         for id, episode in self._ready.items():
             self._in_flight[id] = replace(episode.tags, fate="open")
         self._ready, self._ready_by_version = {}, Counter()
         self._journals = {id: {} for id in self._in_flight}
+        self._left = set(self._in_flight)
 
     def begin_at(self, step: int, *, num_opened: int) -> None:
         self._clear(step, num_opened)

@@ -16,13 +16,14 @@ import fcntl
 import json
 import os
 import sqlite3
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-from rollout.experience.base import Admission, ExploreError, Lease, LesseeError, Selection, Status
+from rollout.experience.base import Admission, ExploreError, Lease, LesseeError, Opened, Selection, Status
 from rollout.experience.episode import Episode, Event, Tags
 from rollout.experience.serial import (
     SCHEMA,
@@ -43,6 +44,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     id TEXT NOT NULL UNIQUE,
     fate TEXT NOT NULL,
     version INTEGER NOT NULL,
+    explorer TEXT NOT NULL,      -- the process that samples it, or has sampled it
     step INTEGER,                -- of its lease, or of the first lease after it was dropped
     place INTEGER,               -- in the batch of its lease
     tags TEXT NOT NULL,
@@ -52,9 +54,11 @@ CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE
 CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS unleased ON episodes (number) WHERE fate IN ('dropped', 'skipped') AND step IS NULL;
 CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
+CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
 """
 _OUTSTANDING = "fate IN ('open', 'ready')"
+_KEPT = "fate = 'trained' AND value IS NOT NULL"
 _BUSY_SECONDS = 60.0
 """For another process to finish its transaction."""
 _LOOK_EVERY_SECONDS = 0.02
@@ -68,10 +72,15 @@ class SQLiteExperience:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA page_size=16384")  # values are large; in a file that exists it has no effect
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._lock: IO[str] | None = None
+        self._settled = False  # what the trainer before this one has leased
+        self._explorer = ""  # before the first open() or adopt()
+        self._explorer_lock: IO[str] | None = None
         with self._transaction():
             for statement in _TABLES.split(";"):
                 self._db.execute(statement)
@@ -101,19 +110,57 @@ class SQLiteExperience:
         (count,) = self._db.execute(f"SELECT count(*) FROM episodes WHERE {where}").fetchone()
         return int(count)
 
-    def open(self, tags: Tags, admission: Admission) -> bool:
+    def open(self, tags: Tags, admission: Admission) -> Opened:
+        explorer = self._become_explorer()
         with self._transaction():
             if self._db.execute("SELECT 1 FROM episodes WHERE id = ?", (tags.id,)).fetchone():
-                return True
+                return "known"
             next_step, num_opened = self._meta("next_step"), self._meta("num_opened")
             if not admission.admits(self._count(_OUTSTANDING), next_step=next_step, version=tags.version):
-                return False
+                return "full"
             self._db.execute(
-                "INSERT INTO episodes (number, id, fate, version, tags) VALUES (?, ?, 'open', ?, ?)",
-                (num_opened, tags.id, tags.version, _tags_to_text(tags)),
+                "INSERT INTO episodes (number, id, fate, version, explorer, tags) VALUES (?, ?, 'open', ?, ?, ?)",
+                (num_opened, tags.id, tags.version, explorer, _tags_to_text(tags)),
             )
             self._set_meta("num_opened", num_opened + 1)
-        return True
+        return "open"
+
+    def adopt(self) -> list[Tags]:
+        own = self._become_explorer()
+        with self._transaction():
+            found = self._db.execute("SELECT DISTINCT explorer FROM episodes WHERE fate = 'open'").fetchall()
+            dead = [name for (name,) in found if name != own and not self._is_alive(name)]
+            marks = ", ".join("?" * len(dead))
+            where = f"fate = 'open' AND explorer IN ({marks})"
+            left = self._tags(f"{where} ORDER BY number", dead)
+            self._db.execute(f"UPDATE episodes SET explorer = ? WHERE {where}", (own, *dead))
+        return left
+
+    def _become_explorer(self) -> str:
+        """Return the name of this process among those that sample. It holds the lock of a file of that name."""
+        if not self._explorer:
+            folder = self._path.with_name(f"{self._path.name}.explorers")
+            folder.mkdir(exist_ok=True)
+            name = uuid.uuid4().hex
+            self._explorer_lock = open(folder / name, "w")  # noqa: SIM115 (held until close())
+            fcntl.flock(self._explorer_lock, fcntl.LOCK_EX)
+            self._explorer = name
+            with self._transaction():  # leases wait again: a process that failed has been started anew
+                self._db.execute("DELETE FROM meta WHERE key = 'error'")
+        return self._explorer
+
+    def _is_alive(self, explorer: str) -> bool:
+        """Return whether the process of that name holds its lock. Remove the file of one that does not."""
+        path = self._path.with_name(f"{self._path.name}.explorers") / explorer
+        try:
+            with open(path) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return True
+        except (FileNotFoundError, IsADirectoryError):  # the second: no name
+            pass
+        return False
 
     def reopen(self, id: str, version: int) -> None:
         with self._transaction():
@@ -164,8 +211,8 @@ class SQLiteExperience:
     def in_flight(self) -> list[Tags]:
         return self._tags("fate = 'open' ORDER BY number")
 
-    def _tags(self, where: str) -> list[Tags]:
-        rows = self._db.execute(f"SELECT tags, fate, version FROM episodes WHERE {where}").fetchall()
+    def _tags(self, where: str, values: Sequence[str] = ()) -> list[Tags]:
+        rows = self._db.execute(f"SELECT tags, fate, version FROM episodes WHERE {where}", values).fetchall()
         return [replace(Tags(**json.loads(text)), fate=fate, version=version) for text, fate, version in rows]
 
     @property
@@ -188,7 +235,9 @@ class SQLiteExperience:
         return [(id, fate == "ready") for id, fate in rows]
 
     async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
-        self._become_lessee(lessee, step)
+        self.enroll(lessee)
+        if not self._settled:
+            self._settle(step)
         seen = None
         while True:
             changes = self._changes()
@@ -205,9 +254,7 @@ class SQLiteExperience:
         (by_others,) = self._db.execute("PRAGMA data_version").fetchone()
         return by_others, self._db.total_changes
 
-    def _become_lessee(self, lessee: str, step: int) -> None:
-        """Take the lock of the file, with what a trainer that is gone has leased: the steps before `step`, which are
-        trained, are acknowledged, the others are returned."""
+    def enroll(self, lessee: str) -> None:
         if self._lock is not None:
             if lessee != self._meta("lessee"):
                 raise LesseeError(self._refusal(lessee))
@@ -220,12 +267,16 @@ class SQLiteExperience:
             raise LesseeError(self._refusal(lessee)) from None
         self._lock = lock
         with self._transaction():
-            self._db.execute(
-                "UPDATE episodes SET fate = 'trained', value = NULL WHERE fate = 'leased' AND step < ?", (step,)
-            )
-            self._return_leases()
             self._set_meta("lessee", lessee)
             self._set_meta("lessee_process", os.getpid())
+
+    def _settle(self, step: int) -> None:
+        """Decide on what a trainer that is gone has leased: the steps before `step`, which are trained, are
+        acknowledged, the others are returned."""
+        with self._transaction():
+            self._db.execute("UPDATE episodes SET fate = 'trained' WHERE fate = 'leased' AND step < ?", (step,))
+            self._return_leases()
+        self._settled = True
 
     def _refusal(self, lessee: str) -> str:
         return (
@@ -248,7 +299,10 @@ class SQLiteExperience:
         if self._db.execute("SELECT 1 FROM episodes WHERE fate = 'leased' AND step = ?", (step,)).fetchone():
             return self._leased(step)
         if step != next_step:
-            raise ValueError(f"lease({step}): the next step is {next_step}")
+            raise ValueError(
+                f"lease({step}): the next step is {next_step}; {self._path} is of another run, or of later steps than "
+                "the recover checkpoint that the run continues from. Begin with another experience.path"
+            )
         if error is not None:
             raise ExploreError(error)
         if self._count(f"{_OUTSTANDING} AND fate = 'ready'") < selection.batch_of(step):
@@ -289,9 +343,20 @@ class SQLiteExperience:
             for tags in lease.tags:
                 trained = _tags_to_text(replace(tags, uses=tags.uses + 1))
                 self._db.execute(
-                    "UPDATE episodes SET fate = 'trained', value = NULL, tags = ? WHERE id = ? AND fate = 'leased'",
+                    "UPDATE episodes SET fate = 'trained', tags = ? WHERE id = ? AND fate = 'leased'",
                     (trained, tags.id),
                 )
+
+    def prune(self, keep_steps: int) -> int:
+        with self._transaction():
+            (last,) = self._db.execute(f"SELECT max(step) FROM episodes WHERE {_KEPT}").fetchone()
+            if last is None:
+                return 0
+            where = f"{_KEPT} AND step <= ?"
+            return self._db.execute(f"UPDATE episodes SET value = NULL WHERE {where}", (last - keep_steps,)).rowcount
+
+    def tags(self) -> list[Tags]:
+        return self._tags("TRUE ORDER BY number")
 
     def status(self) -> Status:
         return Status(
@@ -307,14 +372,9 @@ class SQLiteExperience:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_schema(state.get("schema"))
 
-    def forget_error(self) -> None:
-        """Let leases wait again: the process that samples has been started anew."""
-        with self._transaction():
-            self._db.execute("DELETE FROM meta WHERE key = 'error'")
-
     def resample(self) -> None:
         with self._transaction():
-            self._db.execute("UPDATE episodes SET fate = 'open', value = NULL WHERE fate = 'ready'")
+            self._db.execute("UPDATE episodes SET fate = 'open', explorer = '', value = NULL WHERE fate = 'ready'")
             self._db.execute("DELETE FROM journals")
 
     def begin_at(self, step: int, *, num_opened: int) -> None:
@@ -327,9 +387,10 @@ class SQLiteExperience:
     def close(self) -> None:
         """Leave the file, and if this process is the lessee, to another trainer."""
         self._db.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for lock in (self._lock, self._explorer_lock):
+            if lock is not None:
+                lock.close()
+        self._lock = self._explorer_lock = None
 
 
 def _tags_to_text(tags: Tags) -> str:

@@ -34,11 +34,11 @@ from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
 from core.monitoring.screen import Screen
-from core.periodic import Actions, PeriodicActions
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
-from core.step_batch import BatchRequest, Scored, Scoring, StepBatch
+from core.train.periodic import Actions, PeriodicActions
+from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
@@ -374,12 +374,12 @@ class _Ranks:
     def _infer(self, method: str, inference: InferencePass) -> list[Any]:
         shard, engine = self._batch.whole(replay_routing=inference.replay_routing), inference.engine
         batch = shard.select(range(shard.shape.num_sequences))
-        self._raise_if_too_large(f"{method} {engine}", batch, inference.max_tokens_per_mb)
+        self._raise_if_too_large(f"{method} {engine}", batch, inference.limits.max_tokens_per_mb)
         self._run.events.append(f"{method} {engine}")
         self._run.passes.append(
             Pass(
                 step=self._first + self._index, engine=engine, method=method, temperature=inference.temperature,
-                fields=frozenset(batch.fields), max_tokens_per_mb=inference.max_tokens_per_mb,
+                fields=frozenset(batch.fields), max_tokens_per_mb=inference.limits.max_tokens_per_mb,
             )
         )  # fmt: skip
         step = self._steps[self._index]
@@ -390,7 +390,7 @@ class _Ranks:
         """As MegatronEngine.train_step: the sums of the loss are divided by the sum of the token weights."""
         engine, whole = update.engine, self._batch.whole(replay_routing=False)
         batch = whole.select(range(whole.shape.num_sequences))
-        self._raise_if_too_large(f"train {engine}", batch, update.max_tokens_per_mb)
+        self._raise_if_too_large(f"train {engine}", batch, update.limits.max_tokens_per_mb)
         self._run.events.append(f"train {engine}")
         sequences = self._batch.minibatches[update.minibatch]
         shard = self._batch.minibatch(update.minibatch, engine, replay_routing=update.replay_routing)
@@ -425,7 +425,7 @@ class _Ranks:
             Update(
                 step=self._first + self._index, engine=engine, sequences=tuple(sequences),
                 temperature=update.temperature, with_entropy=update.with_entropy,
-                max_tokens_per_mb=update.max_tokens_per_mb, loss=loss.item() / num_trained,
+                max_tokens_per_mb=update.limits.max_tokens_per_mb, loss=loss.item() / num_trained,
                 fields={name: split(value) for name, value in fields.items()}, gradient=split(leaf.grad),
                 entropy_gradient=split(None if entropy is None else entropy.grad),
                 routed_experts={} if experts is None else split(experts.flatten()),

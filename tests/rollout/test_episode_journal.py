@@ -38,7 +38,7 @@ def store() -> MemoryExperience:
     """A store with one episode in flight."""
     made = MemoryExperience()
     tags = Tags(id=ID, group_id=ID, task="math", row="q0", epoch=0, version=0)
-    assert made.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+    assert made.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0)) == "open"
     return made
 
 

@@ -30,6 +30,7 @@ from core.config.algorithm import AlgorithmSettings
 from core.config.runtime import DeadlineConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import Arrays, Ref
+from core.explore.settings import DataFacts
 from core.launch.cluster import Cluster
 from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
@@ -40,7 +41,6 @@ from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
-from core.rollout_settings import DataFacts
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.planner import BatchShard, Planner
@@ -223,7 +223,7 @@ def run(size: Size, folder: Path) -> Usage:
         log_folder=folder,
     ) as cluster:
         cluster.reserve(allocation)
-        rollout = MockClient(cluster, SimpleNamespace(actors=[]), size)  # type: ignore[arg-type]
+        rollout = MockClient(cluster, {}, size)  # type: ignore[arg-type]
         group = NullGroup(cluster, allocation.trainer, name="trainer", port=0, threads=1, seed=1)
         group.wait_started(600.0)
         rollout.wait_started(600.0)

@@ -14,7 +14,7 @@ from core.algorithms.mix import DEMONSTRATION, demonstration_weight
 from core.algorithms.policy_gradient import PolicyGradient
 from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch
-from core.step_batch import BatchRequest, Scoring, StepBatch
+from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens

@@ -11,7 +11,7 @@ import torch
 from core.algorithms.base import Algorithm, check_fields, plain_state
 from core.algorithms.policy_gradient import PolicyGradient
 from core.config.algorithm import AlgorithmSettings
-from core.step_batch import BatchRequest, Scoring, StepBatch
+from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import batch_of
 
 

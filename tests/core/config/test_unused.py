@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,8 +223,9 @@ def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
     assert "push.changes" not in reported(apart)
     for config, changes in ((colocated, "never"), (apart, "always")):
         allocation = resolve_allocation(config)
-        running: Any = SimpleNamespace(actor=SimpleNamespace(group=None), generators=None, rollout=None)
-        assert workers.make_push(config, allocation, running, tmp_path)._plan.changes == changes
+        sides: Any = (None, None, None)
+        push = workers.make_push(config, allocation, *sides, requested=config.push.type, folder=tmp_path)
+        assert push._plan.changes == changes
 
 
 def test_ipo_smooths_no_labels(tmp_path: Path) -> None:

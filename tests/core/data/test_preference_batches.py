@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from core.data.answers import AnswerDataset
 from core.data.preferences import PreferenceDataset
 from mcore_adapter.data.batch import PAIR
-from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.planner import PassLimits, Planner
 from mcore_adapter.data.shape import BatchShape, shape_of
 from rollout.data.encoder import Encoder
 from rollout.data.rows import PreferenceFields
@@ -171,7 +171,7 @@ def test_no_cut_splits_a_pair(lens: list[tuple[int, int]], dp: int, pp: int, sha
     zeros = np.zeros(len(flat), np.int64)
     shape = BatchShape(seq_lens=flat, prompt_lens=zeros, prompt_ids=zeros, units=units)
     planner = Planner(dp=dp, pp=pp, share_prompts=share_prompts)
-    limit = planner.limit(shape, 40, 1000)
+    limit = planner.limit(shape, PassLimits(40, 1000))
     assert limit == max(40, *map(sum, lens))
     plan = planner.plan(shape, limit)
     assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(range(len(flat)))

@@ -19,7 +19,7 @@ from core.data.passes import Unit, deal_minibatches, units_of
 from core.data.rank_batch import RankBatch
 from core.data.stored_batch import Arrays, StoredBatch, StoredFields, Use, cut
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
-from mcore_adapter.data.planner import Planner
+from mcore_adapter.data.planner import PassLimits, Planner
 from mcore_adapter.data.sequences import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
 from mcore_adapter.data.shape import BatchShape, shape_of
 
@@ -91,10 +91,8 @@ def store_batch(
     batch, store = make_batch(), Store()
     group_ids = np.repeat(np.arange(len(GROUPS)), GROUPS)
     minibatches = deal_minibatches(units_of(group_ids, unit), count, seed=3)
-    use = partial(
-        Use, group="trainer", planner=planner, max_tokens_per_mb=limit,
-        max_sequence_tokens=max_sequence_tokens or limit,
-    )  # fmt: skip
+    limits = PassLimits(limit, max_sequence_tokens or limit)
+    use = partial(Use, group="trainer", planner=planner, limits=limits)
     uses = [use(trains=False)] * passes + [use(trains=True)]
     writer = BatchWriter(
         store.put, token_ids=batch.token_ids.numpy(), cu_seqlens=batch.cu_seqlens.numpy(),
@@ -225,9 +223,11 @@ def test_readers_are_those_who_run_the_microbatches_of_this_limit() -> None:
     """Not of max_sequence_tokens; a limit below the longest sequence makes way for that one."""
     lens = np.array([35, 7, 23, 29, 34, 21])
     shape = BatchShape(seq_lens=lens, prompt_lens=np.ones_like(lens), prompt_ids=np.arange(6))
-    use = partial(Use, group="actor", planner=Planner(dp=2), trains=True, max_sequence_tokens=500)
+    use = partial(Use, group="actor", planner=Planner(dp=2), trains=True)
     found = {
-        limit: [sorted(sum(rank, [])) for plan in use(max_tokens_per_mb=limit).plan(shape).values() for rank in plan]
+        limit: [
+            sorted(sum(rank, [])) for plan in use(limits=PassLimits(limit, 500)).plan(shape).values() for rank in plan
+        ]
         for limit in (20, 56)
     }
     cuts = {at: [sorted(sum(rank, [])) for rank in Planner(dp=2).plan(shape, at)] for at in (35, 56, 500)}
@@ -239,7 +239,7 @@ def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> Non
     stored = store_batch(planner, 30)
     assert stored.writer.stored.owners("ref") is None
     whole_plan = planner.plan(stored.writer.stored.shape, 30)
-    use = Use(group="ref", planner=planner, trains=False, max_tokens_per_mb=30, max_sequence_tokens=30)
+    use = Use(group="ref", planner=planner, trains=False, limits=PassLimits(30, 30))
     pieces = cut(stored.writer.stored.shape, stored.minibatches, [use, *stored.uses]).pieces
     for dp_rank in range(2):
         run = {i for piece in pieces if ("ref", dp_rank) in piece.readers for i in piece.sequences.tolist()}
@@ -247,8 +247,8 @@ def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> Non
 
 
 def test_sequences_that_two_engines_train_on_different_ranks_have_no_owner() -> None:
-    trains = {"trains": True, "max_tokens_per_mb": 30, "max_sequence_tokens": 30}
-    uses = [Use(group="trainer", planner=Planner(dp=2, attention_cost=cost), **trains) for cost in (0.0, 10.0)]
+    use = partial(Use, group="trainer", trains=True, limits=PassLimits(30, 30))
+    uses = [use(planner=Planner(dp=2, attention_cost=cost)) for cost in (0.0, 10.0)]
     stored = store_batch(Planner(dp=2), 30)
     shape = stored.writer.stored.shape
     pieces = cut(shape, stored.minibatches, uses).pieces

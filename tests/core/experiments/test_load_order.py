@@ -18,21 +18,18 @@ def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None
     def noted(name: str) -> Any:
         return lambda *_, **__: calls.append(name)
 
-    weights = SimpleNamespace(offload_generators=noted("offload generators"), connect=noted("connect"))
-    monkeypatch.setattr(ppo, "make_push", lambda *_: weights)
+    weights: Any = SimpleNamespace(offload_generators=noted("offload generators"), connect=noted("connect"))
+    generators: Any = SimpleNamespace(wait_started=noted("wait for generators"))
     monkeypatch.setattr(ppo, "build_ppo_engines", noted("build engines"))
-    workers: Any = SimpleNamespace(
-        colocated=colocated,
-        generators=SimpleNamespace(wait_started=noted("wait for generators")),
-        trained=SimpleNamespace(load=noted("load checkpoint"), prepare_saves=noted("prepare saves")),
-    )
+    trained = SimpleNamespace(load=noted("load checkpoint"), prepare_saves=noted("prepare saves"))
+    trainer: Any = SimpleNamespace(trained=trained)
     config: Any = SimpleNamespace(
         recovers=True, ppo=SimpleNamespace(ppo_n_minibatches=1), launch=SimpleNamespace(startup_timeout_seconds=60)
     )
     start = SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=2))
-    context: Any = SimpleNamespace(start=start, paths=SimpleNamespace(checkpoints=Path("runs")))
-    allocation: Any = None
-    assert ppo._load(config, allocation, workers, context, total_steps=3) is weights
+    context: Any = SimpleNamespace(start=start)
+    schedule: Any = SimpleNamespace(total_steps=3)
+    ppo.load_beside(generators, weights, config, trainer, context, schedule, takes_turns=colocated)
     return calls
 
 

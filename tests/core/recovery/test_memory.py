@@ -8,6 +8,7 @@ import pytest
 
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits
+from mcore_adapter.data.planner import PassLimits
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, GeneratorConfig, MemoryFlag
 
@@ -28,7 +29,8 @@ def test_of_two_limits_the_lower_one_holds_after_a_restart() -> None:
 def test_the_last_halving_stops_at_the_longest_sequence() -> None:
     memory, tried = MemoryLimits(), []
 
-    def call(limit: int) -> int:
+    def call(limits: PassLimits) -> int:
+        limit = limits.max_tokens_per_mb
         tried.append(limit)
         if limit > 31:
             raise StepOutOfMemory("full", limit, 31, True)
@@ -42,9 +44,9 @@ def test_an_update_that_failed_half_way_is_not_applied_again_and_the_next_attemp
     told: list[dict[str, float]] = []
     memory, tried = MemoryLimits(on_lowered=told.append), []
 
-    def update(limit: int) -> None:
-        tried.append(limit)
-        raise StepOutOfMemory("out of memory in the update", limit, 31, False)
+    def update(limits: PassLimits) -> None:
+        tried.append(limits.max_tokens_per_mb)
+        raise StepOutOfMemory("out of memory in the update", limits.max_tokens_per_mb, 31, False)
 
     with pytest.raises(LaunchError, match="actor_train continues with 50 tokens per microbatch"):
         memory.fitting("actor_train", 100, update)

@@ -18,6 +18,7 @@ from core.trainer import EngineRef
 from helpers import memory_faults
 from helpers.memory_faults import run_out
 from helpers.runs import ppo
+from mcore_adapter.data.planner import PassLimits
 from mcore_adapter.engine import WARM_UP_TOKENS
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory, is_out_of_memory
 
@@ -48,7 +49,8 @@ def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None
     memory = MemoryLimits({"ref_inf": 64}, on_lowered=told.append)
     tried: list[int] = []
 
-    def call(limit: int) -> int:
+    def call(limits: PassLimits) -> int:
+        limit = limits.max_tokens_per_mb
         tried.append(limit)
         largest = min(limit, 300)  # the batch has no more
         if largest > 40:
@@ -60,8 +62,8 @@ def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None
     assert told[-1] == {"ref_inf": 64, "actor_train": 37}
     assert memory.tokens("actor_train", 16384) == 37 and memory.tokens("ref_inf", 16384) == 64
 
-    def never(limit: int) -> int:
-        raise StepOutOfMemory("full", limit, 31, True)
+    def never(limits: PassLimits) -> int:
+        raise StepOutOfMemory("full", limits.max_tokens_per_mb, 31, True)
 
     with pytest.raises(LaunchError, match="longest sequence 31. Use more tensor or pipeline parallelism"):
         memory.fitting("actor_train", 16384, never)
@@ -93,8 +95,7 @@ def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() ->
     engine.train_step(0, SFT(), memory)
     engine.logprobs(memory)
     engine.values(memory)
-    limits = [(asked.max_tokens_per_mb, asked.max_sequence_tokens) for asked in group.asked]
-    assert limits == [(40, 100), (50, 200), (50, 200)]
+    assert [asked.limits for asked in group.asked] == [PassLimits(40, 100), PassLimits(50, 200), PassLimits(50, 200)]
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:

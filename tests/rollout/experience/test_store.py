@@ -74,7 +74,7 @@ class Anything:
 
 
 def begin(store: Experience, number: int, version: int) -> None:
-    assert store.open(tags(number, version), Anything())
+    assert store.open(tags(number, version), Anything()) == "open"
 
 
 def tags(number: int, version: int = 0) -> Tags:
@@ -206,9 +206,9 @@ def test_a_lease_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
                     version += 1
                 elif choice == "start":
                     started[number] = version
-                    assert store.open(tags(number, version), admission)
+                    assert store.open(tags(number, version), admission) == "open"
                     number += 1
-                    assert store.open(tags(99, version), _Fewer(admission, len(started), room)) is False
+                    assert store.open(tags(99, version), _Fewer(admission, len(started), room)) == "full"
                 else:
                     chosen = data.draw(st.sampled_from(running))
                     if choice == "restart":
@@ -449,7 +449,7 @@ def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Stores) -
         finish(store, 7, 0)
         store.drop("q0")
         assert (store.status().num_ready, store.status().num_outstanding) == (0, 1)
-        assert store.open(tags(1), Anything()) and store.status().num_opened == 2, "opened before"
+        assert store.open(tags(1), Anything()) == "known" and store.status().num_opened == 2, "opened before"
 
     run_virtual(main())
 
@@ -472,6 +472,49 @@ def test_a_second_trainer_is_refused_by_name(stores: Stores) -> None:
             assert (await other.lease(rules.selection, 0, "third")).ids == ["q0"]
 
     run_virtual(main())
+
+
+def test_episodes_in_flight_are_adopted_once_their_process_has_ended(tmp_path: Path) -> None:
+    """No prompt is sampled by two processes, and none waits for a process that is gone."""
+    path = tmp_path / "e.db"
+    child = os.fork()
+    if not child:  # a process that is killed while it samples
+        store = SQLiteExperience(path)
+        begin(store, 0, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    first, second = SQLiteExperience(path), SQLiteExperience(path)
+    begin(first, 1, 0)
+    assert second.open(tags(1), Anything()) == "known"
+    begin(second, 2, 0)
+    assert [t.id for t in first.adopt()] == ["q0"]
+    assert first.adopt() == second.adopt() == []
+    first.close()
+    assert [t.id for t in second.adopt()] == ["q0", "q1"]
+    assert [t.id for t in second.in_flight()] == ["q0", "q1", "q2"]
+    second.close()
+
+
+def test_leases_are_kept_until_a_checkpoint_with_their_steps_is_on_the_disk(tmp_path: Path) -> None:
+    rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
+
+    async def main() -> None:
+        store = SQLiteExperience(tmp_path / "e.db")
+        for number in range(5):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        lessee = Lessee(store, rules, until_saved=True)
+        for step in range(3):
+            await lessee.take(step)
+            lessee.trained(step + 1)
+            lessee.state_dict()  # of a checkpoint of step + 1; the one before is on the disk
+        assert [t.fate for t in store.tags()] == ["trained", "trained", "leased", "ready", "ready"]
+        store.close()
+        store = SQLiteExperience(tmp_path / "e.db")  # the checkpoint of step 3 was damaged: the run continues at 2
+        assert names(await Lessee(store, rules, until_saved=True).take(2)) == ["q2"]
+        store.close()
+
+    asyncio.run(main())
 
 
 def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Stores) -> None:
@@ -591,7 +634,7 @@ def sample_and_train(path: Path, before_statement: Callable[[], None] = lambda: 
         checkpoint = path.with_suffix(".trained")
         steps = checkpoint.read_text().splitlines() if checkpoint.exists() else []
         for step in range(len(steps), STEPS_KILLED):
-            while store.open(tags(store.status().num_opened, step), rules.admission):
+            while store.open(tags(store.status().num_opened, step), rules.admission) == "open":
                 pass
             for open_tags in store.in_flight():
                 number = int(open_tags.row[1:])
@@ -605,6 +648,7 @@ def sample_and_train(path: Path, before_statement: Callable[[], None] = lambda: 
             written.write_text("".join(f"{line}\n" for line in steps))
             written.rename(checkpoint)
             store.ack(lease)
+            store.prune(0)
         store.close()
 
     asyncio.run(main())
@@ -655,7 +699,7 @@ def test_a_hundred_thousand_episodes_pass_through_in_time_that_grows_no_faster_t
         for step in range(100):
             began = time.process_time()
             number = next(numbers)
-            while store.open(tags(number, step), rules.admission):
+            while store.open(tags(number, step), rules.admission) == "open":
                 store.put(Episode(tags=replace(value.tags, id=f"q{number}"), trajectories=value.trajectories))
                 number = next(numbers)
             numbers = count(number)

@@ -107,7 +107,7 @@ def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(
         router = Router([generator])
         experience = MemoryExperience()
         tags = Tags(id="e", group_id="e", task="", row="e", epoch=0, version=0)
-        assert experience.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+        assert experience.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0)) == "open"
         journal = JournaledSampler(router, experience, "e")
         await update(generator, models, 1)
         running = asyncio.create_task(journal.generate(asked))

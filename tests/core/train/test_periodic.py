@@ -11,9 +11,9 @@ import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
-from core.periodic import Actions, PeriodicActions
 from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
 from core.recovery.recover import RunState
+from core.train.periodic import Actions, PeriodicActions
 from rollout.experience import Schedule
 
 

@@ -9,10 +9,10 @@ import pytest
 from core.config.runtime import ExperimentSaveEvalControl
 from core.experiments.common import Start, check_ends_later, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
-from core.periodic import Actions, PeriodicActions
 from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity
-from core.schedule import DueTimer, Frequency, schedule_from_control
+from core.train.due import DueTimer, Frequency, schedule_from_control
+from core.train.periodic import Actions, PeriodicActions
 from rollout.experience import Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)

@@ -6,25 +6,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
 from typing import Any
 
 import numpy as np
 
-from core.data.answers import AnswerDataset, Demonstrations
-from core.data.leased_batches import LeasedBatches
 from core.data.rollout_batch import RolloutBatch
-from core.monitoring.memory import ROLLOUT, peak_gib
-from core.monitoring.sample_file import SampleWriter
+from core.explore.batches import Batches
+from core.explore.data import RunData
+from core.explore.settings import DataFacts, RolloutSettings
 from core.monitoring.samples import Sample
-from core.rollout_settings import DataFacts, RolloutSettings
-from rollout.data.encoder import Encoder
-from rollout.data.prompts import PromptDataset, first_prompt
-from rollout.data.source import DatasetError, DataSource
-from rollout.data.tokenizer import load_tokenizer
+from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
-from rollout.experience import Experience, Lessee, MemoryExperience, Rules, make_rules
+from rollout.experience import Rules
 from rollout.inference.router import NoGeneratorError, Routed, Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
@@ -46,14 +40,11 @@ class RolloutService:
         self,
         generators: Sequence[Routed] | Mapping[str, Routed],
         settings: RolloutSettings,
-        experience: Experience | None = None,
     ) -> None:
-        """`experience`: a store that the trainer of another process leases from. None: one in memory."""
-        self._tokenizer = load_tokenizer(settings.tokenizer_path)
-        self._encoder = Encoder(self._tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
-        stop = self._encoder.end_token_ids
-        self._reward, self._right_at = settings.reward, settings.right_at
-        self._load_data(settings)
+        self._right_at = settings.right_at
+        self._data = RunData(settings)
+        self._tokenizer = self._data.tokenizer
+        stop = self._data.encoder.end_token_ids
         self._rewards = RewardPool(
             settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
         )
@@ -66,7 +57,7 @@ class RolloutService:
         self._failed_scores = FailedScores(max_share=settings.max_failed_share, max_batches=settings.max_failed_batches)
         self._group_size = settings.group_size
         make = partial(
-            make_workflow, settings.workflow, tokenizer=self._tokenizer, encoder=self._encoder, seed=settings.seed
+            make_workflow, settings.workflow, tokenizer=self._tokenizer, encoder=self._data.encoder, seed=settings.seed
         )
         workflow = make(
             reward_pool=self._rewards,
@@ -81,43 +72,18 @@ class RolloutService:
             sampling=replace(settings.eval_sampling, stop_token_ids=stop),
             group_size=1,
         )
-        self._experience = experience or MemoryExperience()
-        rules = make_rules(
-            num_prompts=len(self._dataset),
-            batch_size=settings.batch_size,
-            max_staleness=settings.max_staleness,
-            over_age=settings.over_age,
-            in_order=settings.in_order,
-            dynamic_sampling_limit=settings.dynamic_sampling_limit,
-            num_epochs=settings.num_epochs,
-            num_steps=settings.num_steps,
-        )
+        self._explores_only = settings.side == "explore"
+        self._experience = settings.store.open()
+        if settings.side == "both":
+            self._experience.enroll(settings.lessee)
+        rules = self._data.rules()
         self._producer = self._make_producer(settings, workflow, rules)
         self._version = 0
-        self._samples = SampleWriter(
-            settings.samples,
-            lambda tokens: str(self._tokenizer.decode(tokens)),
-            {prompt.query_id: " or ".join(prompt.answers) for prompt in self._dataset.prompts},
-        )
-        demonstrations = _demonstrations(settings, self._encoder) if settings.demonstrations_path else None
-        self._batches = LeasedBatches(Lessee(self._experience, rules), self._samples, demonstrations)
-
-    def _load_data(self, settings: RolloutSettings) -> None:
-        load = partial(
-            PromptDataset.load,
-            encoder=self._encoder,
-            max_prompt_len=settings.max_prompt_len,
-            seed=settings.seed,
-            solved=settings.reward == "math",
-        )
-        self._dataset = load(settings.dataset, shuffle=settings.shuffle)
-        eval_sets = {name: load(source) for name, source in named(settings.eval_sets).items()}
-        self._eval_prompts = {name: read.prompts[: settings.num_eval_prompts] for name, read in eval_sets.items()}
-        self._left_out = [read.left_out for read in (self._dataset, *eval_sets.values()) if read.left_out is not None]
+        self._batches = Batches(settings, self._data, self._experience, rules)
 
     def _make_producer(self, settings: RolloutSettings, workflow: Workflow, rules: Rules) -> RolloutProducer:
         return RolloutProducer(
-            self._dataset,
+            self._data.prompts,
             workflow,
             self.router,
             self._experience,
@@ -141,14 +107,7 @@ class RolloutService:
 
     def describe(self) -> DataFacts:
         """Return facts about the prompts."""
-        prompts = self._dataset.prompts
-        return DataFacts(
-            num_prompts=len(prompts),
-            mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
-            first_prompt=first_prompt(prompts[0], self._reward),
-            num_eval_prompts=sum(len(prompts) for prompts in self._eval_prompts.values()),
-            left_out=self._left_out,
-        )
+        return self._data.facts()
 
     async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:
         """Start sampling at this version, from the beginning or from a recover checkpoint's state. Raises ValueError
@@ -156,17 +115,12 @@ class RolloutService:
         kept."""
         if state is not None:
             self._load(version, state, ignore_changes=ignore_changes)
-        self._samples.begin(version)
+        self._batches.samples.begin(version)
         self.set_version(version)
         await self._producer.__aenter__()
 
     def _load(self, version: int, state: Any, *, ignore_changes: bool) -> None:
-        try:
-            self._batches.load_state_dict(state.get("batches", {}))
-        except DatasetError as change:
-            if not ignore_changes:
-                raise
-            logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
+        self._batches.load_state_dict(state.get("batches", {}), ignore_changes=ignore_changes)
         if state["producer"]["version"] != version:
             self._producer.begin_at(version, reason="Batches are cut in another way")
             return
@@ -185,17 +139,22 @@ class RolloutService:
         """Return the next batch, packed, and the figures of the producer, the workflow and the rewards, when the
         samples of the last one are in their file. Raises RewardFailureError where most completions could not be scored
         for some batches, OSError where samples could not be written, and what ended the producer."""
-        batch = await self._batches.take(version)
-        self._failed_scores.check(self._rewards.stats(), step=version + 1, last_error=self._rewards.last_error)
-        figures = self._producer.stats() | self._batches.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
-        return batch, figures | batch.reward_figures(self._right_at)
+        batch, figures = await self._batches.take(version)
+        self._check_scores(version + 1)
+        return batch, self._producer.stats() | figures
+
+    def _check_scores(self, step: int) -> None:
+        self._failed_scores.check(self._rewards.stats(), step=step, last_error=self._rewards.last_error)
 
     async def write_samples(self) -> None:
         """Start writing the samples of the batch that was taken last. Call once after each take()."""
         await self._batches.write_samples()
 
     def set_version(self, version: int) -> None:
-        """Count the steps before `version` as trained, and start the prompts that its weights allow."""
+        """Count the steps before `version` as trained, and start the prompts that its weights allow. Raises as take(),
+        where only another job takes batches."""
+        if self._explores_only:
+            self._check_scores(version)
         self._version = version
         self.router.set_version(version)
         self._batches.trained(version)
@@ -224,12 +183,11 @@ class RolloutService:
         off by the limit, and the share of right ones where the reward of a right answer is known. Of several sets:
         {set}/{figure}. Samples of the answers are written."""
         ended: dict[tuple[str, int], tuple[Prompt, Episode]] = {}
-        generators = {
-            name: EvaluationSampler(self.router, f"eval-{name}", context_tokens=2**31) for name in self._eval_prompts
-        }
+        prompts_of = self._data.eval_prompts
+        generators = {name: EvaluationSampler(self.router, f"eval-{name}", context_tokens=2**31) for name in prompts_of}
         questions = [
             ((name, i), prompt, self._eval_workflow, generators[name])
-            for name, of in self._eval_prompts.items()
+            for name, of in prompts_of.items()
             for i, prompt in enumerate(of)
         ]
         try:
@@ -247,29 +205,25 @@ class RolloutService:
                 raise
             raise evaluation_failure(error, _NOT_OF_A_PROMPT) from None
         results = {}
-        for name, prompts in self._eval_prompts.items():
+        for name, prompts in prompts_of.items():
             answers = [ended[name, i] for i in range(len(prompts))]
             results[name] = _figures([episode for _, episode in answers], self._right_at)
-            await self._samples.write_evaluation(name, answers, step=self._version)
+            await self._batches.samples.write_evaluation(name, answers, step=self._version)
         if len(results) == 1:
             return next(iter(results.values()))
         return {f"{name}/{figure}": value for name, result in results.items() for figure, value in result.items()}
 
+    def check(self) -> None:
+        """Raise what ended the sampling, if anything has."""
+        self._producer.check()
+
     async def close(self) -> None:
         """Cancel what runs and end the reward workers."""
         await self._producer.__aexit__(None, None, None)
-        await self._samples.close()
+        await self._batches.close()
         await self.router.close()
         await self._rewards.close()
-
-
-def _demonstrations(settings: RolloutSettings, encoder: Encoder) -> Demonstrations:
-    """Read the demonstrations of a run; they are as long as a prompt with its completion, at most."""
-    rows = AnswerDataset(
-        settings.demonstrations_path, encoder, seed=settings.seed, shuffle=settings.shuffle,
-        max_seqlen=settings.max_prompt_len + settings.sampling.max_new_tokens,
-    )  # fmt: skip
-    return Demonstrations(rows, settings.demonstrations_per_step)
+        self._experience.close()
 
 
 def _figures(episodes: Sequence[Episode], right_at: float | None) -> dict[str, float]:
@@ -279,12 +233,3 @@ def _figures(episodes: Sequence[Episode], right_at: float | None) -> dict[str, f
         "mean_length_tokens": float(np.mean([e.tokens for e in episodes])),
         "no_eos_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
     }
-
-
-def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
-    """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
-    by_name: dict[str, DataSource] = {}
-    for source in sets:
-        numbers = (f"{source.name}-{number}" for number in count(len(by_name)))
-        by_name[next(name for name in chain([source.name], numbers) if name not in by_name)] = source
-    return by_name

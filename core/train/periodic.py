@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
-from core.schedule import DueTimer, Frequency
+from core.train.due import DueTimer, Frequency
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:

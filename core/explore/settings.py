@@ -4,22 +4,36 @@ settings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import Literal
 
 from core.monitoring.samples import SampleSettings
 from rollout.data.encoder import PromptFormat
 from rollout.data.left_out import LeftOut
 from rollout.data.source import DataSource
 from rollout.errors import OnError
-from rollout.experience import OverAge
+from rollout.experience import OverAge, StoreSettings
 from rollout.types import SamplingParams
 from rollout.workflows import WorkflowChoice
+
+Side = Literal["both", "explore", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     """Data, sampling, experience, rewards and supervision of the generators."""
 
+    store: StoreSettings = field(default_factory=StoreSettings)
+    """Where episodes are."""
+    side: Side = "both"
+    """What the rollout process does: sample into the store, lease from it, or both."""
+    lessee: str = "trainer"
+    """Name of the trainer in the store."""
+    acknowledges_saved: bool = False
+    """Keep leases until a recover checkpoint holds their steps, for a store that survives its processes."""
+    keep_steps: int = 0
+    """Steps whose episodes keep their tokens in the store when they are trained."""
     run: str = ""
     """Part of the ids of episodes, for runs that share a store; empty: the store has one run."""
     tokenizer_path: str
@@ -112,3 +126,12 @@ class DataFacts:
     num_eval_prompts: int
     left_out: Sequence[LeftOut]
     """Of the data set and of each evaluation set."""
+
+
+def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
+    """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
+    by_name: dict[str, DataSource] = {}
+    for source in sets:
+        numbers = (f"{source.name}-{number}" for number in count(len(by_name)))
+        by_name[next(name for name in chain([source.name], numbers) if name not in by_name)] = source
+    return by_name

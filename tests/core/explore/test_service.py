@@ -15,11 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from core.data.rollout_batch import RolloutBatch
+from core.explore.service import RolloutService
+from core.explore.settings import RolloutSettings, named
 from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import read_samples
 from core.monitoring.samples import SampleSettings
-from core.rollout_service import RolloutService, named
-from core.rollout_settings import RolloutSettings
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
@@ -282,8 +282,9 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
     async def main() -> tuple[RolloutBatch, list[str]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
         made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
-        decode = made._samples._decode
-        made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]  # no row before the others wait
+        decode = made._batches.samples._decode
+        # No row before the others wait.
+        made._batches.samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)
@@ -326,8 +327,8 @@ def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: 
     async def main() -> None:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
         made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
-        decode = made._samples._decode
-        made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
+        decode = made._batches.samples._decode
+        made._batches.samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)

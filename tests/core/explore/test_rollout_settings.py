@@ -7,8 +7,8 @@ from pathlib import Path
 from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.experiments.process_settings import rollout_settings
+from core.explore.settings import RolloutSettings
 from core.placement.allocation import resolve_allocation
-from core.rollout_settings import RolloutSettings
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
 TRAINING = ["ppo.gen.temperature=0.7", "ppo.gen.top_p=0.9", "ppo.gen.top_k=5", "ppo.gen.max_new_tokens=6"]

@@ -45,8 +45,12 @@ class LeasedBatches:
         await self._samples.write(groups, ids, step=step)
 
     def trained(self, step: int) -> None:
-        """Acknowledge the batches of all steps before `step`."""
+        """Count all steps before `step` as trained."""
         self._lessee.trained(step)
+
+    def end(self) -> None:
+        """Acknowledge what was trained: the run is complete."""
+        self._lessee.end()
 
     def stats(self) -> dict[str, float]:
         """Return waits and ages of the last batch."""

@@ -1,0 +1,121 @@
+"""Explore and train as jobs of their own, which share a SQLite store and a folder of weights."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from core.weight_sync.folder import VersionFolder
+from helpers.commands import Command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_STEPS, BATCH_SIZE, GROUP_SIZE, MAX_STALENESS = 6, 4, 2, 1
+
+
+@pytest.fixture
+def start(assets, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """(mode, name) -> a job in a folder of that name."""
+    started: list[Command] = []
+
+    def run(mode: str, name: str, **changes: object) -> Command:
+        config = {
+            "mode": mode,
+            "experience": {"store": "sqlite", "path": str(tmp_path / "shared" / "experience.db")},
+            "allocation_mode": "embedded.d1m1p1+d1m1p1",
+            "recover_mode": "auto",
+            "group_size": GROUP_SIZE,
+            "group_adv_norm": True,
+            "monitor": {"tensorboard": False},
+            "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
+            "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": BATCH_SIZE, "max_prompt_len": 8},
+            "ppo": {"gen": {"max_new_tokens": 3}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
+            "staleness": {"max_staleness": MAX_STALENESS},
+            "reward": {"num_workers": 1},
+            "samples": {"share": 0.0},
+            "exp_ctrl": {"total_train_steps": NUM_STEPS, "ckpt_freq_steps": 1},
+            **changes,
+        }
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        started.append(Command("ppo-math", config, folder))
+        return started[-1]
+
+    yield run
+    for command in started:
+        command.stop()
+
+
+def rows(command: Command, name: str) -> list[dict]:
+    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
+
+
+def kill(command: Command) -> None:
+    command.remember_family()
+    command.process.send_signal(signal.SIGKILL)
+    command.process.wait()
+    assert not command.survivors()
+
+
+def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    train, explore = start("train", "train"), start("explore", "explore")
+    train.wait_for("step 2/")
+    kill(explore)
+    second = start("train", "second", trial_name="second")
+    assert second.finish() == 1
+    assert "'test/second' cannot lease: 'test/trial' (process " in second.output()
+    explore, other = start("explore", "explore"), start("explore", "other")
+    train.wait_for("step 4/")
+    kill(train)
+    train = start("train", "train")
+    assert train.finish() == 0, train.output()[-4000:]
+    for job in (explore, other):
+        assert job.finish() == 0, job.output()[-4000:]
+    check_all_trained_once(train, tmp_path / "shared" / "experience.db")
+    assert VersionFolder(tmp_path / "shared" / "weights").latest().version == NUM_STEPS
+
+
+def test_one_job_that_keeps_its_episodes_in_a_file_continues_after_a_kill(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    both = start("both", "both")
+    both.wait_for("step 3/")
+    kill(both)
+    both = start("both", "both")
+    assert both.finish() == 0, both.output()[-4000:]
+    assert "steps are done" in both.output()
+    check_all_trained_once(both, tmp_path / "shared" / "experience.db")
+
+
+def check_all_trained_once(train: Command, store: Path) -> None:
+    """Check that every step has its prompts within the bound, none of them twice, and that the store agrees."""
+    consumed = rows(train, "consumed.jsonl")
+    episodes = [id for row in consumed for id in row["prompts"]]
+    assert [row["step"] for row in consumed] == list(range(1, NUM_STEPS + 1))
+    assert len(set(episodes)) == len(episodes) == NUM_STEPS * BATCH_SIZE
+    assert max(row["staleness/max"] for row in rows(train, "metrics.jsonl")) <= MAX_STALENESS
+    with sqlite3.connect(store) as db:
+        trained = [id for (id,) in db.execute("SELECT id FROM episodes WHERE fate = 'trained'")]
+    assert sorted(trained) == sorted(episodes)
+
+
+def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..., Command], tmp_path: Path) -> None:
+    trained = assets.with_model(AutoConfig.from_pretrained(assets.model), tmp_path / "trained")
+    sets = [str(assets.prompts), str(tmp_path / "few.jsonl")]
+    (tmp_path / "few.jsonl").write_text("".join(assets.prompts.read_text().splitlines(keepends=True)[:3]))
+    models = [str(assets.model), str(trained)]
+    bench = start(
+        "bench", "bench", experience={}, bench={"models": models}, evaluation={"path": sets}, exp_ctrl={}
+    )  # fmt: skip
+    assert bench.finish() == 0, bench.output()[-4000:]
+    found = rows(bench, "metrics.jsonl")
+    assert [row["model"] for row in found] == models
+    assert {"eval/prompts/accuracy", "eval/few/accuracy", "eval/few/mean_length_tokens"} <= found[0].keys()
