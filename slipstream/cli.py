@@ -26,6 +26,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "runs": ("tools.runs", (), "list runs with state, step and reward"),
     "watch": ("tools.watch", (), "watch a run: reward curve, last steps, answers"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),
+    "experience": ("tools.experience", (), "look into a store of episodes, copy it, drop tokens"),
+    "ledger": ("tools.experience.ledger", (), "account for every prompt of a run"),
     "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
     "check-template": ("tools.check_template", (), "show how a chat template continues conversations"),

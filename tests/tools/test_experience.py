@@ -1,0 +1,47 @@
+"""A store as text: what is exported comes back, and trained episodes lose their tokens alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.experience import SQLiteExperience
+from tests.tools.test_ledger import fill
+from tools.experience.__main__ import main
+
+
+def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, file = (tmp_path / name for name in ("old.db", "new.db", "episodes.jsonl"))
+    fill(old)
+    assert main(["export", "--path", str(old), str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["tags"]["fate"] for row in rows] == ["trained", "trained", "dropped", "skipped", "ready", "open"]
+    assert [len(row["trajectories"]) for row in rows] == [0, 0, 0, 0, 2, 0]
+    assert main(["import", "--path", str(new), str(file)]) == 0
+    assert capsys.readouterr().out == "1 episodes imported\n"
+    (before,), (after,) = (SQLiteExperience(path).values(["q4"]) for path in (old, new))
+    for one, other in zip(before.trajectories, after.trajectories, strict=True):
+        for name, value in vars(one).items():
+            assert np.array_equal(value, getattr(other, name)), name
+            assert getattr(value, "dtype", None) == getattr(getattr(other, name), "dtype", None), name
+    assert main(["stats", "--path", str(new)]) == 0
+    assert "ready" in capsys.readouterr().out
+
+
+def test_pruning_keeps_the_tokens_of_the_last_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "experience.db"
+    fill(path, keep_steps=1)
+    assert len(SQLiteExperience(path).values(["q0", "q1"])) == 2
+    for keep, dropped in ((1, 0), (0, 2), (0, 0)):
+        assert main(["prune", "--path", str(path), "--keep", str(keep)]) == 0
+        assert capsys.readouterr().out == f"{dropped} values dropped\n"
+    assert {t.fate for t in SQLiteExperience(path).tags()} == {"trained", "dropped", "skipped", "ready", "open"}
+
+
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert main(["import", "--path", str(tmp_path / "e.db"), str(tmp_path / "rows.jsonl")]) == 2
+    assert "rows.jsonl, line 1: not a row of export" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The balance of a run's prompts, from its store."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout.experience import Episode, Lessee, SQLiteExperience, Tags, make_rules
+from rollout.experience.episode import summary
+from rollout.types import Trajectory
+from tools.experience.ledger import main
+
+
+def trajectory(reward: float) -> Trajectory:
+    return Trajectory(
+        query_id="q", token_ids=np.arange(3, dtype=np.int32), loss_mask=np.array([False, True, True]),
+        rollout_logprobs=np.zeros(3, np.float32), versions=np.array([-1, 0, 0], np.int32), reward=reward,
+        finish_reason="stop",
+    )  # fmt: skip
+
+
+def fill(path: Path, *, keep_steps: int = 0) -> None:
+    """Draw six prompts: two are trained, one is dropped, one is skipped, one is ready and one in flight."""
+    rules = make_rules(num_prompts=6, batch_size=2, max_staleness=9, dynamic_sampling_limit=9)
+    store = SQLiteExperience(path)
+    for number in range(6):
+        tags = Tags(id=f"q{number}", group_id=f"q{number}", task="math", row=f"q{number}", epoch=0, version=0)
+        assert store.open(tags, rules.admission) == "open"
+        group = [trajectory(1.0), trajectory(1.0 if number == 2 else 0.0)]
+        if number == 3:
+            store.drop(tags.id)
+        elif number < 5:
+            store.put(Episode(tags=replace(tags, **summary(group)), trajectories=group), rules.spread.drops)
+
+    async def train() -> None:
+        lessee = Lessee(store, rules, keep_steps=keep_steps)
+        await lessee.take(0)
+        lessee.trained(1)
+
+    asyncio.run(train())
+    store.close()
+
+
+def test_every_prompt_is_accounted_for_and_a_missing_one_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "experience.db"
+    fill(path)
+    assert main(["--path", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for line in ("6 prompts drawn", "trained │ 2", "ready │ 1", "in flight │ 1", "every answer right │ 1"):
+        assert line in shown, shown
+    assert "the workflow kept failing │ 1" in shown and "The balance adds up." in shown
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM episodes WHERE id = 'q0'")
+    assert main(["--path", str(path)]) == 1
+    assert "does not add up: 1 are missing" in capsys.readouterr().out
+
+
+def test_a_run_without_a_store_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("experience: {store: memory}\n")
+    assert main([str(tmp_path)]) == 2
+    assert "keeps its episodes in memory" in capsys.readouterr().err

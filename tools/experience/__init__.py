@@ -1,0 +1,1 @@
+"""`python -m tools.experience`: stores of episodes, and what became of their prompts."""

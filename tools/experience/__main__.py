@@ -1,0 +1,153 @@
+"""Look into a store of episodes, copy it as text, and drop what is no longer needed.
+
+    python -m tools.experience stats RUN                     # log folder of a job, {fileroot}/logs/...
+    python -m tools.experience stats --path experience.db
+    python -m tools.experience export RUN episodes.jsonl     # tags, and trajectories where they are kept
+    python -m tools.experience import --path new.db episodes.jsonl
+    python -m tools.experience prune RUN --keep 10           # tokens of trained steps but the last ten
+
+A row of `export` is {"tags": {...}, "trajectories": [...]}. `import` puts the episodes with trajectories into a
+store, as ready ones of their versions. A job may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rollout.experience import Episode, Experience, Tags
+from rollout.plugins import PluginError
+from rollout.types import Trajectory
+from tools.arguments import BadRequest, integer, program
+from tools.experience.ledger import add_store, open_store
+
+_DTYPES = {
+    "token_ids": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "versions": np.int32,
+    "routed_experts": np.int16,
+}  # fmt: skip
+
+
+class Everything:
+    """Admits every episode."""
+
+    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
+        """Return True."""
+        return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        store = open_store(arguments, new=arguments.command == "import")
+        arguments.call(store, arguments)
+    except (BadRequest, PluginError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("tools.experience"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    calls = {"stats": stats, "export": export, "import": import_rows, "prune": prune}
+    for name, call in calls.items():
+        command = commands.add_parser(name, help=(call.__doc__ or "").partition(".")[0])
+        command.set_defaults(call=call)
+        add_store(command)
+        if name in ("export", "import"):
+            command.add_argument("file", type=Path, help="jsonl file")
+        if name == "prune":
+            command.add_argument("--keep", type=integer(least=0), default=0, help="steps whose tokens stay")
+    return parser
+
+
+def stats(store: Experience, arguments: argparse.Namespace) -> None:
+    """Show the numbers of episodes by fate and by task."""
+    status, episodes = store.status(), store.tags()
+    counts = Counter((tags.task, tags.fate) for tags in episodes)
+    table = Table(title=f"{status.num_opened} episodes; next step {status.next_step}", title_justify="left")
+    for column in ("task", "fate", "episodes", "mean reward", "mean tokens"):
+        table.add_column(column)
+    for (task, fate), count in sorted(counts.items()):
+        own = [tags for tags in episodes if (tags.task, tags.fate) == (task, fate)]
+        means = [_mean([value for tags in own for value in of(tags)]) for of in (_rewards, _lengths)]
+        table.add_row(task, fate, str(count), *means)
+    Console().print(table)
+
+
+def _rewards(tags: Tags) -> Sequence[float]:
+    return tags.rewards
+
+
+def _lengths(tags: Tags) -> Sequence[float]:
+    return tags.lengths
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.4g}" if values else ""
+
+
+def export(store: Experience, arguments: argparse.Namespace) -> None:
+    """Write every episode as a row of a jsonl file. Raises OSError."""
+    with arguments.file.open("w", encoding="utf-8") as file:
+        for tags in store.tags():
+            row = {"tags": asdict(tags), "trajectories": [_plain(t) for t in _trajectories(store, tags.id)]}
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _trajectories(store: Experience, id: str) -> Sequence[Trajectory]:
+    try:
+        (episode,) = store.values([id])
+    except KeyError:  # it is sampled, or its tokens are dropped
+        return ()
+    return episode.trajectories
+
+
+def _plain(trajectory: Trajectory) -> dict[str, Any]:
+    values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def import_rows(store: Experience, arguments: argparse.Namespace) -> None:
+    """Put the episodes of a jsonl file into a store. Raises BadRequest for a row that export does not write."""
+    count = 0
+    for number, line in enumerate(arguments.file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            tags, trajectories = Tags(**row["tags"]), [_trajectory(plain) for plain in row["trajectories"]]
+        except (ValueError, TypeError, LookupError) as error:
+            raise BadRequest(f"{arguments.file}, line {number}: not a row of export ({error!r})") from None
+        if trajectories and store.open(replace(tags, fate="open", uses=0), Everything()) == "open":
+            store.put(Episode(tags=tags, trajectories=trajectories))
+            count += 1
+    print(f"{count} episodes imported")
+
+
+def _trajectory(plain: dict[str, Any]) -> Trajectory:
+    arrays: dict[str, np.ndarray] = {}
+    for name, kind in _DTYPES.items():
+        if plain.get(name) is not None:
+            arrays[name] = np.array(plain[name], kind)
+    return Trajectory(**{**plain, **arrays})
+
+
+def prune(store: Experience, arguments: argparse.Namespace) -> None:
+    """Drop the tokens of trained episodes, but those of the last steps."""
+    print(f"{store.prune(arguments.keep)} values dropped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Account for every prompt of a run: what was drawn, what became of it, and whether what was trained is a fair sample.
+
+    python -m tools.experience.ledger RUN                         # log folder of a job, {fileroot}/logs/...
+    python -m tools.experience.ledger --store sqlite --path experience.db
+
+drawn = trained + leased + ready + in flight + dropped (by reason) + skipped. The exit code is 1 where this does not add
+up, and where an episode was trained twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rollout.experience import Experience, StoreSettings, Tags
+from rollout.experience.filters import no_spread
+from rollout.plugins import PluginError
+from tools.arguments import BadRequest, program, run_with
+
+_FATES = {
+    "trained": "trained", "leased": "leased by the trainer", "ready": "ready", "open": "in flight",
+    "skipped": "skipped: the workflow kept failing",
+}  # fmt: skip
+_REASONS = {"all_right": "dropped: every answer right", "all_wrong": "dropped: every answer wrong"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the balance; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=program("tools.experience.ledger"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_store(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        store = open_store(arguments)
+    except (BadRequest, PluginError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return report(store.tags(), drawn=store.status().num_opened, console=Console())
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a store."""
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="log folder of a job")
+    parser.add_argument("--store", default="sqlite", help="experience.store of the run, without RUN")
+    parser.add_argument("--path", help="experience.path of the run, without RUN")
+
+
+def open_store(arguments: argparse.Namespace, *, new: bool = False) -> Experience:
+    """Open the store that the arguments name. `new`: it may not exist yet. Raises BadRequest and PluginError."""
+    store, path = arguments.store, arguments.path
+    if arguments.run is not None:
+        folder = run_with(arguments.run, "config.yaml", without="a run writes it at its start")
+        experience = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")).get("experience", {})
+        store, path = experience.get("store", "memory"), experience.get("path", "")
+    if store == "memory":
+        raise BadRequest("this run keeps its episodes in memory; write experience.store=sqlite to look into them")
+    if not path:
+        raise BadRequest("name a run, or the store with --path")
+    if store == "sqlite" and not new and not Path(path).is_file():
+        raise BadRequest(f"{path}: there is no such store")
+    return StoreSettings(store=store, path=path).open()
+
+
+def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
+    """Print the balance and the bias of `episodes`, of which `drawn` were begun; return the exit code."""
+    counts = Counter(label(tags) for tags in episodes)
+    table = Table(title=f"{drawn} prompts drawn", title_justify="left")
+    table.add_column("fate")
+    table.add_column("prompts", justify="right")
+    for name in (*_FATES.values(), *_REASONS.values()):
+        if counts[name]:
+            table.add_row(name, str(counts[name]))
+    console.print(table)
+    finished = [tags for tags in episodes if tags.rewards]
+    trained = [tags for tags in finished if tags.fate == "trained"]
+    if trained:
+        console.print(_bias(finished, trained))
+    twice = [tags.id for tags in episodes if tags.uses > 1]
+    if twice:
+        console.print(f"trained more than once: {', '.join(twice[:5])}")
+    missing = drawn - len(episodes)
+    console.print("The balance adds up." if not missing else f"The balance does not add up: {missing} are missing.")
+    return int(bool(missing or twice))
+
+
+def label(tags: Tags) -> str:
+    """Return what became of an episode, in words."""
+    return _REASONS[no_spread(tags) or "all_wrong"] if tags.fate == "dropped" else _FATES[tags.fate]
+
+
+def _bias(finished: Sequence[Tags], trained: Sequence[Tags]) -> Table:
+    table = Table(title="Trained against finished", title_justify="left")
+    for name in ("of a trajectory", "mean finished", "mean trained", "Kolmogorov-Smirnov distance"):
+        table.add_column(name, justify="left" if name.startswith("of") else "right")
+    for name in ("lengths", "rewards"):
+        drawn, kept = (np.array([v for tags in of for v in getattr(tags, name)]) for of in (finished, trained))
+        table.add_row(name, f"{drawn.mean():.3f}", f"{kept.mean():.3f}", f"{distance(drawn, kept):.3f}")
+    return table
+
+
+def distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the largest difference of the two empirical distribution functions, in [0, 1]."""
+    at = np.concatenate((first, second))
+    below = [np.searchsorted(np.sort(of), at, side="right") / len(of) for of in (first, second)]
+    return float(np.abs(below[0] - below[1]).max())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
