@@ -21,7 +21,7 @@ from core.config.presets import PRESETS
 from helpers.forks import programs
 from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
 from tools.chaos.compare import Verdict, compare
-from tools.chaos.run import TARGETS, Leftovers, Trial, _config
+from tools.chaos.run import TARGETS, Leftovers, Trial, _config, targets_of
 from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_a_kill_of_every_process_loses_nothing_and_changes_nothing(
 @pytest.mark.parametrize("counts", [[6], [3, 3], [1] * 6])
 def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int]) -> None:
     rng = random.Random(1)
-    plans = [plan(count, rng, first=sum(counts[:i])) for i, count in enumerate(counts)]
+    plans = [plan(count, rng, targets_of(None), first=sum(counts[:i])) for i, count in enumerate(counts)]
     killed = [kill.target for kills in plans for kill in kills]
     assert sorted(killed) == sorted(["command", "driver", *TARGETS])
     assert all(kills[0].after_step > STEPS_BEFORE for kills in plans), "there is a checkpoint to continue from"
@@ -93,8 +93,8 @@ def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(
 ) -> None:
     trial = Trial(folder=tmp_path, name="killed0", steps=1)
     monkeypatch.setattr(Trial, "start", lambda self: subprocess.Popen(["true"]))
-    monkeypatch.setattr("tools.chaos.__main__._kill", lambda trial, process, kill, stop: process)
-    kills = plan(1, random.Random(1))
+    monkeypatch.setattr("tools.chaos.__main__._kill", lambda jobs, kill, stop: None)
+    kills = plan(1, random.Random(1), targets_of(None))
     trial.log.write_text("training starts from the beginning")
     with pytest.raises(RunFailed, match="killed0: no attempt continued from a checkpoint"):
         run_killed(trial, kills, Report(1), threading.Event())

@@ -2,6 +2,7 @@
 
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
+    python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
@@ -21,10 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -36,13 +36,13 @@ from core.config.presets import PRESETS
 from tools import arguments
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.run import (
-    TARGETS,
     Leftovers,
     Trial,
     family,
     find_target,
     make_assets,
     targets_of,
+    targets_of_jobs,
     wait_gone,
     wait_until,
 )
@@ -123,14 +123,19 @@ def main() -> int:
         "--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO without a critic)"
     )
     parser.add_argument(
+        "--mode", choices=("both", "split"), default="both", help="one job, or a train job and an explore job"
+    )
+    parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
     )
     given = parser.parse_args()
+    if given.mode == "split" and given.algorithm in ("sft", "dpo"):
+        parser.error(f"--mode split --algorithm {given.algorithm}: this experiment explores nothing")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        verdict = chaos(folder, given.kills, given.seed, report, given.algorithm)
+        verdict = chaos(folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split")
     for problem in verdict.problems:
         print(problem)
     equal = "yes" if verdict.losses_equal else "no"
@@ -138,15 +143,19 @@ def main() -> int:
     return 0 if verdict.holds else 1
 
 
-def chaos(folder: Path, kills: int, seed: int, report: Report, algorithm: str | None = None) -> Verdict:
+def chaos(
+    folder: Path, kills: int, seed: int, report: Report, algorithm: str | None = None, *, split: bool = False
+) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
-    plans = [plan(count, rng, targets_of(algorithm), first=sum(counts[:i])) for i, count in enumerate(counts)]
+    targets = targets_of_jobs() if split else targets_of(algorithm)
+    plans = [plan(count, rng, targets, first=sum(counts[:i])) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm)
-    trials = [replace(undisturbed, name=f"killed{number}") for number in range(len(plans))]
+    killed = replace(undisturbed, mode="train") if split else undisturbed
+    trials = [replace(killed, name=f"killed{number}") for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
     with Leftovers(folder) as leftovers, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:
@@ -172,10 +181,9 @@ def shares(kills: int) -> list[int]:
     return [kills // runs + (i < kills % runs) for i in range(runs)]
 
 
-def plan(count: int, rng: random.Random, processes: Iterable[str] = TARGETS, *, first: int = 0) -> list[Kill]:
+def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int = 0) -> list[Kill]:
     """Return the kills of one run after `first` kills of other runs; over all of them every kind of process is killed
     as often as any other."""
-    targets = ["command", "driver", *processes]
     chosen = [targets[i % len(targets)] for i in range(first, first + count)]
     rng.shuffle(chosen)
     kills = []
@@ -191,40 +199,73 @@ def plan(count: int, rng: random.Random, processes: Iterable[str] = TARGETS, *, 
 
 def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.Event) -> None:
     """Start, kill, start again where the command itself was killed, and let it finish."""
-    process = trial.start()
+    trials = [trial] if trial.mode == "both" else [trial, trial.explorer()]
+    jobs = [Job(trial=of_job, process=of_job.start()) for of_job in trials]
     try:
         for kill in kills:
-            process = _kill(trial, process, kill, stop)
-            trial.may_end |= kill.target == "command"
+            _kill(jobs, kill, stop)
             report.killed()
             report.log(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
-        while process.poll() != 0:
-            process = _running(trial, process)
-            if not wait_until(partial(_has_ended, process), _PATIENCE_SECONDS, stop, every_seconds=0.05):
-                raise RunFailed(f"{trial.name} did not finish:\n{trial.log_tail()}")
+        for job in jobs:
+            while job.process.poll() != 0:
+                _keep_running(jobs)
+                if not wait_until(lambda: _any_ended(jobs), _PATIENCE_SECONDS, stop, every_seconds=0.05):
+                    raise RunFailed(f"{job.trial.name} did not finish:\n{job.trial.log_tail()}")
         recovered = f"; recoveries: {trial.recoveries}" if kills else ""
         report.log(f"{trial.name}: finished all {trial.steps} steps{recovered}")
-        if kills and not trial.recoveries:
+        if any(not kill.target.startswith("explore ") for kill in kills) and not trial.recoveries:
             raise RunFailed(f"{trial.name}: no attempt continued from a checkpoint")
     finally:
-        _end(process)
+        for job in jobs:
+            _end(job.process)
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is not None
+@dataclass(kw_only=True)
+class Job:
+    """A command that runs, of a trial."""
+
+    trial: Trial
+    process: subprocess.Popen[bytes]
+
+    def keep_running(self) -> None:
+        """Start the same command once more where it was killed. Raises RunFailed where the job ended otherwise: there
+        is nothing left to kill, or it should have continued by itself."""
+        code = self.process.poll()
+        if code is None:
+            return
+        if not self.trial.may_end:
+            raise RunFailed(f"{self.trial.name} ended with exit code {code} by itself:\n{self.trial.log_tail()}")
+        self.trial.may_end = False
+        self.process = self.trial.start()
 
 
-def _kill(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> subprocess.Popen[bytes]:
-    """Wait for the moment, kill, and return the run that continues."""
+def _keep_running(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if job.process.poll() != 0:
+            job.keep_running()
+
+
+def _any_ended(jobs: Sequence[Job]) -> bool:
+    """Return whether a job failed, or all are complete."""
+    codes = [job.process.poll() for job in jobs]
+    return any(codes) or None not in codes
+
+
+def _kill(jobs: Sequence[Job], kill: Kill, stop: threading.Event) -> None:
+    """Wait for the moment, and kill."""
+    name, _, target = kill.target.partition(" ") if len(jobs) > 1 else ("", "", kill.target)
+    victims = jobs[1] if name == "explore" else jobs[0]
     while True:
-        process = _running(trial, process)
-        _wait_for_moment(trial, process, kill, stop)
-        victim = find_target(process, kill.target)
+        for job in jobs:
+            job.keep_running()
+        _wait_for_moment(jobs[0].trial, jobs[0].process, kill, stop)
+        victim = find_target(victims.process, target)
         if victim is not None:
             victim.kill()
-            if kill.target == "command":
-                process.wait()
-            return process
+            if target == "command":
+                victims.process.wait()
+                victims.trial.may_end = True
+            return
 
 
 def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill, stop: threading.Event) -> None:
@@ -240,18 +281,6 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
     if kill.moment == "while a checkpoint is written":
         wait_until(lambda: trial.is_writing() or ended(), 5.0, stop)
     wait_until(ended, kill.delay, stop)
-
-
-def _running(trial: Trial, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    """Return the process itself, or the same command once more where it was killed. Raises RunFailed where the run
-    ended otherwise: there is nothing left to kill, or it should have continued by itself."""
-    code = process.poll()
-    if code is None:
-        return process
-    if not trial.may_end:
-        raise RunFailed(f"{trial.name} ended with exit code {code} by itself:\n{trial.log_tail()}")
-    trial.may_end = False
-    return trial.start()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -49,6 +49,12 @@ class Trial:
     """Whether the command itself was killed since it was last started."""
     algorithm: str | None = None
     """A preset (ppo: with a critic), sft or dpo; None: PPO without a critic."""
+    mode: str = "both"
+    """Of the job; train: an explore job fills its store."""
+
+    def explorer(self) -> Trial:
+        """Return the explore job of a train job."""
+        return replace(self, name=f"{self.name}-explore", mode="explore")
 
     @property
     def experiment(self) -> str:
@@ -164,7 +170,14 @@ def make_assets(folder: Path) -> None:
 
 def targets_of(algorithm: str | None) -> list[str]:
     """Return what can be killed in a run of an algorithm."""
-    return [name for name in TARGETS if algorithm not in _OF_FILES or name in ("trainer rank", "raylet")]
+    of_files = algorithm in _OF_FILES
+    return ["command", "driver", *(name for name in TARGETS if not of_files or name in ("trainer rank", "raylet"))]
+
+
+def targets_of_jobs() -> list[str]:
+    """Return the same for a train job, whose `producer` leases and cuts batches, and for its explore job."""
+    both = ("command", "driver", "producer", "raylet")
+    return [f"train {name}" for name in (*both, "trainer rank")] + [f"explore {name}" for name in (*both, "generator")]
 
 
 def _config(trial: Trial) -> dict:
@@ -180,7 +193,14 @@ def _config(trial: Trial) -> dict:
         rest["demonstrations"] = {"path": str(trial.folder / "pairs.jsonl")}
     if trial.with_critic:
         rest["critic"] = {**_model(trial), "init_critic_from_actor": True}
-    return {**_common(trial), **_sampling(trial), **rest}
+    return {**_common(trial), **_sampling(trial), **rest, **_job(trial)}
+
+
+def _job(trial: Trial) -> dict:
+    if trial.mode == "both":
+        return {}
+    shared = trial.folder / "shared" / trial.name.removesuffix("-explore")
+    return {"mode": trial.mode, "experience": {"store": "sqlite", "path": str(shared / "experience.db")}}
 
 
 def _model(trial: Trial) -> dict:
