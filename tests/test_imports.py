@@ -110,6 +110,7 @@ ORDER = {
         "arguments",
         "scratch_model setup_cluster loss demo fetch",
         "check_template curves convert plan samples timeline runs",
+        "experience",
         "eval watch",
         "mutants conformance",
         "chaos bench",
