@@ -235,7 +235,6 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -
         "allocation_mode": "d1m1p1",
         "external_configs": {"cluster_config": {"fileroot": str(tmp_path)}},
         "exp_ctrl": {"total_train_epochs": 10000},
-        "monitor": {"style": "areal"},
         "model": {"path": str(assets.model)},
         "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
     }
@@ -248,9 +247,10 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -
     )  # fmt: skip
     try:
         os.close(terminal)
-        shown = b""
-        while b"global step 3)" not in shown:
-            shown += os.read(ours, 65536)
+        while not any(
+            "global step 3)" in log.read_text() for log in tmp_path.glob("logs/*/test/trial/master_worker.log")
+        ):
+            os.read(ours, 65536)  # the terminal is read until the run is under way
         os.close(ours)
         assert command.wait(PATIENCE_SECONDS) == 130
     finally:
