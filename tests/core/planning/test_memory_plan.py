@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.bench.gpu.experts import SLICE
 
 from core.checks.rules import load_config
 from core.planning.advice import advice, verdict
@@ -16,6 +15,7 @@ from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
 from core.planning.scene import Scene, scene_of
 from mcore_adapter.memory.estimate import SPARE
+from tools.bench.gpu.large import SLICE
 from tools.bench.gpu.trainer import config_of
 
 RECIPE = """\

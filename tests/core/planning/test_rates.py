@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.bench.gpu.experts import SLICE
-from tools.bench.gpu.long import WIDTHS
 
 from allocation import ParallelLayout
 from core.checks.rules import load_config
@@ -18,6 +16,7 @@ from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Proposal, search
 from mcore_adapter.settings import Level
 from model_specs.hf_config import parse_config
+from tools.bench.gpu.large import SLICE, WIDTHS
 from tools.bench.gpu.trainer import config_of
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
