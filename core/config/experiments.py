@@ -103,6 +103,15 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs}
 
     @property
+    def trained_tokens(self) -> tuple[int, int]:
+        """Tokens of the longest (prompt, answer) of a batch; of examples, which are not divided, (sequence, 0)."""
+        return self.dataset.max_seqlen, 0
+
+    @property
+    def sampling(self) -> None:
+        """The configuration itself where it has generators."""
+
+    @property
     def longest_sequences(self) -> dict[str, tuple[int, int]]:
         """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
         return {}

@@ -303,6 +303,16 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         }
 
     @property
+    def trained_tokens(self) -> tuple[int, int]:
+        """Tokens of the longest (prompt, answer) of a batch."""
+        return self.dataset.max_prompt_len, self.ppo.gen.max_new_tokens
+
+    @property
+    def sampling(self) -> PPOMATHConfig:
+        """The configuration itself, as it has generators."""
+        return self
+
+    @property
     def longest_sequences(self) -> dict[str, tuple[int, int]]:
         answers = {"ppo.gen": self.ppo.gen.max_new_tokens, "evaluation": self.evaluation.max_new_tokens}
         prompt = self.dataset.max_prompt_len

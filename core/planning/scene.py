@@ -110,12 +110,13 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
     allocation = resolve_allocation(config)
     on_gpu = allocation.trainer.on_gpu
     engines = tuple(_engine(config, use, allocation) for use in config.model_uses)
-    prompt_tokens, answer_tokens = _lengths(config)
+    prompt_tokens, answer_tokens = config.trained_tokens
+    sampling: PPOMATHConfig | None = config.sampling
     scene = Scene(
         gpu=gpu,
         on_gpu=on_gpu,
         engines=engines,
-        servers=_servers(config, engines[0].config, allocation) if isinstance(config, PPOMATHConfig) else None,
+        servers=_servers(sampling, engines[0].config, allocation) if sampling else None,
         shares_gpus=allocation.shares_gpus and not config.TRAINER_ONLY,
         n_nodes=config.n_nodes,
         n_gpus_per_node=config.n_gpus_per_node,
@@ -126,7 +127,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         minibatches=config.batch_shape.get("ppo_n_minibatches", 1),
         prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens,
-        max_staleness=config.staleness.max_staleness if isinstance(config, PPOMATHConfig) else 0,
+        max_staleness=sampling.staleness.max_staleness if sampling else 0,
         writes_checkpoints=config.recover_mode != "disabled",
     )
     for problem in position_problems(scene):
@@ -144,12 +145,6 @@ def position_problems(scene: Scene) -> Iterator[str]:
                 f"{scene.longest} tokens, max_position_embeddings={limit}; lower dataset.max_prompt_len or "
                 "ppo.gen.max_new_tokens, or take a model for longer sequences"
             )
-
-
-def _lengths(config: ExperimentConfig) -> tuple[int, int]:
-    if isinstance(config, PPOMATHConfig):
-        return config.dataset.max_prompt_len, config.ppo.gen.max_new_tokens
-    return config.dataset.max_seqlen, 0
 
 
 def _sequences(config: ExperimentConfig) -> int:

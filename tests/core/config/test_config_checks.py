@@ -446,7 +446,8 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     (message,) = problems(path, "reward.function=mine.py")
     assert message.endswith("or package.module:function")
     (message,) = problems(path, "workflow.type=dialogue")
-    assert message.endswith("workflow.type: unknown workflow 'dialogue'; use one of math, or package.module:Class")
+    ways = "use one of endpoint, environment, math, or package.module:Class"
+    assert message.endswith(f"workflow.type: unknown workflow 'dialogue'; {ways}")
     (message,) = problems(path, "workflow.type=mine.Dialogue")
     assert message.endswith("or package.module:Class; did you mean 'mine:Dialogue'?")
     (message,) = problems(path, "workflow.type=no_such_package:Dialogue")

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from core.experiments import ppo
+from core.monitoring.screen import Screen
 
 
 def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None, colocated: bool) -> list[str]:
@@ -27,7 +29,7 @@ def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None
         recovers=True, ppo=SimpleNamespace(ppo_n_minibatches=1), launch=SimpleNamespace(startup_timeout_seconds=60)
     )
     start = SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=2))
-    context: Any = SimpleNamespace(start=start)
+    context: Any = SimpleNamespace(start=start, screen=Screen(Console(), compact=False))
     schedule: Any = SimpleNamespace(total_steps=3)
     ppo.load_beside(generators, weights, config, trainer, context, schedule, takes_turns=colocated)
     return calls
