@@ -27,7 +27,6 @@ from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
-from rollout.experience import check_store
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward
@@ -240,6 +239,10 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
+    if config.experience.store == "memory":
+        return
+    from rollout.experience import check_store  # imports numpy, which a dry run does without
+
     try:
         check_store(config.experience.store)
     except PluginError as error:

@@ -11,11 +11,13 @@ from types import ModuleType
 
 import pytest
 from ray.exceptions import RayTaskError
+from rich.console import Console
 
 from core import quickstart
 from core.checks.rules import load_config
 from core.errors import what_user_code_raised
 from core.launch.wait import as_driver_sees
+from core.monitoring.screen import Screen
 from core.processes.supervise import FAILED, Attempt
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
@@ -132,7 +134,8 @@ def test_the_run_ends_with_that_line_and_the_log_has_the_traceback(
         raise error
 
     monkeypatch.setattr(quickstart, "_run", run)
-    assert quickstart._attempt(config, paths, None, Attempt(), []) == FAILED  # type: ignore[arg-type]
+    screen = Screen(Console(), compact=False)
+    assert quickstart._attempt(config, paths, screen, Attempt(), []) == FAILED
     [record] = caplog.records
     place = f"(my_loss.py, line 5, in loss; traceback: {paths.logs / 'master_worker.log'})"
     assert record.getMessage().endswith(f"sizes 5 and 648 {place}")
