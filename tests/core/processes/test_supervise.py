@@ -12,10 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from core import quickstart
 from core.checks.rules import load_config
 from core.errors import first_line
+from core.monitoring.screen import Screen
 from core.processes.signals import SIGNALS, Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
 from core.runs.paths import RunPaths
@@ -527,7 +529,8 @@ def test_what_a_lost_process_says_is_not_final_and_every_error_says_something(
 
     monkeypatch.setattr(quickstart, "_run", fail)
     attempt = Attempt()
-    assert quickstart._attempt(None, RunPaths.for_trial("runs", "sums", "first"), None, attempt, []) == FAILED  # type: ignore[arg-type]
+    screen = Screen(Console(), compact=False)
+    assert quickstart._attempt(None, RunPaths.for_trial("runs", "sums", "first"), screen, attempt, []) == FAILED  # type: ignore[arg-type]
     assert attempt.final is final
     assert said in attempt.cause and said in caplog.messages[-1]
 
@@ -618,6 +621,7 @@ def test_a_signal_right_after_training_is_complete_changes_nothing(
     monkeypatch.setattr(quickstart, "_run", lambda *args: None)
     monkeypatch.setattr(logging.getLogger("quickstart"), "handlers", [Signals()])
     logging.getLogger("quickstart").setLevel(logging.INFO)
+    screen = Screen(Console(), compact=False)
     with Interrupts():
-        assert quickstart._attempt(config, paths, None, Attempt(), []) == DONE  # type: ignore[arg-type]
+        assert quickstart._attempt(config, paths, screen, Attempt(), []) == DONE
     assert len(said) == 1 and said[0].startswith("Training is complete.")
