@@ -92,7 +92,7 @@ class RolloutProducer:
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
-        self._again = deque(self._experience.adopt())
+        self._again.extend(self._experience.adopt())
         self._dataset.seek(self._experience.status().num_opened)
         self._start_prompts()
         return self
