@@ -101,7 +101,7 @@ def lines(chat: ChatTemplate) -> Iterator[tuple[str, str]]:
         try:
             yield name, check(chat, messages) or "append-only"
         except DatasetError as error:
-            yield name, f"not possible: {error}"
+            yield name, f"not possible: {str(error).lstrip(': ')}"
     form = chat.tool_format()
     if form is None:
         yield "calls of tools", "not written as JSON: they are not read, and are text of the answer"

@@ -137,6 +137,10 @@ def test_what_is_no_environment_is_refused() -> None:
         make_environment("own_games:NoStep")
     with pytest.raises(PluginError, match="there is no module 'no_games'"):
         make_environment("no_games:Guess")
+
+
+def test_a_game_that_textarena_does_not_have_is_named() -> None:
+    pytest.importorskip("textarena", reason="textarena is not installed")
     with pytest.raises(PluginError, match="environment textarena:NoSuchGame"):
         make_environment("textarena:NoSuchGame")
 
