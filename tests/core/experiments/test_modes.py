@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE, MAX_STALENESS = 6, 4, 2, 1
 
