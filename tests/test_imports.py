@@ -126,6 +126,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
         "rollout.experience.schedule",
+        "core.checks.recipe": "rollout.experience",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
