@@ -69,9 +69,9 @@ class RolloutClient:
         limit = self._cluster.deadlines.batch_seconds
         return self._gather(calls, phase, timeout_seconds=limit, key="batch_seconds", **options)
 
-    def _with_announced(self, call: Any) -> Sequence[Any]:
-        calls, self._announced = [*self._announced, call], []
-        return calls
+    def _with_announced(self, *calls: Any) -> Sequence[Any]:
+        announced, self._announced = self._announced, []
+        return [*announced, *calls]
 
     def _gather(self, calls: Sequence[Any], phase: str, *, key: str, **options: Any) -> Any:
         return self._cluster.waiter.gather(
@@ -146,4 +146,7 @@ class RolloutClient:
         self._call(RolloutActor.replace_generator, name, actor)
 
     def close(self) -> None:
+        """Close the rollout side when it has done what was announced: calls that run at once have no order."""
+        if announced := self._with_announced():
+            self._gather(announced, "close", timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
         self._call(RolloutActor.close)
