@@ -116,7 +116,7 @@ ORDER = {
         "chaos bench",
     ),
     "tools.bench": ("workload trl_script", "cpu", "convert datapath", "gpu", "__main__"),
-    "tools.bench.gpu": ("trainer", "runs servers large", "plan push"),
+    "tools.bench.gpu": ("shapes", "trainer", "runs servers large", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14

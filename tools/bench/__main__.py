@@ -28,6 +28,7 @@ from typing import Any
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
+from tools.bench.gpu.shapes import DEFAULT_SHAPE, SHAPES
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
 GPU_PACKAGES = ("sglang", "sgl-deep-gemm", "transformer-engine")
@@ -73,8 +74,6 @@ MEASUREMENTS = {
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
-SHAPES = ("1.5B", "7B", "tiny")
-"""The shapes of tools/bench/gpu/trainer.py, repeated because that module is slow to import."""
 SCENES = {"cpu": "cpu:Scene", "gpu": "gpu.trainer:Scene"}
 NUM_GPUS = {"async": 2}
 """GPUs that a measurement needs where one is not enough."""
@@ -87,7 +86,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")
-    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="gpu: shape of the model")
+    parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
     parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
@@ -156,7 +155,7 @@ def _command(given: argparse.Namespace, name: str) -> str:
     """Return what measures `name` alone as it is measured here; interpreters and folders differ between hosts."""
     words = ["python -m tools.bench", given.device, "--only", name]
     if given.device == "gpu":
-        words += ["--shape", given.shape] * (given.shape != SHAPES[0])
+        words += ["--shape", given.shape] * (given.shape != DEFAULT_SHAPE)
     return " ".join(words)
 
 

@@ -15,8 +15,7 @@ from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
 from core.planning.scene import Scene, scene_of
 from mcore_adapter.memory.estimate import SPARE
-from tools.bench.gpu.large import SLICE
-from tools.bench.gpu.trainer import config_of
+from tools.bench.gpu.shapes import SHAPES, SLICE
 
 RECIPE = """\
 experiment_name: planned
@@ -44,7 +43,7 @@ def write_recipe(folder: Path, raw: dict[str, Any]) -> Path:
 
 
 def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:
-    path = write_recipe(folder, raw or config_of("7B"))
+    path = write_recipe(folder, raw or SHAPES["7B"])
     return scene_of(load_config("ppo-math", path, words).config, find_gpu(gpu))
 
 
@@ -149,7 +148,7 @@ def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Pa
 
 def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:
     one = ("allocation_mode=sglang.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
-    huge = {**config_of("7B"), "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
+    huge = {**SHAPES["7B"], "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
     huge |= {"num_key_value_heads": 8, "intermediate_size": 28672}
     scene = make_scene(tmp_path, *one, raw=huge)
     text = verdict(scene, plan_memory(scene))
@@ -162,7 +161,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert find_gpu("B200:178").gib == 178 and find_gpu("NVIDIA H100 80GB HBM3") == GPUS["H100"]
     with pytest.raises(PlanError, match=r"1024 \+ 40000 = 41024 tokens, max_position_embeddings=32768; lower"):
         make_scene(tmp_path, "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000")
-    path = write_recipe(tmp_path, config_of("7B"))
+    path = write_recipe(tmp_path, SHAPES["7B"])
     (tmp_path / "model/config.json").write_text('{"model_type": ')
     with pytest.raises(PlanError, match=r"actor.path: .*config.json"):
         scene_of(load_config("ppo-math", path).config, GPUS["H100"])

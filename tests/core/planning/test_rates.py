@@ -16,8 +16,7 @@ from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Proposal, search
 from mcore_adapter.settings import Level
 from model_specs.hf_config import parse_config
-from tools.bench.gpu.large import SLICE, WIDTHS
-from tools.bench.gpu.trainer import config_of
+from tools.bench.gpu.shapes import SHAPES, SLICE, WIDTHS
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
 TWELVE = {**SLICE, "num_hidden_layers": 12}
@@ -46,12 +45,12 @@ def make_scene(raw: dict[str, Any], layout: ParallelLayout = ONE, *, tokens: int
     ("raw", "layout", "tokens", "total", "length", "level", "measured"),
     [
         # Rows of benchmarks/*.json of 2026-11-26 on H200; of two GPUs, both together.
-        (config_of("1.5B"), ONE, 16384, 65536, 2048, "selective", 51700),
-        (config_of("1.5B"), ONE, 32768, 131072, 16384, "selective", 36011),
+        (SHAPES["1.5B"], ONE, 16384, 65536, 2048, "selective", 51700),
+        (SHAPES["1.5B"], ONE, 32768, 131072, 16384, "selective", 36011),
         (WIDTHS, ONE, 65536, 65536, 65536, "linear", 5440), (WIDTHS, ONE, 65536, 65536, 65536, "full", 4527),
         (WIDTHS, ONE, 131072, 131072, 131072, "offload", 3133),
-        (config_of("7B"), CP2, 65536, 65536, 65536, "linear", 10825),
-        (config_of("7B"), CP2, 131072, 131072, 131072, "full", 6001),
+        (SHAPES["7B"], CP2, 65536, 65536, 65536, "linear", 10825),
+        (SHAPES["7B"], CP2, 131072, 131072, 131072, "full", 6001),
         (SLICE, ONE, 16384, 131072, 4096, "selective", 93750), (SLICE, ONE, 32768, 131072, 4096, "linear", 84356),
         (TWELVE, EP2, 32768, 262144, 4096, "selective", 107570),
     ],
@@ -66,27 +65,27 @@ def test_an_update_takes_about_as_long_as_was_measured(
 
 @pytest.mark.parametrize(("running", "measured"), [(128, 32840), (192, 40335), (256, 46961)])
 def test_a_full_server_samples_about_as_fast_as_was_measured(running: int, measured: float) -> None:
-    scene = make_scene(config_of("1.5B"))
+    scene = make_scene(SHAPES["1.5B"])
     assert scene.servers is not None
     rate = server_rate(scene, scene.servers, CALIBRATION, running=running, context=700)
     assert rate == pytest.approx(measured, rel=0.05)
 
 
 def test_a_longer_context_and_a_stage_more_cost_time() -> None:
-    scene = make_scene(config_of("7B"))
+    scene = make_scene(SHAPES["7B"])
     assert scene.servers is not None
     short, long = (
         decode_seconds(scene, scene.servers, CALIBRATION, running=64, context=context) for context in (500, 8000)
     )
     read = 64 * 7500 * 28 * 2 * 4 * 128 * 2
     assert long - short == pytest.approx(read / (4.8e12 * CALIBRATION.memory))
-    one, two = (make_scene(config_of("7B"), layout) for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)))
+    one, two = (make_scene(SHAPES["7B"], layout) for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)))
     took = [update_seconds(s, s.actor, CALIBRATION, tokens=65536, length=4096, level="none") for s in (one, two)]
     assert took[1] > 1.15 * took[0], "the bubble of four microbatches"
 
 
 def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None:
-    scene = make_scene(config_of("1.5B"))
+    scene = make_scene(SHAPES["1.5B"])
     apart = step_time(scene, CALIBRATION, mean_answer=3000)
     turns = step_time(replace(scene, max_staleness=0), CALIBRATION, mean_answer=3000)
     assert apart is not None and turns is not None
@@ -115,7 +114,7 @@ def test_every_proposal_passes_the_checks_and_fits(tmp_path: Path, num_gpus: int
     import json
 
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config_of("7B")))
+    (tmp_path / "model/config.json").write_text(json.dumps(SHAPES["7B"]))
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("MODEL", str(tmp_path / "model")))
     words = [f"staleness.max_staleness={staleness}"]

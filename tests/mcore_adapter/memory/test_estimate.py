@@ -13,11 +13,10 @@ from mcore_adapter.memory import estimate as estimates
 from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight, moments
 from mcore_adapter.settings import LEVELS
 from model_specs.hf_config import parse_config
-from tools.bench.gpu.large import SLICE
-from tools.bench.gpu.large import WIDTHS as LONG
-from tools.bench.gpu.trainer import config_of
+from tools.bench.gpu.shapes import SHAPES, SLICE
+from tools.bench.gpu.shapes import WIDTHS as LONG
 
-DENSE = config_of("1.5B")
+DENSE = SHAPES["1.5B"]
 LATENT: dict[str, Any] = dict(
     model_type="deepseek_v3", hidden_act="silu", vocab_size=512, hidden_size=64, intermediate_size=96,
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16,

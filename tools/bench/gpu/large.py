@@ -24,6 +24,7 @@ from mcore_adapter.models.bare_loop import Fused
 from model_specs.hf_config import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench import Figure
+from tools.bench.gpu.shapes import SLICE, WIDTHS
 from tools.bench.gpu.trainer import (
     PEAK_FLOPS,
     ROUNDS,
@@ -152,49 +153,6 @@ def mfu_rows(
 
 LENGTH, SEQUENCES = 4096, 32
 LIMIT_GB = 90
-_QWEN3: dict[str, Any] = dict(
-    hidden_act="silu",
-    initializer_range=0.02,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    torch_dtype="bfloat16",
-    eos_token_id=None,
-    bos_token_id=None,
-    use_sliding_window=False,
-    attention_dropout=0.0,
-    attention_bias=False,
-    num_attention_heads=32,
-    head_dim=128,
-    vocab_size=151936,
-)
-SLICE = _QWEN3 | dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    model_type="qwen3_moe",
-    max_position_embeddings=40960,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=6,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-)
-"""Qwen3-30B-A3B with 6 of its 48 layers."""
-WIDTHS = _QWEN3 | dict(
-    architectures=["Qwen3ForCausalLM"],
-    model_type="qwen3",
-    max_position_embeddings=131072,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_hidden_layers=36,
-    num_key_value_heads=8,
-    tie_word_embeddings=True,
-)
-"""Qwen3-4B."""
 _SMALL = dict(
     hidden_size=64,
     intermediate_size=128,

@@ -28,38 +28,9 @@ from core.planning.scene import Engine
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.hf_config import parse_config
 from tools.bench import Figure
+from tools.bench.gpu.shapes import PLANNED
 
 GB = 1e9
-_QWEN2 = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", initializer_range=0.02,
-    max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16", eos_token_id=None,
-    bos_token_id=None, use_sliding_window=False, attention_dropout=0.0, vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "0.5B": dict(
-        _QWEN2, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2,
-    ),
-    "1.5B": dict(
-        _QWEN2, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2,
-    ),
-    "0.6B": dict(
-        _QWEN2, architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, hidden_size=1024,
-        intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-    ),
-    "experts": dict(
-        _QWEN2, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", attention_bias=False, hidden_size=2048,
-        intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[], num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, tie_word_embeddings=False,
-    ),
-    "tiny": dict(
-        _QWEN2, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=512,
-    ),
-}  # fmt: skip
-"""Shapes of Qwen2.5-0.5B and -1.5B, Qwen3-0.6B, two layers of Qwen3-30B-A3B, and one for trying the program out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +58,7 @@ class Case:
     def engine(self) -> Engine:
         """The engine as the planner describes it."""
         return Engine(
-            name="actor", config=parse_config(MODELS[self.model]), layout=self.layout, trains=True,
+            name="actor", config=parse_config(PLANNED[self.model]), layout=self.layout, trains=True,
             is_critic=self.is_critic, itemsize=2, gradient_itemsize=4 if self.fp32_gradients else 2,
             recompute=self.recompute, fp8=False, offload=self.offload, tokens=self.tokens, limit_gib=None,
             host_gib=None,
@@ -165,7 +136,7 @@ def measured(cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[dict[str, flo
         following = chosen[number + 1 : number + 2]
         ahead = context.Pool(following[0].layout.world_size, initializer=_import_all) if following else None
         with pool, tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(MODELS[case.model]))
+            (Path(folder) / "config.json").write_text(json.dumps(PLANNED[case.model]))
             arguments = [(case, rank, folder, bool(num_gpus)) for rank in range(world)]
             rows = pool.starmap(_measure, arguments, chunksize=1)
         per_stage = world // case.layout.pp
@@ -231,7 +202,7 @@ def _update(case: Case, engine: Any) -> tuple[Any, Callable[[], object]]:
     from tools.bench.gpu.trainer import ppo_update
 
     count = case.tokens // case.length * case.microbatches * case.layout.dp
-    vocab_size, total = MODELS[case.model]["vocab_size"], count * case.length
+    vocab_size, total = PLANNED[case.model]["vocab_size"], count * case.length
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(total, dtype=torch.bool)
     mask[:: case.length] = False

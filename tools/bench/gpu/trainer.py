@@ -37,6 +37,7 @@ from model_specs.hf_config import read_config
 from rollout.inference.gpus import query_gpus
 from tools.bench import Figure
 from tools.bench.convert import compare
+from tools.bench.gpu.shapes import DEFAULT_SHAPE, SHAPES
 from tools.demo.data import make_tokenizer
 
 if TYPE_CHECKING:
@@ -52,63 +53,13 @@ WARM_UP, ROUNDS = 2, 5
 
 logger = logging.getLogger(__name__)
 
-_QWEN2 = dict(
-    architectures=["Qwen2ForCausalLM"],
-    model_type="qwen2",
-    hidden_act="silu",
-    initializer_range=0.02,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    torch_dtype="bfloat16",
-    eos_token_id=None,
-    bos_token_id=None,
-    use_sliding_window=False,
-    attention_dropout=0.0,
-)
-SHAPES: dict[str, dict[str, Any]] = {
-    "1.5B": dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "7B": dict(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-    ),
-    "tiny": dict(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=True,
-    ),
-}
-"""Qwen2.5's shapes, and one for trying the measurements out."""
-
-
-def config_of(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape."""
-    return {**_QWEN2, **SHAPES[shape]}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """The folder and the size of the measurements."""
 
     folder: Path
-    shape: str = "1.5B"
+    shape: str = DEFAULT_SHAPE
     sglang_python: Path | None = None
     """Interpreter that has SGLang; None: this one."""
     trl_python: Path | None = None
@@ -135,7 +86,7 @@ class Scene:
         path = self.folder / self.shape
         if not path.exists():
             make_tokenizer().save_pretrained(path)
-            (path / "config.json").write_text(json.dumps(config_of(self.shape)))
+            (path / "config.json").write_text(json.dumps(SHAPES[self.shape]))
         return path
 
     @property
@@ -388,4 +339,4 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
 def convert(scene: Scene) -> Iterator[Figure]:
     """Yield the rate of converting a model of the shape into a checkpoint and back, against a plain copy. Uses no
     GPU."""
-    yield from compare(scene.folder, config_of(scene.shape), torch.bfloat16, name=f"convert.{scene.shape}", rounds=2)
+    yield from compare(scene.folder, SHAPES[scene.shape], torch.bfloat16, name=f"convert.{scene.shape}", rounds=2)
