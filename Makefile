@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint setup clean
+.PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint docs setup clean
 
 help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 9 minutes)"
@@ -67,7 +67,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup: $(STAMP)
 

@@ -29,7 +29,7 @@ def test_what_a_document_names_exists(document: str) -> None:
 
 
 def test_the_site_of_the_documentation_is_built_and_each_of_its_links_leads_somewhere(tmp_path: Path) -> None:
-    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(mkdocs, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "configuration" / "index.html").is_file()
