@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
@@ -55,8 +55,12 @@ class Screen:
             text = Text(line) if isinstance(line, str) else line
             if self.console.is_terminal:
                 text.truncate(self.width, overflow="ellipsis")
-            with suppress(OSError):  # the terminal was closed: the run goes on without it
-                self.console.print(text, soft_wrap=True, highlight=False)
+            self.show(text, soft_wrap=True, highlight=False)
+
+    def show(self, what: RenderableType, **options: Any) -> None:
+        """Print with options of rich; the run goes on where the terminal or the reader of a pipe is gone."""
+        with suppress(OSError, SystemExit):  # which rich raises for a broken pipe
+            self.console.print(what, **options)
 
     def begin(self, phase: str) -> None:
         """Name a phase of the start; it ends when the next one or training begins."""
@@ -143,7 +147,7 @@ class Screen:
         self.print("")
         self.print(Text(f"╭─{title}{bar}", style="green"))
         for line in lines if self.compact else ():
-            self.console.print(Text("│ ", style="green").append(line, style="default"), soft_wrap=True, highlight=False)
+            self.show(Text("│ ", style="green").append(line, style="default"), soft_wrap=True, highlight=False)
         self.print(Text(f"╰{'─' * (min(self.width, 80) - 1)}", style="green"))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -132,3 +135,17 @@ def test_equal_rewards_within_groups_are_no_signal_without_a_critic(disable_valu
 def test_times_are_for_people() -> None:
     assert [duration(s) for s in (4.4, 65, 7265)] == ["4 s", "1 min 5 s", "2 h 1 min"]
     assert len({column.title for column in COLUMNS}) == len(COLUMNS)
+
+
+def test_a_run_goes_on_when_the_reader_of_its_output_has_gone(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from rich.console import Console; from core.monitoring.screen import Screen\n"
+        "screen = Screen(Console(), compact=True)\n"
+        "for number in range(100000): screen.print(f'line {number}')\n"
+        "screen.finish(model=None, logs=pathlib.Path('logs'), experiment='sft')\n"
+        "pathlib.Path(sys.argv[1]).touch()"
+    )
+    ended = tmp_path / "ended"
+    command = f"{shlex.join([sys.executable, '-c', script, str(ended)])} | head -1"
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert shown.stdout == "line 0\n" and ended.exists(), shown.stderr
