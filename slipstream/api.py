@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,24 +230,40 @@ def _flags(options: Mapping[str, object], *, dash: bool = False) -> list[str]:
 
 
 class _NewRows:
-    """Passes each new row of a file of metrics on."""
+    """Passes each new row of a file of metrics on. The file may be written anew from some of its rows: those of the
+    recover checkpoint that an attempt continues from."""
 
     def __init__(self, file: Path, on_step: Callable[[dict[str, float]], object]) -> None:
         self._file, self._on_step = file, on_step
-        self._last = (file.stat().st_ino, file.stat().st_size) if file.exists() else (0, 0)
+        self._place = (0, 0)
+        """Inode and size of what was read."""
+        self._known: list[int] = []
+        """Hashes of these rows."""
+        self._read()
 
     def __call__(self) -> None:
+        for row in self._read():
+            self._on_step(json.loads(row))
+
+    def _read(self) -> list[bytes]:
+        """Return the rows that were not there before."""
         if not self._file.exists():
-            return
-        found, (inode, done) = self._file.stat(), self._last
-        begin = done if found.st_ino == inode and found.st_size >= done else 0  # of an earlier run, or begun anew
+            return []
+        found, (inode, done) = self._file.stat(), self._place
+        begin = done if found.st_ino == inode and found.st_size >= done else 0
         with open(self._file, "rb") as file:
             file.seek(begin)
-            lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        self._last = (found.st_ino, begin + len(whole))
-        for line in whole.splitlines():
-            self._on_step(json.loads(line))
+            whole = file.read().rpartition(b"\n")[0]
+        rows = whole.splitlines()
+        kept = 0
+        if begin == 0:
+            kept = sum(
+                1 for _ in takewhile(lambda pair: hash(pair[0]) == pair[1], zip(rows, self._known, strict=False))
+            )
+            del self._known[kept:]
+        self._known.extend(map(hash, rows[kept:]))
+        self._place = (found.st_ino, begin + len(whole) + bool(whole))
+        return rows[kept:]
 
 
 def _last_error(log: Path) -> str:

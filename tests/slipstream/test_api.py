@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 import slipstream
 from core.config.parsing.problems import ConfigError
+from core.monitoring.journal import Journal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from slipstream.api import _arguments, _flags, _NewRows
@@ -156,6 +158,23 @@ def test_each_new_row_of_metrics_is_passed_on_once(tmp_path: Path) -> None:
     rows()
     rows()
     assert seen == [{"step": 2}, {"step": 3}]
+
+
+def test_rows_that_an_attempt_continues_from_are_not_passed_on_again(tmp_path: Path) -> None:
+    def write(steps: Sequence[int], *, continue_after: int, loss: float) -> None:
+        journal = Journal(tmp_path / "metrics.jsonl", continue_after=continue_after)
+        for step in steps:
+            journal.write(step, {"loss": loss})
+        journal.close()
+
+    seen: list[dict[str, float]] = []
+    write([1, 2, 3], continue_after=0, loss=1.0)
+    rows = _NewRows(tmp_path / "metrics.jsonl", seen.append)
+    write([4, 5], continue_after=3, loss=2.0)
+    rows()
+    write([5, 6], continue_after=4, loss=3.0)
+    rows()
+    assert [(row["step"], row["loss"]) for row in seen] == [(4, 2.0), (5, 2.0), (5, 3.0), (6, 3.0)]
 
 
 def test_a_failed_run_raises_the_cause_that_its_log_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
