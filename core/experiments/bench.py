@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import logging
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from core.experiments.common import wait_facts
-from core.experiments.workers import make_push, start_generators
-from core.launch.published import PublishedWeights, transport_of
+from core.experiments.explore import sampling
+from core.launch.published import PublishedWeights
 from core.monitoring.journal import Journal
-from core.placement.allocation import resolve_allocation
 from rollout.inference.versions import Published
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
     from core.experiments.context import RunContext
 
-logger = logging.getLogger(__name__)
-
 
 def bench(config: PPOMATHConfig, context: RunContext) -> None:
     """Evaluate each model of bench.models, and write a row for each into metrics.jsonl."""
-    allocation, screen = resolve_allocation(config), context.screen
-    placed, folder = allocation.generator, context.paths.checkpoints / "push"
-    screen.begin("starting Ray")
-    with context.cluster(num_actors=len(placed.slots) + 1) as cluster:
-        screen.begin("starting the processes")
-        cluster.reserve(allocation.only(placed.role))
-        generators, rollout = start_generators(config, allocation, cluster, context.memory)
-        wait_facts(config, rollout)
-        generators.wait_started(config.launch.startup_timeout_seconds)
-        weights = PublishedWeights()
-        requested = transport_of(placed.backend)
-        push = make_push(config, allocation, weights, generators, rollout, requested=requested, folder=folder)
-        push.connect()
-        rows, journal = [], Journal(context.paths.logs / "metrics.jsonl", continue_after=-1)
+    screen, weights, rows = context.screen, PublishedWeights(), []
+    journal = Journal(context.paths.logs / "metrics.jsonl", continue_after=-1)
+    with closing(journal), sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _):
         for number, model in enumerate(config.bench.models):
             screen.begin(f"evaluating {model}")
             weights.current = Published(version=number, where=str(Path(model).expanduser()))
@@ -45,12 +30,8 @@ def bench(config: PPOMATHConfig, context: RunContext) -> None:
             figures = {f"eval/{name}": value for name, value in rollout.evaluate(push.sync_rejoined).items()}
             journal.write(number, {"model": model, **figures})
             rows.append((model, figures))
-        journal.close()
         screen.end_phase()
-        screen.console.print(_table(rows))
-        rollout.close()
-        push.close()
-        generators.close()
+        screen.show(_table(rows))
 
 
 def _table(rows: list[tuple[str, dict[str, float]]]) -> Table:

@@ -35,7 +35,9 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
-    store = StoreSettings(store=config.experience.store, path=config.experience_path)
+    # A bench job keeps no episodes: as the lessee of a shared store it would shut out the trainer.
+    kept = config.mode != "bench"
+    store = StoreSettings(store=config.experience.store, path=config.experience_path) if kept else StoreSettings()
     return RolloutSettings(
         store=store,
         side=_SIDES.get(config.mode, "both"),
@@ -71,7 +73,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         max_error_share=config.workflow.max_error_share,
         vocab_size=read_config(Path(config.actor.path)).vocab_size,
         max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),
-        prompt_format=config.prompt.prompt_format(boxed="math" in config.reward.functions),
+        prompt_format=config.prompt_format,
         samples=SampleSettings(
             folder=str(logs),
             share=config.samples.share,

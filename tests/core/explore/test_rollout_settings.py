@@ -31,3 +31,9 @@ def test_training_and_evaluation_sample_with_their_own_keys(tmp_path: Path) -> N
 def test_evaluation_is_greedy_and_as_long_as_training_by_default(tmp_path: Path) -> None:
     evaluation = settings_of(tmp_path, *TRAINING).eval_sampling
     assert (evaluation.temperature, evaluation.max_new_tokens) == (0.0, 6)
+
+
+def test_a_bench_job_does_not_open_the_store_of_a_run(tmp_path: Path) -> None:
+    shared = ["experience.store=sqlite", f"experience.path={tmp_path / 'store.db'}"]
+    bench = settings_of(tmp_path, *shared, "mode=bench", f"bench.models=[{tmp_path}]", "evaluation.path=prompts.jsonl")
+    assert settings_of(tmp_path, *shared).store.is_durable and not bench.store.is_durable
