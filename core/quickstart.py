@@ -199,8 +199,9 @@ def _start(
     """Log what will run, then run it. `command`: the words that start it again; None: a dry run. `aside`: the folders
     that an earlier run of the trial has now. `lacking`: what this host does not have for the run."""
     config = loaded.config
-    screen.print(*header(loaded, paths))
-    if not screen.compact:
+    if screen.compact:
+        screen.print(*header(loaded, paths))
+    else:
         screen.console.print(listing(config))
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:

@@ -10,6 +10,7 @@ Names are imported when they are first used, so `import slipstream` loads neithe
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,9 +85,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _refuse_hidden()
-    return getattr(import_module(_HOME[name]), name)
+    found = globals()[name] = getattr(import_module(_HOME[name]), name)  # the next access does not come here
+    return found
 
 
+@cache
 def _refuse_hidden() -> None:
     """Raise ImportError where another package has the name of one of Slipstream's and comes first on the path."""
     root = Path(__file__).resolve().parents[1]

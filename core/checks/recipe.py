@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
 from core.checks.facts import keys_of_conversations, not_used
 from core.checks.host import Check
-from core.checks.resumption import check_checkpoint, check_prompts, check_rows, check_settings
+from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
 from core.checks.workflow import check_workflows
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
@@ -20,6 +19,7 @@ from core.config.parsing.problems import Problem
 from core.data.offline import open_sample, opener, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
+from core.runs.checkpoints import read_stream
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
@@ -31,18 +31,17 @@ from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ...]:
     """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
-    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths)
+    read = cache(read_stream)  # it may be large, and two checks need it
+    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths, read=read)
+    settings = partial(check_settings, read=read)
     of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _store, _quantization, check_algorithm)
-    return (_models, measured, *of_generators, _environment, _home, check_checkpoint, check_settings)
+    return (_models, measured, *of_generators, _environment, _home, check_checkpoint, settings)
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:
@@ -130,12 +129,11 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
+def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     boxed = "math" in config.reward.functions
-    model, longest = Path(config.actor.path), config.dataset.max_prompt_len
-    prompt_format = config.prompt.prompt_format(boxed=boxed)
+    model, longest, written = Path(config.actor.path), config.dataset.max_prompt_len, config.prompt_format
     trained: list[Row] = []
     chats: set[bool] = set()
     lengths = lengths and _has_tokenizer(config.actor.path)
@@ -146,7 +144,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
         if not trained:
             trained.extend(rows)
         if lengths:
-            check_lengths(source.path, rows, model=model, prompt_format=prompt_format, max_prompt_len=longest)
+            check_lengths(source.path, rows, model=model, prompt_format=written, max_prompt_len=longest)
 
     found = list(_data_sets(config, scan))
     yield from found
@@ -154,7 +152,8 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool) -> Iterator[Problem]:
         yield from check_prompts(
             config,
             trained,
-            lambda: num_surely_fitting(trained, model=model, prompt_format=prompt_format, max_prompt_len=longest),
+            read,
+            lambda: num_surely_fitting(trained, model=model, prompt_format=written, max_prompt_len=longest),
         )
     if config.demonstrations.path:
         try:
@@ -173,7 +172,7 @@ def _has_tokenizer(model: str) -> bool:
     return True
 
 
-def _rows(config: SFTConfig | DPOConfig, *, lengths: bool) -> Iterator[Problem]:
+def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
     columns, chats = config.dataset.pair_columns, set[bool]()
@@ -203,7 +202,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool) -> Iterator[Problem]:
                 data, source.path, batch_size=config.dataset.train_bs_n_seqs, epochs=control.total_train_epochs,
                 steps_limit=control.steps_limit,
             )  # fmt: skip
-            yield from check_rows(config, data)
+            yield from check_rows(config, data, read)
 
 
 def _report_prompt_keys(config: ExperimentConfig, chats: Container[bool]) -> None:

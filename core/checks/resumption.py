@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
@@ -31,6 +31,8 @@ from rollout.data.source import DatasetError
 if TYPE_CHECKING:
     from core.data.epochs import Rows
 
+ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""core.runs.checkpoints.read_stream, or what remembers its results."""
 _OF_THE_STREAM: Mapping[str, str] = {
     "seed": "seed",
     "shuffle_dataset": "shuffle",
@@ -97,14 +99,14 @@ def _not_resumable(path: str) -> str | None:
     return f"{path} is no recover checkpoint; {f'did you mean {inside[-1]}?' if inside else way_out}"
 
 
-def check_settings(config: ExperimentConfig) -> Iterator[Problem]:
+def check_settings(config: ExperimentConfig, read: ReadStream) -> Iterator[Problem]:
     """Yield settings that the newest recover checkpoint of the trial, or that of resume_from, cannot follow."""
     newest = checkpoint_to_continue(config)
     if newest is not None:
-        yield from changed_settings(config, newest)
+        yield from changed_settings(config, newest, read)
 
 
-def changed_settings(config: ExperimentConfig, checkpoint: Path) -> Iterator[Problem]:
+def changed_settings(config: ExperimentConfig, checkpoint: Path, read: ReadStream = read_stream) -> Iterator[Problem]:
     """Yield settings that a checkpoint cannot follow; none for a file that no run wrote, which reading it reports."""
     try:
         identity, state = read_run(checkpoint)
@@ -118,7 +120,7 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path) -> Iterator[Pro
     if limit is not None and step > limit and "train_bs_n_seqs" not in changes:
         yield Problem(key="exp_ctrl.total_train_steps", message=too_few_steps(limit, step, checkpoint))
     try:
-        data, settings = read_stream(checkpoint)
+        data, settings = read(checkpoint)
     except NOT_OF_A_RUN:
         return
     before = {**data, **settings}
@@ -128,14 +130,16 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path) -> Iterator[Pro
             yield Problem(key=key, message=f"{shown} (the checkpoint has {had}): {cannot_continue(checkpoint)}")
 
 
-def check_prompts(config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Callable[[], int]) -> Iterator[Problem]:
+def check_prompts(
+    config: PPOMATHConfig, rows: Sequence[Row], read: ReadStream, count_fitting: Callable[[], int]
+) -> Iterator[Problem]:
     """Yield a data set that is certainly another one than that of the newest checkpoint. A run compares the prompts
     that it does not leave out, once they are tokenised. `count_fitting`: of those that it certainly keeps."""
     newest = checkpoint_to_continue(config)
     if newest is None:
         return
     try:
-        before, _ = read_stream(newest)
+        before, _ = read(newest)
         now, num_prompts = identify(rows), int(before["num_prompts"])
         left_none_out = before.get("num_rows") == num_prompts == now["num_rows"]
         changed = before.get("rows_checksum", now["rows_checksum"]) != now["rows_checksum"]
@@ -153,13 +157,13 @@ def check_prompts(config: PPOMATHConfig, rows: Sequence[Row], count_fitting: Cal
     yield Problem(key="dataset.path", message=f"{what}: {cannot_continue(newest)}")
 
 
-def check_rows(config: SFTConfig | DPOConfig, data: Rows) -> Iterator[Problem]:
+def check_rows(config: SFTConfig | DPOConfig, data: Rows, read: ReadStream) -> Iterator[Problem]:
     """Yield rows that are not those of the newest checkpoint, unless they are a sample of a large data set."""
     newest = checkpoint_to_continue(config)
     if newest is None or data.share < 1:
         return
     try:
-        data.check_same_items(read_stream(newest)[0])
+        data.check_same_items(read(newest)[0])
     except DatasetError as change:
         yield Problem(key="dataset.train_path", message=str(change))
     except NOT_OF_A_RUN:

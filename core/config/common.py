@@ -28,9 +28,6 @@ _LONGEST = 128
 """Characters of a name that becomes a folder, to which an earlier run's has a date added."""
 
 N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
-_NO_SLURM = "there is no SLURM mode; Ray places the processes"
-NO_LIMITS = "Ray places the processes without resource limits"
-NO_SERVICES = "generators and rollout service are Ray actors of the run"
 
 
 class Identity(TypedDict):

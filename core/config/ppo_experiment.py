@@ -42,6 +42,7 @@ from core.config.runtime import (
     Summary,
     WorkflowConfig,
 )
+from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import GeneratorConfig, WeightFormat
 
@@ -306,6 +307,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def trained_tokens(self) -> tuple[int, int]:
         """Tokens of the longest (prompt, answer) of a batch."""
         return self.dataset.max_prompt_len, self.ppo.gen.max_new_tokens
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """How prompts are written; those that reward.function=math judges ask for a box."""
+        return self.prompt.prompt_format(boxed="math" in self.reward.functions)
 
     @property
     def sampling(self) -> PPOMATHConfig:

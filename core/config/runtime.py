@@ -338,24 +338,6 @@ class MonitorConfig(Section):
     )
 
 
-_CLUSTER_FACTS = (
-    "cluster_type",
-    "cluster_name",
-    "config_path",
-    "node_type_from_node_name",
-    "gpu_type_from_node_name",
-    "gpu_type",
-    "mount",
-    "default_mount",
-    "gpu_image",
-    "cpu_image",
-    "gpu_infer_image",
-    "node_name_prefix",
-    "n_nodes",
-    "n_gpus_per_node",
-)
-
-
 class ClusterConfig(Section):
     """Where output goes."""
 

@@ -41,8 +41,12 @@ class PublishedWeights:
 
     def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
         """Return the files as buckets in the object store, and their bytes."""
-        buckets = [FlatBucket.of(load_file(file)) for file in self._files]
-        return [ray.put(bucket) for bucket in buckets], sum(bucket.num_bytes for bucket in buckets)
+        placed, num_bytes = [], 0
+        for file in self._files:  # one at a time in the memory of this process
+            bucket = FlatBucket.of(load_file(file))
+            placed.append(ray.put(bucket))
+            num_bytes += bucket.num_bytes
+        return placed, num_bytes
 
     def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None:
         """Send to these servers from now on."""

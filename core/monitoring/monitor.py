@@ -164,11 +164,13 @@ class Monitor:
 
     def samples(self, step: int, read: Callable[[], Sequence[Sample]]) -> None:
         """Report the answers that `read` returns, if they are due after step `step` (counting from 1)."""
-        if self._no_signal.is_due:
-            logger.warning("%s", self._no_signal.message(read()))
-        if self._sample_steps is None or (step > 1 and step % self._sample_steps):
+        no_signal = self._no_signal.is_due
+        due = self._sample_steps is not None and (step == 1 or step % self._sample_steps == 0)
+        samples = read() if no_signal or due else []
+        if no_signal:
+            logger.warning("%s", self._no_signal.message(samples))
+        if not due:
             return
-        samples = read()
         for sample in samples:
             logger.info("%s", log_text(sample))
         self._screen.samples(samples)
