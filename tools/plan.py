@@ -27,7 +27,7 @@ from core.checks.rules import load_config
 from core.config.experiments import EXPERIMENTS
 from core.config.parsing.problems import ConfigError
 from core.planning.advice import advice, verdict
-from core.planning.gpus import Gpu, PlanError, find_gpu, gpu_of_machine
+from core.planning.gpus import PlanError, chosen_gpu
 from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
 from core.planning.rates import StepTime, calibration_of, step_time
 from core.planning.scene import Scene, scene_of
@@ -57,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
             words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
         scene = scene_of(load_config(experiment, given.config, words).config, gpu)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_INPUT
-    except (PlanError, AllocationError) as error:
+    except (ConfigError, PlanError, AllocationError) as error:
         sys.stderr.write(f"error: {error}\n")
         return _BAD_INPUT
     width = max(_WIDTH, Console().width)
@@ -95,18 +92,27 @@ def _search(
         return True
 
     num_gpus = given.gpus or scene.n_nodes * scene.n_gpus_per_node
-    found = search(scene, calibration, num_gpus=num_gpus, mean_answer=mean, accepts=accepts)
+    try:
+        found = search(scene, calibration, num_gpus=num_gpus, mean_answer=mean, accepts=accepts)
+    except PlanError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _BAD_INPUT
     if given.json:
         print(json.dumps([_proposal_json(proposal) for proposal in found], indent=1))
         return 0 if found else _DOES_NOT_FIT
     if not found:
-        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {verdict(scene, plan_memory(scene))}")
+        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {_verdict(scene)}")
         return _DOES_NOT_FIT
     console.print(f"Fastest on {num_gpus} {scene.gpu.name}, answers of {mean:,} tokens on average:")
     for number, proposal in enumerate(found, start=1):
         console.print(f"{number}. {proposal.time.tokens_per_second:,.0f} trained tokens/s: {proposal.why}")
         console.print(f"   {' '.join(proposal.overrides)}")
     return 0
+
+
+def _verdict(scene: Scene) -> str:
+    plan = plan_memory(scene)
+    return verdict(scene, plan, advice(scene, plan))
 
 
 def timed(scene: Scene, mean: int) -> StepTime | None:
@@ -138,13 +144,6 @@ def _proposal_json(proposal: Proposal) -> dict[str, Any]:
         "seconds": vars(proposal.time),
         "peak_bytes": int(proposal.memory.peak.total),
     }
-
-
-def chosen_gpu(name: str | None) -> Gpu:
-    """Return the GPU that is named, or that of this machine; without one an H100. Raises PlanError."""
-    if name is not None:
-        return find_gpu(name)
-    return gpu_of_machine() or find_gpu("H100")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,9 +181,10 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     total = sum(plan.host.values())
     parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items())
     console.print(f"Host memory of a node, about: {total / GIB:.0f} GiB ({parts}).")
-    console.print(verdict(scene, plan))
-    for change in advice(scene, plan):
-        fits = "fits" if change.plan.peak.total <= plan.limit else "does not fit"
+    changes = advice(scene, plan)
+    console.print(verdict(scene, plan, changes))
+    for change in changes:
+        fits = "fits" if change.fits else "does not fit"
         console.print(f"  {change.keys}: needs {change.peak_gib:.1f} GiB, {fits}")
 
 
@@ -208,10 +208,11 @@ def _cells(phase: Phase) -> list[str]:
 
 def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, Any]:
     """Return the plan as plain values; sizes are bytes."""
+    changes = advice(scene, plan)
     return {
         "gpu": {"name": scene.gpu.name, "bytes": int(scene.gpu.gib * GIB)},
         "fits": plan.fits,
-        "verdict": verdict(scene, plan),
+        "verdict": verdict(scene, plan, changes),
         "ranks": [
             {
                 "stage": rank.stage,
@@ -225,9 +226,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, 
         "servers": None if plan.servers is None else vars(plan.servers),
         "host": dict(plan.host),
         "seconds": None if time is None else vars(time),
-        "advice": [
-            {"keys": c.keys, "peak_bytes": int(c.plan.peak.total), "fits": c.plan.fits} for c in advice(scene, plan)
-        ],
+        "advice": [{"keys": c.keys, "peak_bytes": int(c.plan.peak.total), "fits": c.plan.fits} for c in changes],
     }
 
 

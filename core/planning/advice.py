@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from allocation import AllocationError
 from core.config.experiments import ExperimentConfig
-from core.planning.gpus import GPUS, PlanError, gpu_of_machine
+from core.planning.gpus import PlanError, chosen_gpu
 from core.planning.memory import GIB, MemoryPlan, plan_memory, smallest_world
 from core.planning.scene import Scene, scene_of
 
@@ -24,6 +24,11 @@ class Change:
     def peak_gib(self) -> float:
         return self.plan.peak.total / GIB
 
+    @property
+    def fits(self) -> bool:
+        """Whether the trainer does."""
+        return self.plan.peak.total <= self.plan.limit
+
 
 def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     """Return changes that lower the peak: the first that makes the run fit, cheapest first, or else those that lower it
@@ -31,15 +36,14 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     if plan.peak.total <= plan.limit:
         return []
     changes = [Change(keys=keys, plan=plan_memory(changed)) for keys, changed in _changes(scene)]
-    fitting = [change for change in changes if change.plan.peak.total <= plan.limit]
-    if fitting:
+    if fitting := [change for change in changes if change.fits]:
         return fitting[:3]
     lower = [change for change in changes if change.peak_gib < plan.peak.total / GIB]
     return sorted(lower, key=lambda change: change.peak_gib)[:3]
 
 
-def verdict(scene: Scene, plan: MemoryPlan) -> str:
-    """Return whether the run fits and, where no change would help, the smallest number of GPUs."""
+def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
+    """Return whether the run fits and, where no change of advice() would help, the smallest number of GPUs."""
     peak = plan.peak
     if not scene.on_gpu:
         return f"The trainer computes on the CPU: a rank needs about {peak.allocated / GIB:.1f} GiB of host memory."
@@ -56,8 +60,8 @@ def verdict(scene: Scene, plan: MemoryPlan) -> str:
     problems = []
     if peak.total > plan.limit:
         problems.append(f"{(peak.total - plan.limit) / GIB:.1f} GiB are missing in the {peak.name}.")
-        if not any(change.plan.peak.total <= plan.limit for change in advice(scene, plan)):
-            smallest = smallest_world(scene, scene.actor.config)
+        if not any(change.fits for change in changes):
+            smallest = smallest_world(scene)
             need = (
                 "No number of GPUs up to 4096 is enough"
                 if smallest is None
@@ -73,7 +77,7 @@ def summary_lines(config: ExperimentConfig) -> list[str]:
     """Return the plan of a configuration in a line, for the GPU of this machine or an H100; nothing where the trainer
     has no GPUs, or what is wrong is reported elsewhere."""
     try:
-        scene = scene_of(config, gpu_of_machine() or GPUS["H100"])
+        scene = scene_of(config, chosen_gpu())
     except (PlanError, AllocationError):
         return []
     if not scene.on_gpu:
@@ -84,7 +88,7 @@ def summary_lines(config: ExperimentConfig) -> list[str]:
     line = f"Memory of {gpu.name}: {needs}"
     if plan.servers is not None:
         line += f"; a server caches {plan.servers.tokens:,} tokens"
-    return [f"{line}. {verdict(scene, plan)} `slipstream plan` shows the parts."]
+    return [f"{line}. {verdict(scene, plan, advice(scene, plan))} `slipstream plan` shows the parts."]
 
 
 def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:

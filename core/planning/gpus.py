@@ -59,3 +59,10 @@ def find_gpu(text: str) -> Gpu:
         f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
         "times need its data sheet and a calibration, see docs/planner.md"
     )
+
+
+def chosen_gpu(name: str | None = None) -> Gpu:
+    """Return the GPU that is named, or that of this machine; without one an H100. Raises PlanError."""
+    if name is not None:
+        return find_gpu(name)
+    return gpu_of_machine() or find_gpu("H100")

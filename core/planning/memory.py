@@ -339,15 +339,13 @@ def _host(scene: Scene) -> dict[str, float]:
     return host
 
 
-def smallest_world(scene: Scene, config: ModelConfig) -> int | None:
+def smallest_world(scene: Scene) -> int | None:
     """Return the smallest number of GPUs, a power of two, on which the trainer of a scene fits with recomputation of
     whole layers and any layout; None up to 4096."""
-    world = 1
+    world, alone = 1, replace(scene, servers=None).with_engines(recompute="full")
     while world <= 4096:
-        for layout in small_layouts(config, world):
-            smaller = replace(scene, servers=None).with_engines(recompute="full", layout=layout)
-            others = tuple(e if e.trains else replace(e, layout=layout) for e in smaller.engines)
-            if plan_memory(replace(smaller, engines=others)).fits:
+        for layout in small_layouts(scene.actor.config, world):
+            if plan_memory(alone.in_layout(layout)).fits:
                 return world
         world *= 2
     return None

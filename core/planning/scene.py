@@ -41,11 +41,6 @@ class Engine:
     limit_gib: float | None
     host_gib: float | None
 
-    @property
-    def keys(self) -> str:
-        """Prefix of its keys."""
-        return f"{self.name}."
-
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
@@ -97,6 +92,10 @@ class Scene:
     @property
     def longest(self) -> int:
         return self.prompt_tokens + self.answer_tokens
+
+    def in_layout(self, layout: ParallelLayout) -> Scene:
+        """Return the scene with every engine in this layout."""
+        return replace(self, engines=tuple(replace(e, layout=layout) for e in self.engines))
 
     def with_engines(self, **changes: object) -> Scene:
         """Return the scene with changes of every trained engine."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from allocation import ParallelLayout, batch_errors, model_errors
 from allocation.errors import divisors
+from core.planning.gpus import PlanError
 from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers
 from core.planning.rates import Calibration, StepTime, step_time
 from core.planning.scene import Scene, Servers
@@ -77,8 +78,11 @@ def search(
     accepts: Callable[[Proposal], bool],
     most: int = 3,
 ) -> list[Proposal]:
-    """Return the fastest allocations on `num_gpus` GPUs, best first. `accepts`: whether a run would start with it."""
+    """Return the fastest allocations on `num_gpus` GPUs, best first. `accepts`: whether a run would start with it.
+    Raises PlanError for a number that equal nodes cannot have."""
     nodes = max(1, num_gpus // 8)
+    if left := num_gpus % nodes:
+        raise PlanError(f"--gpus {num_gpus}: {nodes} nodes cannot have as many GPUs each; write {num_gpus - left}")
     scene = replace(scene, n_nodes=nodes, n_gpus_per_node=num_gpus // nodes)
     candidates = sorted(
         _candidates(scene, calibration, num_gpus, mean_answer),
@@ -108,15 +112,15 @@ def _candidates(
     """Yield allocations that divide models and batch and whose trainer fits, each with its time. Of the levels of
     recomputation, the first that fits is taken."""
     assert scene.servers is not None, "the caller has generators"
-    sizes = [one for one in _server_sizes(scene, scene.servers)]
+    sizes = list(_server_sizes(scene, scene.servers))
     fits: dict[tuple[ParallelLayout, bool], Scene | None] = {}
     for layout in _trainer_layouts(scene, num_gpus):
         for tp in sizes:
             rest = num_gpus - layout.world_size
-            colocated = rest == 0
-            if (num_gpus if colocated else rest) % tp or (colocated and scene.max_staleness > 0):
+            colocated, of_servers = rest == 0, rest or num_gpus
+            if of_servers % tp or (colocated and scene.max_staleness > 0):
                 continue
-            count = (num_gpus if colocated else rest) // tp
+            count = of_servers // tp
             if (layout, colocated) not in fits:
                 fits[layout, colocated] = _fitting(replace(scene, shares_gpus=colocated), layout)
             trainer = fits[layout, colocated]
@@ -131,8 +135,7 @@ def _candidates(
 
 def _fitting(scene: Scene, layout: ParallelLayout) -> Scene | None:
     """Return the scene with the trainer in this layout and the least recomputation that fits."""
-    engines = tuple(replace(engine, layout=layout) for engine in scene.engines)
-    placed = replace(scene, engines=engines)
+    placed = scene.in_layout(layout)
     for offload in (False, True):
         for level in _LEVELS:
             leveled = placed.with_engines(recompute=level, offload=offload)
@@ -165,9 +168,9 @@ def _trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
                     if world > num_gpus:
                         break
                     for ep in experts:
-                        if dp * tp * cp % ep or not _suits(scene, ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)):
-                            continue
-                        yield ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                        if dp * tp * cp % ep == 0 and _suits(scene, layout):
+                            yield layout
 
 
 def _suits(scene: Scene, layout: ParallelLayout) -> bool:

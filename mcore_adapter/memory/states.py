@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from allocation import ParallelLayout, layers_of_chunks
@@ -49,6 +50,7 @@ class States:
         return self.weights + self.gradients + self.masters + self.moments
 
 
+@lru_cache(maxsize=4096)  # the search of the planner asks for few stages, each many times
 def rank_states(
     config: ModelConfig,
     layout: ParallelLayout,

@@ -79,3 +79,10 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert main(["--config", str(recipe), *words]) == 2
         assert error in capsys.readouterr().err
+
+
+def test_a_number_of_gpus_that_equal_nodes_cannot_have_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "17"]) == 2
+    assert capsys.readouterr().err == "error: --gpus 17: 2 nodes cannot have as many GPUs each; write 16\n"

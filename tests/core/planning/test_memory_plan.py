@@ -120,7 +120,7 @@ def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path)
 def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tmp_path: Path) -> None:
     fitting = make_scene(tmp_path, gpu="H200")
     plan = plan_memory(fitting)
-    assert plan.fits and advice(fitting, plan) == [] and verdict(fitting, plan).startswith("It fits")
+    assert plan.fits and advice(fitting, plan) == [] and verdict(fitting, plan, []).startswith("It fits")
     tight = make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "actor_train.mb_spec.max_tokens_per_mb=32768")
     plan = plan_memory(tight)
     changes = advice(tight, plan)
@@ -151,7 +151,8 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
     huge = {**SHAPES["7B"], "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
     huge |= {"num_key_value_heads": 8, "intermediate_size": 28672}
     scene = make_scene(tmp_path, *one, raw=huge)
-    text = verdict(scene, plan_memory(scene))
+    plan = plan_memory(scene)
+    text = verdict(scene, plan, advice(scene, plan))
     assert "does not fit" in text and "The trainer needs at least 32 GPUs" in text
 
 
