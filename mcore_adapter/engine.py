@@ -178,7 +178,7 @@ class MegatronEngine:
         was changed). Raises StepOutOfMemory.
         """
         if self._optimizer is None:
-            raise ValueError("this engine has no optimizer: it was built for inference (optimizer=None)")
+            raise ValueError("this engine has no optimizer: it was built for inference (total_updates=None)")
         shard = weighed(batch, token_weights)
         limit = self.planner.limit(shard.shape, PassLimits(max_tokens_per_mb, max_sequence_tokens))
         plan, divisors = shard.plan(self.planner, limit), shard.divisors

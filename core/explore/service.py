@@ -25,7 +25,7 @@ from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.trajectory_checks import GroupLimits
 from rollout.types import Prompt, Workflow
-from rollout.workflows import make_workflow
+from rollout.workflows import close_workflow, make_workflow
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class RolloutService:
         if settings.side == "both":
             self._experience.enroll(settings.lessee)
         rules = self._data.rules()
+        self._workflow = workflow
         self._producer = self._make_producer(settings, workflow, rules)
         self._version = 0
         self._batches = Batches(settings, self._data, self._experience, rules)
@@ -218,8 +219,10 @@ class RolloutService:
         self._producer.check()
 
     async def close(self) -> None:
-        """Cancel what runs and end the reward workers."""
+        """Cancel what runs, and end what workflows have started and the reward workers."""
         await self._producer.__aexit__(None, None, None)
+        for workflow in (self._workflow, self._eval_workflow):
+            await close_workflow(workflow)
         await self._batches.close()
         await self.router.close()
         await self._rewards.close()

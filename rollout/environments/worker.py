@@ -35,9 +35,8 @@ def _call(held: dict[int, Environment], spec: str, number: int, method: str, arg
     try:
         if method == "reset":
             held[number] = make_environment(spec)
-        result = getattr(held[number], method)(*arguments)
-        if method == "close":
-            del held[number]
+        environment = held.pop(number) if method == "close" else held[number]  # also where close() fails
+        result = getattr(environment, method)(*arguments)
         if method == "reset":
             return str(result), None
         if method == "step":

@@ -52,15 +52,17 @@ CREATE TABLE IF NOT EXISTS episodes (
 );
 CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
-CREATE INDEX IF NOT EXISTS unleased ON episodes (number) WHERE fate IN ('dropped', 'skipped') AND step IS NULL;
+CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped');
 CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
 CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
 """
 _OUTSTANDING = "fate IN ('open', 'ready')"
+_OPEN = f"{_OUTSTANDING} AND fate = 'open'"
+"""The partial indices serve a query that has their own condition."""
 _KEPT = "fate = 'trained' AND value IS NOT NULL"
 _BUSY_SECONDS = 60.0
-"""For another process to finish its transaction."""
+"""Most seconds to wait for the transaction of another process."""
 _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
 
@@ -128,10 +130,12 @@ class SQLiteExperience:
     def adopt(self) -> list[Tags]:
         own = self._become_explorer()
         with self._transaction():
-            found = self._db.execute("SELECT DISTINCT explorer FROM episodes WHERE fate = 'open'").fetchall()
+            found = self._db.execute(f"SELECT DISTINCT explorer FROM episodes WHERE {_OPEN}").fetchall()
             dead = [name for (name,) in found if name != own and not self._is_alive(name)]
+            if not dead:
+                return []
             marks = ", ".join("?" * len(dead))
-            where = f"fate = 'open' AND explorer IN ({marks})"
+            where = f"{_OPEN} AND explorer IN ({marks})"
             left = self._tags(f"{where} ORDER BY number", dead)
             self._db.execute(f"UPDATE episodes SET explorer = ? WHERE {where}", (own, *dead))
         return left
@@ -209,7 +213,7 @@ class SQLiteExperience:
                 self._set_meta("error", f"{type(error).__name__}: {error}")
 
     def in_flight(self) -> list[Tags]:
-        return self._tags("fate = 'open' ORDER BY number")
+        return self._tags(f"{_OPEN} ORDER BY number")
 
     def _tags(self, where: str, values: Sequence[str] = ()) -> list[Tags]:
         rows = self._db.execute(f"SELECT tags, fate, version FROM episodes WHERE {where}", values).fetchall()

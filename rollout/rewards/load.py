@@ -32,7 +32,12 @@ def join_spec(functions: Sequence[str], weights: Sequence[float] | None) -> str:
     """Return the spec of reward functions; of one function without a weight its name."""
     weights = weights or [1.0] * len(functions)
     terms = zip(functions, weights, strict=False)  # lists that differ in length are refused by the configuration
-    return " + ".join(name if weight == 1.0 else f"{weight:g}*{name}" for name, weight in terms)
+    return " + ".join(name if weight == 1.0 else f"{_number(weight)}*{name}" for name, weight in terms)
+
+
+def _number(weight: float) -> str:
+    """Return a weight exactly, without the + that parts the terms."""
+    return f"{weight:.15g}".replace("e+", "e")
 
 
 def split_spec(spec: str) -> list[tuple[float, str]]:

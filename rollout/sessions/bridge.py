@@ -7,6 +7,7 @@ after it, only new messages are.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -66,11 +67,15 @@ class Bridge:
 
     def cut(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str | None]:
         """Return how many tokens there are up to the first of the texts `stop`, its own included, and which it is."""
-        for end in range(1, len(token_ids) + 1):
+
+        def found(end: int) -> str | None:
             text = self.text(token_ids[:end])
-            if found := next((s for s in stop if s in text), None):
-                return end, found
-        return len(token_ids), None
+            return next((s for s in stop if s in text), None)
+
+        if found(len(token_ids)) is None:
+            return len(token_ids), None
+        end = bisect_left(range(len(token_ids)), True, key=lambda end: found(end) is not None)
+        return end, found(end)
 
     @cached_property
     def _tool_format(self) -> ToolFormat | None:

@@ -6,7 +6,7 @@ Messages are {role, content, tool_calls?, tool_call_id?}: contents are texts, ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class Answer:
     """The stop sequence of the client that ended it."""
     prompt_tokens: int
     completion_tokens: int
-    logprobs: Sequence[tuple[str, float]]
+    logprobs: Callable[[], Sequence[tuple[str, float]]]
     """Text and log-probability of each sampled token."""
 
     @property

@@ -99,7 +99,7 @@ def _written(answer: Answer) -> dict[str, Any]:
 def _logprobs(answer: Answer) -> dict[str, Any]:
     tokens = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in answer.logprobs
+        for text, logprob in answer.logprobs()
     ]
     return {"content": tokens, "refusal": None}
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rollout.types import Prompt
 
-_MAX_OUTPUT_BYTES = 2**20
 _SHOWN_CHARS = 1000
 
 
@@ -60,7 +59,7 @@ async def run_command(command: str, *, input: str, environment: Mapping[str, str
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_shell(
             command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **environment}, start_new_session=True, limit=_MAX_OUTPUT_BYTES,
+            env={**os.environ, **environment}, start_new_session=True,
         )
     )  # fmt: skip
     try:

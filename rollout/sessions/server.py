@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
-from rollout.sessions.calls import CallError
+from rollout.sessions.calls import Call, CallError
 from rollout.sessions.session import Session
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,10 @@ class SessionServer:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         dialect = _DIALECTS[request.path]
         try:
-            session = self._session_of(request)
+            self._session_of(request)
             body = await _body_of(request)
-            call = dialect.read_call(body)
+            session = self._session_of(request)  # it may have ended meanwhile
+            call = _call_of(dialect, body)
             if request.path.endswith("/count_tokens"):
                 return web.json_response({"input_tokens": session.count(call.messages, call.tools)})
         except (CallError, json.JSONDecodeError) as error:
@@ -154,6 +155,16 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CallError("The body must be a JSON object.")
     return body
+
+
+def _call_of(dialect: ModuleType, body: dict[str, Any]) -> Call:
+    try:
+        call: Call = dialect.read_call(body)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CallError(f"The request is malformed: {error!r}.") from error
+    if call.max_tokens is not None and call.max_tokens < 0:
+        raise CallError(f"max_tokens={call.max_tokens}: it must be at least 1.", param="max_tokens")
+    return call
 
 
 def _error_of(asked: asyncio.Task[Any]) -> BaseException | None:

@@ -29,7 +29,6 @@ class _Turn:
     added: Sequence[int]
     completion: Completion
     message: dict[str, Any]
-    is_leaf: bool = True
 
     @property
     def path(self) -> list[_Turn]:
@@ -155,14 +154,12 @@ class Session:
             stopped_at=stopped_at,
             prompt_tokens=num_prompt,
             completion_tokens=len(completion.token_ids),
-            logprobs=[
+            logprobs=lambda: [
                 (self._bridge.text([t]), float(p))
                 for t, p in zip(completion.token_ids, completion.logprobs, strict=True)
             ],
         )
         turn = _Turn(parent=parent, added=added, completion=completion, message=answer.message)
-        if parent is not None:
-            parent.is_leaf = False
         self._turns.append(turn)
         self._known[_names((*call.messages, answer.message), call.tools)[-1]] = turn
         return answer
@@ -179,22 +176,16 @@ class Session:
             raise ValueError(f"{self._prompt.query_id}: the program ended without a request to the policy")
         trained: set[int] = set()
         built = []
-        for leaf in self._turns:
-            if not leaf.is_leaf:
-                continue
-            sample: TrajectoryBuilder | None = None
+        continued = {id(turn.parent) for turn in self._turns}
+        for leaf in (turn for turn in self._turns if id(turn) not in continued):
+            sample = TrajectoryBuilder(self._prompt, number=self._number, start=())
             for turn in leaf.path:
-                sample = (
-                    TrajectoryBuilder(self._prompt, number=self._number, start=turn.added)
-                    if sample is None
-                    else sample.observed(turn.added)
-                )
+                sample.observed(turn.added)
                 if id(turn) in trained:
                     sample.observed(turn.completion.token_ids.tolist())
                 else:
                     sample.sampled(turn.completion)
                     trained.add(id(turn))
-            assert sample is not None
             built.append(sample.build(reward, metrics))
         return built
 

@@ -62,6 +62,12 @@ def make_workflow(choice: str | WorkflowChoice, *, encoder: Encoder | None = Non
     return _ByTask(made[choice.type], {task: made[spec] for task, spec in choice.by_task.items()})
 
 
+async def close_workflow(workflow: Workflow) -> None:
+    """End what a workflow has started, if it has a method close()."""
+    if (close := getattr(workflow, "close", None)) is not None:
+        await close()
+
+
 def _path(spec: str) -> str:
     if spec not in WORKFLOWS and ":" not in spec:
         raise PluginError(unknown_name(spec, kind="workflow", known=sorted(WORKFLOWS), own="Class"))
@@ -93,3 +99,8 @@ class _ByTask:
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         return await self._by_task.get(prompt.task, self._default).run(prompt, generator)
+
+    async def close(self) -> None:
+        """Close every workflow once."""
+        for workflow in {id(one): one for one in (self._default, *self._by_task.values())}.values():
+            await close_workflow(workflow)

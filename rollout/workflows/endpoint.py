@@ -19,6 +19,7 @@ from rollout.sessions.programs import Endpoint, row_of, run_command
 from rollout.sessions.server import SessionServer
 from rollout.sessions.session import Limits, Session
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.workflows.samples import all_of
 
 _NO_LIMIT = 10**9
 """model_max_length of tokenizers that state none is larger."""
@@ -76,13 +77,13 @@ class EndpointWorkflow:
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         """Return the trajectories of a group, those of a program's branches one after the other."""
-        samples = [asyncio.ensure_future(self._sample(prompt, generator, i)) for i in range(self._group_size)]
-        try:
-            groups = await asyncio.gather(*samples)
-        finally:
-            for sample in samples:
-                sample.cancel()
+        groups = await all_of(self._sample(prompt, generator, number) for number in range(self._group_size))
         return [trajectory for group in groups for trajectory in group]
+
+    async def close(self) -> None:
+        """End the sessions and stop listening."""
+        if self._server is not None:
+            await (await self._server).close()
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> list[Trajectory]:
         server = await self._started()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic import field_validator
@@ -16,6 +15,7 @@ from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
 from rollout.trajectories import TrajectoryBuilder, sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.workflows.samples import all_of
 
 
 class EnvironmentWorkflow:
@@ -62,12 +62,11 @@ class EnvironmentWorkflow:
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         """Return one trajectory for each sample. Samples of a prompt have the same environment. Raises
         EnvironmentFailure."""
-        samples = [asyncio.ensure_future(self._sample(prompt, generator, i)) for i in range(self._group_size)]
-        try:
-            return await asyncio.gather(*samples)
-        finally:
-            for sample in samples:
-                sample.cancel()
+        return await all_of(self._sample(prompt, generator, number) for number in range(self._group_size))
+
+    async def close(self) -> None:
+        """End the processes of the environments."""
+        self._pool.close()
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> Trajectory:
         row = {**prompt.meta, "prompt": prompt.text, "task": prompt.task, "solutions": prompt.solutions}

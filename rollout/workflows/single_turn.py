@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 
 from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
 from rollout.trajectories import TrajectoryBuilder, sample_seed
 from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Trajectory
+from rollout.workflows.samples import all_of
 
 
 class SingleTurnMathWorkflow:
@@ -27,12 +27,7 @@ class SingleTurnMathWorkflow:
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         """Return the group of `prompt`, in sample order. A sample that fails cancels the others and raises its
         error."""
-        sampling = [asyncio.ensure_future(generator.generate(request)) for request in self._requests(prompt)]
-        try:
-            completions = await asyncio.gather(*sampling)
-        finally:
-            for task in sampling:
-                task.cancel()
+        completions = await all_of(generator.generate(request) for request in self._requests(prompt))
         texts = [self._tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True) for c in completions]
         rewards = await self._reward_pool.score_many(prompt, texts)
         return [

@@ -31,7 +31,7 @@ from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams, Workflow
-from rollout.workflows import make_workflow
+from rollout.workflows import close_workflow, make_workflow
 from tools.eval.data import EvalFailure, make_prompts
 from tools.eval.folder import check_same, check_same_prompts, empty
 from tools.eval.model import (
@@ -199,6 +199,8 @@ async def _answer_all(
             pool = RewardPool(settings.judging.reward, num_workers=settings.reward_workers)
             rewards = RecordedRewards(await stack.enter_async_context(pool))
             workflows = _workflows(settings, plan, encoder, rewards)
+            for workflow in workflows.values():
+                stack.push_async_callback(close_workflow, workflow)
             generators = await start_generators(stack, model, settings.generator, settings.output_path / "logs")
             router = Router(generators)
             stack.push_async_callback(router.close)

@@ -28,7 +28,7 @@ from rich.table import Table
 from rollout.experience import Episode, Experience, Tags
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
-from tools.arguments import BadRequest, integer, program
+from tools.arguments import BadRequest, data_file, integer, program
 from tools.experience.ledger import add_store, open_store
 
 _DTYPES = {
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         store = open_store(arguments, new=arguments.command == "import")
         arguments.call(store, arguments)
-    except (BadRequest, PluginError) as error:
+    except (BadRequest, PluginError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
@@ -68,9 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(call=call)
         add_store(command)
         if name in ("export", "import"):
-            command.add_argument("file", type=Path, help="jsonl file")
+            command.add_argument("file", type=data_file if name == "import" else Path, help="jsonl file")
         if name == "prune":
-            command.add_argument("--keep", type=integer(least=0), default=0, help="steps whose tokens stay")
+            command.add_argument(
+                "--keep",
+                type=integer(least=0),
+                default=0,
+                help="number of the last steps whose tokens stay (default: none)",
+            )
     return parser
 
 
@@ -83,17 +88,9 @@ def stats(store: Experience, arguments: argparse.Namespace) -> None:
         table.add_column(column)
     for (task, fate), count in sorted(counts.items()):
         own = [tags for tags in episodes if (tags.task, tags.fate) == (task, fate)]
-        means = [_mean([value for tags in own for value in of(tags)]) for of in (_rewards, _lengths)]
+        means = [_mean([value for tags in own for value in getattr(tags, of)]) for of in ("rewards", "lengths")]
         table.add_row(task, fate, str(count), *means)
     Console().print(table)
-
-
-def _rewards(tags: Tags) -> Sequence[float]:
-    return tags.rewards
-
-
-def _lengths(tags: Tags) -> Sequence[float]:
-    return tags.lengths
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -67,6 +67,7 @@ def test_a_spec_is_one_text_and_back() -> None:
     assert join_spec(["math"], None) == "math"
     spec = join_spec(["a.b:c", "math", "d:e"], [0.5, 1.0, -2e-05])
     assert split_spec(spec) == [(0.5, "a.b:c"), (1.0, "math"), (-2e-05, "d:e")]
+    assert split_spec(join_spec(["a.b:c", "d:e"], [0.1234567, 1e20])) == [(0.1234567, "a.b:c"), (1e20, "d:e")]
 
 
 def test_several_rewards_are_added_by_weight_and_each_is_a_part() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
@@ -15,7 +16,7 @@ from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
 from rollout.environments.protocol import make_environment
 from rollout.plugins import PluginError
 from rollout.types import Prompt, SamplingParams
-from rollout.workflows import WorkflowChoice, make_workflow
+from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
 
 TOKENIZER = chat_tokenizer()
 PROMPT = Prompt(query_id="q", index=1, task="t", text="7", token_ids=np.array([5], np.int32), solutions=("2",))
@@ -118,7 +119,8 @@ def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None
         try:
             return await workflow.run(PROMPT, generator)
         finally:
-            workflow._pool.close()
+            await close_workflow(workflow)
+            assert not psutil.Process().children(), "its worker has ended"
 
     [t] = asyncio.run(main())
     assert (t.reward, t.metrics) == (1.0, {"num_turns": 3.0, "finished": 1.0})
