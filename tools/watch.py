@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from core.monitoring.sample_file import read_samples
+from core.monitoring.sample_file import last_samples
 from core.monitoring.samples import Sample
 from core.monitoring.screen import duration
 from core.monitoring.step_table import StepTable
@@ -81,10 +81,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _answers(logs: Path, width: int) -> list[Text]:
     """Return the best and the worst answer of the last step that has any."""
-    has_any = (logs / "samples.jsonl").exists()
-    samples = [sample for sample in read_samples(logs) if not sample.evaluation] if has_any else []
-    last = max((sample.step for sample in samples), default=0)
-    return [Text(""), *(_answer(s, width) for s in samples if s.step == last and {"best", "worst"} & set(s.notable))]
+    return [Text(""), *(_answer(s, width) for s in last_samples(logs) if {"best", "worst"} & set(s.notable))]
 
 
 def _answer(sample: Sample, width: int) -> Text:

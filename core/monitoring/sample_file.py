@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,25 @@ def read_samples(folder: Path) -> Iterator[Sample]:
     """Yield the samples of a run's log folder, oldest first. Raises FileNotFoundError if there are none, and ValueError
     for a file of something else."""
     for path in [*closed_files(folder), folder / _CURRENT]:
-        try:
-            for row in read_rows(path):
-                yield Sample.from_row(row)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not a file of samples: {error}") from error
+        yield from _samples_of(path)
+
+
+def last_samples(folder: Path) -> list[Sample]:
+    """Return the samples of the last step of training that has any, of evaluations none. Raises ValueError for a file
+    of something else."""
+    for path in [folder / _CURRENT, *reversed(closed_files(folder))]:  # each has whole steps
+        with suppress(FileNotFoundError):  # it is about to be closed under a number
+            if samples := [sample for sample in _samples_of(path) if not sample.evaluation]:
+                return [sample for sample in samples if sample.step == samples[-1].step]
+    return []
+
+
+def _samples_of(path: Path) -> Iterator[Sample]:
+    try:
+        for row in read_rows(path):
+            yield Sample.from_row(row)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a file of samples: {error}") from error
 
 
 def _number(path: Path) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from core.monitoring.sample_file import SampleFile, closed_files, read_samples
+from core.monitoring.sample_file import SampleFile, closed_files, last_samples, read_samples
 from core.monitoring.samples import Sample
 
 
@@ -53,3 +54,12 @@ def test_files_of_something_else_are_not_read_as_samples(tmp_path: Path) -> None
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     with pytest.raises(ValueError, match=r"samples\.jsonl: not a file of samples: .*loss"):
         steps(tmp_path)
+
+
+def test_the_last_samples_of_training_are_found_behind_those_of_an_evaluation(tmp_path: Path) -> None:
+    assert last_samples(tmp_path) == []
+    file = SampleFile(tmp_path, continue_after=0, max_bytes=500, keep=3)
+    for batch in ([sample(1)], [sample(2), sample(2)], [replace(sample(2), evaluation="hard")]):
+        file.write(batch)
+    file.close()
+    assert last_samples(tmp_path) == [sample(2), sample(2)] and closed_files(tmp_path)
