@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import replace
 
 import torch
@@ -168,10 +169,12 @@ class _Calls:
         self._begin = time.perf_counter()
 
     def failure(self, deadline: Deadline) -> str | None:
-        """Wait for the servers; return what failed, for all ranks to raise."""
+        """Wait for all servers, also after a failure of one: a call that arrives late would write old weights into the
+        repetition. Return what failed, for all ranks to raise."""
         try:
             deadline.wait(self._answers, self._what)
         except (PushError, GeneratorCallError, GeneratorGone) as e:
+            wait_for_all(self._answers.values(), timeout=deadline.left())
             return str(e)
         if self._bucket:
             add_span("bucket", time.perf_counter() - self._begin, lane="buckets", **self._bucket)

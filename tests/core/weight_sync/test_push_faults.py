@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.calls import PushError
+from core.weight_sync.calls import PushError, in_background
 from core.weight_sync.sender_plan import SendReport
 from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
@@ -139,6 +139,23 @@ def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(
         assert all(holds(double, 2) for double in doubles)
         again.close()
         assert not pushed_folders(folder)
+
+
+def test_a_failed_push_through_shared_memory_ends_when_no_call_of_it_is_under_way(folder: Path) -> None:
+    path = UPDATE_OF["ipc"]
+    with paused(1, 1) as (doubles, servers):
+        sender = sender_of("ipc", folder)
+        sender.connect(servers)
+        late = doubles[0].faults.hold_call(path)
+        doubles[1].faults.refuse(path, "out of memory")
+        pushed = in_background(push, sender, 1)
+        with pytest.raises(TimeoutError):
+            pushed.result(timeout=1.0)
+        late.release()
+        with pytest.raises(PushError, match="generator-1: .* out of memory"):
+            pushed.result(timeout=30.0)
+        assert push(sender, 2).compared == "all checksums equal"
+        assert all(holds(double, 2) for double in doubles)
 
 
 @pytest.mark.parametrize("late", [False, True])
