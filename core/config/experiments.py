@@ -64,7 +64,9 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
         yield from untrained_model("model", self.model)
         if self.mode not in ("ray", "local", "both"):
-            yield Violation(("mode",), f"{self.NAME} samples nothing, mode={self.mode} is of ppo-math; write mode=ray")
+            yield Violation(
+                ("mode",), f"mode={self.mode} works with ppo-math only; {self.NAME} samples nothing: write mode=ray"
+            )
 
     @property
     def roles(self) -> dict[str, MFCConfig]:

@@ -131,7 +131,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         if self.mode == "train" and not self.recovers:
             yield Violation(
                 ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),
-                "mode=train needs recover checkpoints, which say what of the store is trained; write recover_mode=auto",
+                "mode=train needs recover checkpoints, which record the trained episodes of the store; write "
+                "recover_mode=auto",
             )
         if self.mode == "bench" and not (self.bench.models and self.evaluates):
             yield Violation(

@@ -126,13 +126,13 @@ class WorkflowConfig(Section):
         "task with reset and step), or a custom class as package.module:Class",
     )
     by_task: dict[str, str] = key(
-        {}, "Workflows of other tasks, {task of the row: as type}; rows of other tasks have type"
+        {}, "Workflows by the task of a row, as {task: workflow}; rows of other tasks use workflow.type"
     )
-    options: dict[str, FlagValue] = key({}, "Settings of workflows of your own: fields of their class Config")
+    options: dict[str, FlagValue] = key({}, "Settings of the workflow: fields of its class Config")
     timeout_seconds: float | None = key(
         600.0,
-        "Time limit of a rollout for tools and environments: the time in which it waits neither for generators nor for "
-        "reward workers. null: none",
+        "Time limit of a rollout, without its waits for generators and reward workers; bounds tools and "
+        "environments. null: none",
         gt=0,
     )
     max_retries: int = key(

@@ -50,12 +50,12 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
     if plan.is_tight:
         spare = plan.limit - peak.allocated - peak.parts["context"]
         return (
-            f"It is tight: in the {peak.name} {spare / GIB:.1f} GiB are left to the allocator, "
-            f"{(peak.total - peak.allocated - peak.parts['context']) / GIB:.1f} are safe."
+            f"It is tight: {spare / GIB:.1f} GiB remain for fragmentation in the {peak.name}, "
+            f"{(peak.total - peak.allocated - peak.parts['context']) / GIB:.1f} are recommended."
         )
     if plan.fits:
         if any(engine.recompute == "auto" and engine.trains for engine in scene.engines):
-            return "It fits; gradient_checkpointing=auto uses what other parts leave."
+            return "It fits; gradient_checkpointing=auto uses the memory that is free."
         return f"It fits: {(plan.limit - peak.total) / GIB:.1f} GiB remain."
     problems = []
     if peak.total > plan.limit:

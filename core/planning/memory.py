@@ -132,7 +132,7 @@ def _rank(scene: Scene, stage: int) -> RankPlan:
 
 
 def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
-    """Yield the phases of a rank of the trainer. All engines are on the device in its turn."""
+    """Yield the phases of a rank of the trainer. All its engines hold their states on the device in every phase."""
     held: dict[str, float] = {}
     stages = {engine.name: _stage(engine, rank) for engine in scene.engines}
     states = {engine.name: states_of(engine, stages[engine.name]) for engine in scene.engines}

@@ -45,9 +45,9 @@ class Calibration:
     memory: float
     decode_products: float
     decode_step_seconds: float
-    """What a decode step takes with the smallest model and no request."""
+    """Seconds of a decode step of the smallest model without requests."""
     decode_layer_link_seconds: float
-    """Of a layer of a server of several ranks."""
+    """Seconds of communication per layer in a server of several ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class StepTime:
     rollout: float
     push: float
     turn: float
-    """Colocated: memory changes sides."""
+    """Seconds in which colocated trainer and servers hand over GPU memory."""
     step: float
     tokens: float
 

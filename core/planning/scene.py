@@ -53,9 +53,9 @@ class Servers:
     fp8: bool
     max_running: int
     share: float
-    """Of the memory of a GPU for weights and cache (mem_fraction_static)."""
+    """Share of the memory of a GPU for weights and cache (mem_fraction_static)."""
     colocated_share: float
-    """The same where they share the GPUs with the trainer."""
+    """Value of `share` if servers share the GPUs with the trainer."""
     on_gpu: bool
 
 
@@ -74,7 +74,7 @@ class Scene:
     n_gpus_per_node: int
     bucket_bytes: int
     sequences: int
-    """Of a training step."""
+    """Sequences of a training step."""
     prompts: int
     group_size: int
     minibatches: int

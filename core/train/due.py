@@ -26,7 +26,7 @@ def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: in
     )
     if control.steps_limit is not None and schedule.total_steps < control.steps_limit:
         logger.warning(
-            "The run ends after %d steps, with its epochs, before the %d steps that exp_ctrl asks for; raise "
+            "The run ends after %d steps, at the end of its epochs, before its limit of %d steps; raise "
             "exp_ctrl.total_train_epochs to %d",
             schedule.total_steps, control.steps_limit, -(-control.steps_limit // schedule.steps_per_epoch),
         )  # fmt: skip

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 Tools = tuple[object, ...] | None
 
 _SECONDS = 10
-"""To render one conversation, which takes milliseconds."""
+"""Time limit of rendering one conversation, which takes milliseconds."""
 _BYTES = 2**30
-"""Of memory, to render one conversation."""
+"""Memory limit of rendering one conversation."""
 _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
 _NAME = "name_of_a_tool"
 _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)

@@ -113,11 +113,11 @@ class Experience(Protocol):
     """A store of episodes. Calls that do not wait return when what they did survives the end of this process."""
 
     def open(self, tags: Tags, admission: Admission) -> Opened:
-        """Begin an episode if `admission` lets it. No effect on one that was opened."""
+        """Begin an episode if `admission` allows it; do nothing for one that is open already."""
         ...
 
     def adopt(self) -> list[Tags]:
-        """Return the episodes in flight that no living process samples, as opened; they are this process's now."""
+        """Take over the episodes in flight whose process has ended; return their tags as they were opened."""
         ...
 
     def reopen(self, id: str, version: int) -> None:

@@ -22,7 +22,7 @@ def read_call(body: Mapping[str, Any]) -> Call:
 
 
 def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raise CallError for what would be ignored, and changes the answer."""
+    """Raise CallError for options that change the answer and are not supported."""
     for name, allowed, why in (
         ("n", (None, 1), "ask once for each answer"),
         ("top_logprobs", (None, 0), "only the sampled tokens have log-probabilities"),

@@ -136,7 +136,7 @@ class SessionServer:
         token = request.headers.get("x-api-key") or header.removeprefix("Bearer ")
         session = self._sessions.get(token)
         if session is None:
-            message = "Incorrect API key: it is the token of no open session."
+            message = "Incorrect API key: no open session has it."
             raise CallError(message, code="invalid_api_key", status=401)
         return session
 

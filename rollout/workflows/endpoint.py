@@ -26,10 +26,10 @@ _NO_LIMIT = 10**9
 
 
 class EndpointWorkflow:
-    """Runs a program for each sample of a prompt and trains on what it asked the policy.
+    """Runs a program for each sample of a prompt and trains on the answers that the policy gave it.
 
-    The program is a coroutine function or a command. What it returns or prints is scored by the reward function; a
-    number is the reward itself; nothing stands for the last answer of the policy."""
+    The program is a coroutine function or a command. A number that it returns is the reward. The reward function scores
+    a text that it returns or prints, and the last answer of the policy if there is none."""
 
     class Config(Section):
         """What workflow.options may contain."""

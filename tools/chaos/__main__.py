@@ -130,7 +130,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     if given.mode == "split" and given.algorithm in ("sft", "dpo"):
-        parser.error(f"--mode split --algorithm {given.algorithm}: this experiment explores nothing")
+        parser.error(f"--mode split does not work with --algorithm {given.algorithm}, which samples nothing")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
         folder = given.folder or Path(temporary)
