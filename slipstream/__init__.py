@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mcore_adapter.data.sequences import sequence_mean as sequence_mean
     from mcore_adapter.models.forward import ModelOutput as ModelOutput
     from rollout.journal import recorded as recorded
+    from rollout.sandbox.pool import Ran as Ran
+    from rollout.sandbox.pool import run_python as run_python
     from rollout.types import Completion as Completion
     from rollout.types import GenerateRequest as GenerateRequest
     from rollout.types import Generator as Generator
@@ -70,6 +72,7 @@ _HOME = {
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",
     "recorded": "rollout.journal",
+    **dict.fromkeys(("Ran", "run_python"), "rollout.sandbox.pool"),
     **dict.fromkeys(("TrajectoryBuilder", "sample_seed"), "rollout.workflows"),
     "sequence_mean": "mcore_adapter.data.sequences",
 }  # fmt: skip

@@ -37,6 +37,7 @@ DISTRIBUTION = {
     "yaml": "PyYAML",
     "math_verify": "math-verify",
     "mlflow": "mlflow-skinny",
+    "pydantic_monty": "pydantic-monty",
     "deep_gemm": "sglang",  # which requires sgl-deep-gemm
 }
 """Where the name to import and the name to install differ."""

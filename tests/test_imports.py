@@ -49,6 +49,7 @@ ORDER = {
     "rollout": (
         "bucket",
         "types plugins errors processes time_limit",
+        "sandbox",
         "answer_file",
         "trajectories trajectory_checks data rewards experience workflow_calls",
         "journal",
@@ -115,7 +116,7 @@ ORDER = {
         "mutants conformance",
         "chaos bench",
     ),
-    "tools.bench": ("workload trl_script", "cpu", "convert datapath", "gpu", "__main__"),
+    "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox", "gpu", "__main__"),
     "tools.bench.gpu": ("shapes", "trainer", "runs servers large", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
@@ -189,7 +190,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.rewards.math": "rollout.rewards.math_equality",
         "rollout.rewards.worker": "rollout.rewards.math_equality",
     },
-    "an optional extra": {"core.monitoring.tracked_runs": "mlflow wandb"},
+    "an optional extra": {
+        "core.monitoring.tracked_runs": "mlflow wandb",
+        "rollout.sandbox.interpreter": "pydantic_monty",
+    },
     "matplotlib loads for a second: only where a picture is drawn": {
         "slipstream.api": "matplotlib",
         "tools.demo.plot": "matplotlib",

@@ -34,18 +34,22 @@ def is_conversation(value: object) -> bool:
     return isinstance(first, Mapping) and bool(first.keys() & {"role", "from"})
 
 
-def read_messages(value: object, column: str) -> Messages:
-    """Return the messages in a column. Raises ValueError that names the column and the message."""
+def read_messages(value: object, column: str, *, may_be_empty: bool = False) -> Messages:
+    """Return the messages in a column. `may_be_empty`: turns without a text are allowed, as a policy may sample one.
+    Raises ValueError that names the column and the message."""
     value = parsed(value) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not value:
         found = type(value).__name__
         raise ValueError(
             f'"{column}" must be a list of messages, as [{{"role": "user", "content": "..."}}], found {found}'
         )
-    return tuple(_message(message, f'"{column}", message {number}') for number, message in enumerate(value, start=1))
+    return tuple(
+        _message(message, f'"{column}", message {number}', may_be_empty)
+        for number, message in enumerate(value, start=1)
+    )
 
 
-def _message(message: object, place: str) -> Message:
+def _message(message: object, place: str, may_be_empty: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{place}: must have a role and content, found {type(message).__name__}")
     role = message.get("role", message.get("from"))
@@ -58,7 +62,8 @@ def _message(message: object, place: str) -> Message:
     others = {k: v for k, v in message.items() if k not in ("role", "from", "content", "value") and v is not None}
     if calls := others.pop("tool_calls", None):
         others["tool_calls"] = _tool_calls(calls, place)
-    if not text.strip() and role not in ("system", "tool") and not any(map(others.get, ANSWER_KEYS)):
+    says = may_be_empty or text.strip() or role in ("system", "tool") or any(map(others.get, ANSWER_KEYS))
+    if not says:
         raise ValueError(f"{place}: the content of role {role!r} is empty")
     if others.get("weight", 1) not in (0, 1):
         raise ValueError(f"{place}: weight must be 0 or 1, found {others['weight']!r:.60}")

@@ -27,7 +27,7 @@ def read(body: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRE
 def messages_of(messages: Iterable[dict[str, Any]]) -> Messages:
     """Check messages of any dialect that are in the form of chat templates already."""
     try:
-        found = read_messages(list(messages), "messages")
+        found = read_messages(list(messages), "messages", may_be_empty=True)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CallError(f"messages: {error}", param="messages") from error
     for message in found:

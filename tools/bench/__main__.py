@@ -58,6 +58,7 @@ MEASUREMENTS = {
         "memory": "cpu:memory",
         "datapath": "datapath:datapath",
         "convert": "convert:both_ways",
+        "sandbox": "sandbox:calls",
     },
     "gpu": {
         "update": "gpu.trainer:update",

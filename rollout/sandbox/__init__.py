@@ -1,0 +1,1 @@
+"""Sandbox: Python code that a model wrote, run without access to the host."""
