@@ -42,7 +42,6 @@ _PLACE = "prompt.chat_template"
 _WAY_OUT = f"set {_PLACE} to a jinja file"
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _PIECES = re.compile(rf"{_MARK.pattern}|\s+|[^\s<\[]+|.")
-_JINJA, _QUOTED = re.compile(r"(?s)\{[{%].*?[%}]\}"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _NAMES = ("id", "type", "index")
 """Keys of a tool call that are no part of the answer."""
 
@@ -74,7 +73,6 @@ class ChatTemplate:
         self._ends = [text for token in end_token_ids if (text := str(tokenizer.decode([token])))]
         self._now = datetime.now()
         self._options = {"strftime_now": self._now.strftime, **options}  # one date for all rows
-        _refuse_powers(str(template or tokenizer.chat_template))
         self._calls: Callable[[Message], Message] | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -381,13 +379,6 @@ def _calling(message: Message, *, convert: Callable[[Any], Any], empty: str | No
         function = call["function"]
         calls.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
     return {**message, "content": message["content"] or empty, "tool_calls": calls}
-
-
-def _refuse_powers(template: str) -> None:
-    """Raise DatasetError for 9**9**9, which Python computes without a look at signals."""
-    code = "".join(_JINJA.findall(template))
-    if re.search(r"[\w)\]]\s*\*\*", _QUOTED.sub("", code)):
-        raise DatasetError(f"{_PLACE}: the chat template computes a power (**); {_WAY_OUT} that does not")
 
 
 @contextmanager

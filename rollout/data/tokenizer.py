@@ -14,13 +14,34 @@ from types import ModuleType
 from typing import Any
 
 import transformers.generation
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 
 _CLASS = "GenerationMixin"
 _READER = "add_generation_mixin_to_remote_model"
+_INTEGER_BITS = 4096
 
 
 class _NotImported:
     """Stands for GenerationMixin while transformers.models.auto is imported."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Environment of chat templates that refuses integers which Python takes minutes to compute, deaf to signals."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _INTEGER_BITS:
+                raise OverflowError(f"it computes an integer of more than {_INTEGER_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
+# What apply_chat_template compiles with.
+vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = _Environment
 
 
 def load_tokenizer(path: str | Path) -> Any:

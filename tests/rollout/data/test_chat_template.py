@@ -15,6 +15,7 @@ from rollout.data.examples import encode_examples, first_row
 from rollout.data.messages import read_messages
 from rollout.data.rows import Example
 from rollout.data.source import DatasetError
+from rollout.data.tokenizer import load_tokenizer
 from tests.rollout.data.test_encoder import CHATML, tokenizer
 
 CALLS = (
@@ -231,11 +232,24 @@ def test_a_template_that_fills_the_memory_is_stopped(text: str) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-def test_a_template_that_computes_powers_is_refused() -> None:
-    for text in ("{{ 9**9**9 }}", "{% set n = 9 %}{{ n ** n ** n }}"):
-        with pytest.raises(DatasetError, match=r"computes a power \(\*\*\); set prompt.chat_template"):
-            Encoder(tokenizer(text))
-    Encoder(tokenizer(CHATML + "**bold** {{ '2**3' }} {{ f(**options) }}"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 9**(9**9) }}",
+        "{% set n = 9 %}{{ n ** n ** n ** n ** n }}",
+        "{{ (-9)**(9**9) }}",
+        "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_computes_with_huge_integers_is_stopped(text: str, tmp_path: Path) -> None:
+    tokenizer(text).save_pretrained(tmp_path)
+    with pytest.raises(DatasetError, match="does not take it .*: it computes an integer of more than 4096 bits"):
+        Encoder(load_tokenizer(tmp_path)).render_prompt("1+1?", place="d:1")
+
+
+def test_a_template_may_multiply() -> None:
+    text = "{{ 2**10 }} {{ 2**-1 }} {{ 3 * 4.5 }} {{ '-' * 3 }} {{ 2**3**2 }} " + CHATML
+    assert Encoder(tokenizer(text)).render_prompt("1+1?", place="d:1")[0].startswith("1024 0.5 13.5 --- 64 ")
 
 
 def test_one_time_is_written_into_all_rows_and_logged(caplog: pytest.LogCaptureFixture) -> None:
