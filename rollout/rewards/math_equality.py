@@ -275,8 +275,10 @@ def _as_set(answer: Answer) -> Any | None:
             case "group", ("", items):
                 return _joined([_as_set(item) for item in items], ["or"] * (len(items) - 1))
             case "group", (brackets, (left, right)) if brackets != "M":
-                ends = value_of(left.parts[0]), value_of(right.parts[0])
-                return sympy.Interval(*ends, left_open=brackets[0] == "(", right_open=brackets[1] == ")")
+                start, end = value_of(left.parts[0]), value_of(right.parts[0])
+                if (start.is_infinite and brackets[0] != "(") or (end.is_infinite and brackets[1] != ")"):
+                    return None
+                return sympy.Interval(start, end, left_open=brackets[0] == "(", right_open=brackets[1] == ")")
     except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers
         return None
     return None

@@ -93,6 +93,8 @@ _BOLD = "mathbf mathit bm boldsymbol"
 _FONT = rf"\\({'|'.join((_FONTS + ' ' + _BOLD).split())})\*?\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}"
 _RUN = r"\\(?:text|begin|end|mathbb|mathcal)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]+(?:'[a-z]+)?|[\u4e00-\u9fff]+"
 _CONJUNCTION = re.compile(r"(\b(?:and|or|to)\b|,)(?! more| less| fewer| greater| higher| above| below)")
+_TEXT_OPENING = r"(?:\\(?:text\w*|mathrm|mbox)\s*\{)?"
+_DEGREES = r"\^ *\{? *\\circ *\}?|\\text\{degrees?\}"
 _INNER = r"((?:[^(){}]|\([^()]*\))*)"
 _UP_TO_19 = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
@@ -101,7 +103,19 @@ nineteen
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _COUNTS = dict(zip(_UP_TO_19.split() + _TENS, [*range(20), *range(20, 100, 10)], strict=True))
 _COUNT = "|".join(_COUNTS)
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}"}
+_SCALES |= {"dozen": "12"}
+_PARTS = {
+    "half": 2,
+    "halve": 2,
+    "third": 3,
+    "quarter": 4,
+    "fourth": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "eighth": 8,
+    "tenth": 10,
+}
 
 _PHRASES = {
     "at least|no less than|no fewer than|not less than": r"\ge ",
@@ -120,12 +134,19 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
     (
-        rf"(?i)^\s*((?:\\(?:text\w*|mathrm|mbox)\s*\{{)?)\s*(?:({'|'.join(_TENS)})[ -])?({_COUNT})"
+        rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({_COUNT}|\d+)[ -]and[ -])?(?:({_COUNT}|an?)[ -]|(?=half\b))"
+        rf"({'|'.join(_PARTS)})s?\b",
+        lambda m: rf"{_count(m[2])}\frac{{{_count(m[3]) or 1}}}{{{_PARTS[m[4].lower()]}}} {m[1]}",
+    ),
+    (
+        rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({'|'.join(_TENS)})[ -])?({_COUNT})"
         rf"(?![\w-]| (?:{_COUNT}|point)\b)",
         lambda m: f"{sum(_COUNTS[word.lower()] for word in m.groups()[1:] if word)} {m[1]}",
     ),
     (r"^\s*=", ""),
     (r"(?<![\d)])\s*!=", r"\\ne "),
+    (r"<=|=<", r"\\le "),
+    (r">=|=>", r"\\ge "),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\[ ,;:>]|~|\\\\(?![\s\S]*\\end)", " "),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
@@ -150,10 +171,11 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(?<=[\d} ])((?:\\text\{\w+\}|[a-zA-Z]{1,3})\s*/\s*[a-zA-Z]{1,3})(?=\^\{?\d\}?$|$)", lambda m: _as_rate(m[1])),
     (rf"\\sqrt\s*(\[[^\]]*\])?\s*(?:\({_INNER}\)|(\d+(?:\.\d+)?))", lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}"),
     (
-        rf"(\d)\s*\\text\{{\s*({'|'.join(_SCALES)})\b\s*([^{{}}]*)\}}",
-        lambda m: rf"{m[1]} \times 10^{{{_SCALES[m[2]]}}}\text{{{m[3]}}}",
+        rf"(\d)\s*\\text\{{\s*({'|'.join(_SCALES)})s?\b\s*([^{{}}]*)\}}",
+        lambda m: rf"{m[1]} \times {_SCALES[m[2]]}\text{{{m[3]}}}",
     ),
     (r"\\text\{\s*\}", ""),
+    (rf"(\\(?:sin|cos|tan|cot|sec|csc)) *(\()? *(\d+(?:\.\d+)?) *(?:{_DEGREES})(?(2) *\))", r"\1(\\frac{\3\\pi}{180})"),
     (r"\\lg(?![a-z])", r"\\log_{10}"),
     (r"\\mathbb\{R\}\s*-\s*(?=\\\{)", r"\\mathbb{R} \\setminus "),
     (r"^\s*<([^<>=]*,[^<>=]*)>\s*$", r"\\langle \1\\rangle "),
@@ -201,6 +223,11 @@ def spelled(content: str) -> str:
     for pattern, replacement in _REWRITINGS:
         content = re.sub(pattern, replacement, content)
     return " ".join(content.split()).rstrip(". ")
+
+
+def _count(word: str | None) -> str:
+    """Return a number in words or digits as digits, nothing for an article."""
+    return str(_COUNTS.get((word or "").lower(), word if word and word.isdigit() else ""))
 
 
 def _as_text(match: re.Match[str]) -> str:
