@@ -670,8 +670,11 @@ def killed_before(statement: int, path: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    for statement in count():
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_nothing(
+    stride: int, tmp_path: Path
+) -> None:
+    for statement in count(step=stride):
         path = tmp_path / f"{statement}.db"
         if not killed_before(statement, path):
             break
@@ -687,11 +690,13 @@ def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_n
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_episodes_pass_through_in_time_that_grows_no_faster_than_their_number(
-    stores: Stores,
+@pytest.mark.parametrize("num_episodes", [5_000, pytest.param(100_000, marks=pytest.mark.nightly)])
+def test_many_episodes_pass_through_in_time_that_grows_no_faster_than_their_number(
+    num_episodes: int, stores: Stores
 ) -> None:
     """What is kept of trained episodes makes no call slower."""
-    rules = make_rules(num_prompts=100_000, batch_size=1000, max_staleness=1, num_epochs=1)
+    batch_size = num_episodes // 100
+    rules = make_rules(num_prompts=num_episodes, batch_size=batch_size, max_staleness=1, num_epochs=1)
     value = episode(0, 0)
 
     async def main() -> list[float]:
@@ -706,7 +711,7 @@ def test_a_hundred_thousand_episodes_pass_through_in_time_that_grows_no_faster_t
             lease = await store.lease(rules.selection, step, "trainer")
             store.ack(lease)
             seconds.append(time.process_time() - began)
-        assert store.status().num_opened == 100_000 and not store.status().num_outstanding
+        assert store.status().num_opened == num_episodes and not store.status().num_outstanding
         return seconds
 
     seconds = asyncio.run(main())
