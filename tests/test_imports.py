@@ -117,7 +117,13 @@ ORDER = {
         "chaos bench",
     ),
     "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox", "gpu", "__main__"),
-    "tools.bench.gpu": ("shapes", "trainer", "runs servers large", "plan push"),
+    "tools.bench.gpu": (
+        "shapes lanes",
+        "cases trainer",
+        "runs servers large update_rank",
+        "plan push",
+        "server_points",
+    ),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14
@@ -202,8 +208,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "a benchmark loads what its row measures": {
         "tools.bench.gpu.runs": "torch transformers",
-        "tools.bench.gpu.plan": "numpy torch rollout.inference.gpus mcore_adapter.device mcore_adapter.engine "
-        "mcore_adapter.parallel tools.bench.gpu.trainer mcore_adapter.data.batch",
+        "tools.bench.gpu.server_points": "aiohttp numpy tools.bench.gpu.servers tools.bench.gpu.trainer",
         "tools.bench.convert": "mcore_adapter.hf.saving",
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "

@@ -162,10 +162,14 @@ def _degrees(engine: Engine) -> tuple[int, ...]:
     return layout.tp, layout.pp, layout.cp, layout.dp, layout.ep
 
 
+def engine_held(engine: Engine, stage: int, *, longest: int) -> float:
+    """Return the bytes that torch has allocated between two updates of one engine alone."""
+    return sum(_held(engine, states_of(engine, stage)).values()) + _workspaces(engine, longest)
+
+
 def engine_peak(engine: Engine, stage: int, *, longest: int) -> float:
     """Return the bytes that torch allocates at the peak of an update or optimizer step of one engine alone."""
-    state = states_of(engine, stage)
-    held = sum(_held(engine, state).values()) + _workspaces(engine, longest)
+    state, held = states_of(engine, stage), engine_held(engine, stage, longest=longest)
     levels: tuple[Level, ...] = ("none",)
     if engine.recompute != "auto":
         levels = (engine.recompute,)

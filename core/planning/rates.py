@@ -25,6 +25,7 @@ tokens for experts: fitted to profiles of updates."""
 _RECOMPUTED_PASSES, _RECOMPUTED_BY_EXPERTS = 1.7, 1.1
 _OPTIMIZER_BYTES = 34  # of each parameter of the shard, read or written
 _OFFLOADED_BYTES, _HOST_LINK = 24, 56e9  # of each parameter; bytes per second to and from the host, measured
+_PREFILL_PASSES = 30  # elements that a layer of a prompt reads or writes beside products, for each of its width
 _SAMPLED_BYTES = 40  # of each entry of the vocabulary, read or written to sample a token
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
@@ -219,6 +220,27 @@ def _communication(scene: Scene, engine: Engine, tokens: float) -> float:
 def server_rate(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
     """Return the tokens per second of one full server."""
     return running / decode_seconds(scene, servers, calibration, running=running, context=context)
+
+
+def wave_seconds(
+    scene: Scene, servers: Servers, calibration: Calibration, *, running: int, prompt: int, answer: int
+) -> float:
+    """Return the seconds in which a server answers so many requests that begin at once: prompts, then one decode step
+    for each token of an answer."""
+    context = prompt + answer / 2
+    step = decode_seconds(scene, servers, calibration, running=running, context=context)
+    return prefill_seconds(scene, servers, calibration, tokens=running * prompt, length=prompt) + answer * step
+
+
+def prefill_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, tokens: float, length: float) -> float:
+    """Return the seconds in which a server computes prompts of so many tokens in total, each of `length`."""
+    c, gpu, config = calibration, scene.gpu, servers.config
+    layer, experts = layer_operations(config)
+    attention = 2.0 * _attention_width(config) * length
+    seconds = (layer - experts) / (gpu.flops * c.products) + experts / (gpu.flops * c.expert_products)
+    seconds += attention / (gpu.flops * c.attention_forward * length / (length + c.attention_half_length))
+    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / (gpu.bandwidth * c.memory)
+    return tokens * config.num_layers * seconds / servers.layout.tp
 
 
 def decode_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:

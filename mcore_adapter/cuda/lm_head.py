@@ -120,6 +120,7 @@ class FusedLogprobs(torch.autograd.Function):
                 NUM_COLS=shard, KEEP=kept is not None, BLOCK=_BLOCK, num_warps=8,
             )  # fmt: skip
             stats[:, rows] = part
+            del logits, copy  # before the next rows have theirs
         log_norm, target_logits, entropy = combine(stats, tp_group)
         ctx.save_for_backward(hidden, weight, local, log_norm, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens

@@ -1,36 +1,43 @@
-"""The measurement `plan` of `python -m tools.bench gpu`: peak memory of updates against the planner's prediction.
+"""The measurement `plan` of `python -m tools.bench gpu`: memory and time of updates against the planner's prediction.
 
     python -m tools.bench.gpu.plan --predict benchmarks/predictions/memory.json    # before the measurement, no torch
     python -m tools.bench.gpu.plan --against benchmarks/predictions/memory.json    # on a host with GPUs: minutes
 
 Every case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Cases of
-more GPUs than the host has are left out. Prints a row for each stage of each case: peak and what is held between
-updates in GB, predicted and measured, the error of the peak, what the allocator reserves, and trained tokens/s.
+one GPU run side by side, those of several after them; a case that fails is a row. Those that need more GPUs or more
+memory than this host has are left out. Prints for each stage of a case: peak and what is held between updates in GB,
+predicted and measured, the error of the peak, what the allocator reserves, seconds of an update and host memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import random
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from allocation import ParallelLayout
-from core.planning.memory import engine_peak, states_of
-from core.planning.scene import Engine
-from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
+from core.planning.gpus import GPUS, PlanError, find_gpu
+from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
+from core.planning.rates import calibration_of, update_seconds
+from core.planning.scene import Engine, Scene
+from mcore_adapter.settings import Level
 from model_specs.hf_config import parse_config
+from rollout.inference.gpus import device_names, query_gpus
 from tools.bench import Figure
+from tools.bench.gpu.lanes import Task, outcomes
 from tools.bench.gpu.shapes import PLANNED
 
 GB = 1e9
+_PLACE = "tools.bench.gpu.update_rank:measure"
+_SHORTEST = 16  # sequence of a mix, in tokens
+_SPREAD = 0.8  # of the logarithm of the lengths of a mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +47,20 @@ class Case:
     model: str
     recompute: Level
     length: int
+    """Of each sequence; in a mix their median, with a lognormal distribution."""
     tokens: int
     """Of a microbatch."""
     microbatches: int = 1
     """On each data-parallel rank."""
     layout: ParallelLayout = ParallelLayout()
+    is_mix: bool = False
     is_critic: bool = False
     offload: bool = False
     fp32_gradients: bool = True
 
     def __str__(self) -> str:
-        words = [self.model, self.recompute, f"{self.tokens // self.length}x{self.length}", str(self.layout)]
+        sequences = f"mix{self.length}in{self.tokens}" if self.is_mix else f"{self.tokens // self.length}x{self.length}"
+        words = [self.model, self.recompute, sequences, str(self.layout)]
         marks = {"critic": self.is_critic, "offload": self.offload, "bf16-gradients": not self.fp32_gradients}
         return " ".join([*words, *(word for word, holds in marks.items() if holds)])
 
@@ -64,166 +74,133 @@ class Case:
             host_gib=None,
         )  # fmt: skip
 
+    @property
+    def lengths(self) -> list[int]:
+        """The sequences of an update. Those of a mix fill one microbatch for each data-parallel rank."""
+        if not self.is_mix:
+            return [self.length] * (self.tokens // self.length * self.microbatches * self.layout.dp)
+        draw, lengths = random.Random(0), list[int]()
+        while (left := self.tokens - sum(lengths)) > 0:
+            drawn = max(_SHORTEST, round(self.length * draw.lognormvariate(0.0, _SPREAD)))
+            lengths.append(left if left < drawn + _SHORTEST else drawn)
+        return lengths * self.layout.dp
+
 
 CASES = (
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(tp=2)),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=8192, microbatches=6, layout=ParallelLayout(pp=2)),
+    Case(model="1.5B", recompute="linear", length=65536, tokens=65536, layout=ParallelLayout(cp=2)),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(dp=2)),
+    Case(model="experts", recompute="selective", length=4096, tokens=16384, layout=ParallelLayout(dp=2, ep=2)),
+    Case(model="1.5B", recompute="linear", length=16384, tokens=32768),
+    Case(model="experts", recompute="selective", length=4096, tokens=16384),
+    Case(model="0.5B", recompute="linear", length=65536, tokens=65536),
+    Case(model="1.5B", recompute="selective", length=1024, tokens=16384, is_mix=True),
+    Case(model="6 layers of 7B", recompute="selective", length=4096, tokens=8192),
+    Case(model="1.5B", recompute="none", length=1024, tokens=8192),
+    Case(model="0.6B", recompute="none", length=4096, tokens=16384),
+    Case(model="4B", recompute="linear", length=16384, tokens=16384),
+    Case(model="0.5B", recompute="full", length=65536, tokens=65536),
+    Case(model="0.6B", recompute="linear", length=32768, tokens=32768),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, microbatches=2),
+    Case(model="0.5B", recompute="offload", length=32768, tokens=32768),
+    Case(model="8 layers of 8B", recompute="full", length=8192, tokens=16384),
+    Case(model="0.5B", recompute="selective", length=2048, tokens=16384, is_critic=True),
+    Case(model="1.5B", recompute="full", length=32768, tokens=65536),
+    Case(model="experts", recompute="linear", length=2048, tokens=32768, is_mix=True),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, offload=True),
+    Case(model="1.5B", recompute="selective", length=4096, tokens=16384, fp32_gradients=False),
     Case(model="0.5B", recompute="none", length=512, tokens=16384),
     Case(model="0.5B", recompute="selective", length=2048, tokens=32768),
     Case(model="0.5B", recompute="qkv", length=8192, tokens=32768),
-    Case(model="0.5B", recompute="linear", length=65536, tokens=65536),
-    Case(model="0.5B", recompute="full", length=65536, tokens=65536),
-    Case(model="0.5B", recompute="offload", length=32768, tokens=32768),
-    Case(model="0.5B", recompute="selective", length=2048, tokens=16384, is_critic=True),
-    Case(model="0.6B", recompute="none", length=4096, tokens=16384),
-    Case(model="0.6B", recompute="linear", length=32768, tokens=32768),
-    Case(model="1.5B", recompute="none", length=1024, tokens=8192),
-    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, microbatches=2),
-    Case(model="1.5B", recompute="linear", length=16384, tokens=32768),
-    Case(model="1.5B", recompute="full", length=32768, tokens=65536),
-    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, offload=True),
-    Case(model="1.5B", recompute="selective", length=4096, tokens=16384, fp32_gradients=False),
-    Case(model="experts", recompute="selective", length=4096, tokens=16384),
-    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(tp=2)),
     Case(model="1.5B", recompute="linear", length=16384, tokens=32768, layout=ParallelLayout(tp=2)),
-    Case(model="1.5B", recompute="selective", length=2048, tokens=8192, microbatches=6, layout=ParallelLayout(pp=2)),
-    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(dp=2)),
-    Case(model="1.5B", recompute="linear", length=65536, tokens=65536, layout=ParallelLayout(cp=2)),
-    Case(model="experts", recompute="selective", length=4096, tokens=16384, layout=ParallelLayout(dp=2, ep=2)),
+    Case(model="4B", recompute="selective", length=8192, tokens=8192, microbatches=4, layout=ParallelLayout(pp=2)),
 )
+"""The most informative first: time may run out."""
 TRIAL = (
-    Case(model="tiny", recompute="selective", length=64, tokens=128),
     Case(model="tiny", recompute="linear", length=64, tokens=128, layout=ParallelLayout(pp=2), microbatches=3),
+    Case(model="tiny", recompute="selective", length=64, tokens=128),
+    Case(model="tiny", recompute="full", length=32, tokens=256, is_mix=True),
 )
 """In place of CASES without GPUs."""
 
 
-def predictions(cases: tuple[Case, ...]) -> dict[str, list[dict[str, float]]]:
-    """Return for each case and pipeline stage the bytes at the peak and between two updates."""
+def predictions(cases: tuple[Case, ...]) -> dict[str, list[dict[str, Any]]]:
+    """Return for each case and pipeline stage the bytes at the peak and between two updates, and the seconds of an
+    update on the GPUs that have a calibration."""
     return {str(case): [_predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
 
 
-def _predicted(case: Case, stage: int) -> dict[str, float]:
-    state = states_of(case.engine, stage)
-    held = state.weights + state.gradients + (0 if case.offload else state.masters + state.moments)
-    return {"peak": round(engine_peak(case.engine, stage, longest=case.length)), "held": held}
+def _predicted(case: Case, stage: int) -> dict[str, Any]:
+    lengths = case.lengths
+    return {
+        "peak": round(engine_peak(case.engine, stage, longest=max(lengths))),
+        "held": round(engine_held(case.engine, stage, longest=max(lengths))),
+        "seconds": {name: seconds for name in GPUS if (seconds := predicted_seconds(case, name)) is not None},
+    }
+
+
+def predicted_seconds(case: Case, gpu: str) -> float | None:
+    """Return the seconds of an update; None without a calibration of the GPU."""
+    calibration, lengths = calibration_of(gpu), case.lengths
+    if calibration is None:
+        return None
+    scene = Scene(
+        gpu=GPUS[gpu], on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
+        n_gpus_per_node=8, bucket_bytes=0, sequences=len(lengths), prompts=len(lengths), group_size=1, minibatches=1,
+        prompt_tokens=max(lengths), answer_tokens=0, max_staleness=0, writes_checkpoints=False,
+    )  # fmt: skip
+    length = sum(n * n for n in lengths) / sum(lengths)  # attention grows with the square
+    seconds = update_seconds(scene, case.engine, calibration, tokens=sum(lengths), length=length, level=case.recompute)
+    return round(seconds, 5)
 
 
 def plan(scene: Any) -> Iterator[Figure]:
     """Yield the peak of every case against its prediction."""
-    from rollout.inference.gpus import query_gpus
-
     for case, found in measured(CASES if query_gpus() else TRIAL):
+        if isinstance(found, str):
+            print(f"{case}: {found}", flush=True)
+            continue
         for stage, row in enumerate(found):
             baseline = _predicted(case, stage)["peak"] / GB
             name = f"plan.{case} stage {stage}".replace(" ", "_")
             yield Figure(name=name, value=row["peak"] / GB, unit="GB", baseline=baseline, target="<= 1.02x")
 
 
-def measured(cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[dict[str, float]]]]:
-    """Yield each case that this host has the GPUs for, with what was measured on the stages of its pipeline. Each has
-    processes of its own, as memory begins at zero there; those of the next case import torch meanwhile."""
-    from torch.multiprocessing import get_context
-
-    from rollout.inference.gpus import query_gpus
-
-    num_gpus, context = len(query_gpus()), get_context("spawn")
-    chosen = [case for case in cases if not 0 < num_gpus < case.layout.world_size]
+def measured(
+    cases: tuple[Case, ...], *, case_seconds: float = 150.0, seconds: float = float("inf")
+) -> Iterator[tuple[Case, list[dict[str, float]] | str]]:
+    """Yield each case that this host can hold, with what was measured on the stages of its pipeline or why nothing
+    was. `case_seconds`: most of one; `seconds`: most of all."""
+    gpus = query_gpus()
+    limit = gpus[0].total_mib * 2**20 if gpus else float("inf")
+    chosen = [c for c in cases if _need(c) <= limit and (not gpus or c.layout.world_size <= len(gpus))]
     if left_out := [str(case) for case in cases if case not in chosen]:
-        print(f"left out for want of GPUs: {', '.join(left_out)}", flush=True)
-    ahead = None
-    for number, case in enumerate(chosen):
-        world = case.layout.world_size
-        pool = ahead or context.Pool(world, initializer=_import_all)
-        following = chosen[number + 1 : number + 2]
-        ahead = context.Pool(following[0].layout.world_size, initializer=_import_all) if following else None
-        with pool, tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(PLANNED[case.model]))
-            arguments = [(case, rank, folder, bool(num_gpus)) for rank in range(world)]
-            rows = pool.starmap(_measure, arguments, chunksize=1)
-        per_stage = world // case.layout.pp
-        stages = [rows[i * per_stage : (i + 1) * per_stage] for i in range(case.layout.pp)]
-        yield case, [{key: max(row[key] for row in stage) for key in stage[0]} for stage in stages]
+        print(f"left out, for GPUs or memory that this host lacks: {', '.join(left_out)}", flush=True)
+    with tempfile.TemporaryDirectory() as root:
+        tasks = {}
+        for number, case in enumerate(chosen):
+            folder = Path(root) / str(number)
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(PLANNED[case.model]))
+            task = Task(place=_PLACE, arguments=(case, str(folder), bool(gpus)), num_ranks=case.layout.world_size)
+            tasks[id(task)] = (task, case)
+        names = [device_names([gpu.index]) for gpu in gpus]
+        ordered = [task for task, _ in tasks.values()]
+        end = time.monotonic() + seconds
+        for outcome in outcomes(ordered, names, task_seconds=case_seconds, end=end):
+            case = tasks[id(outcome.task)][1]
+            if outcome.failure:
+                yield case, outcome.failure
+                continue
+            per_stage = case.layout.world_size // case.layout.pp
+            stages = [outcome.values[i * per_stage : (i + 1) * per_stage] for i in range(case.layout.pp)]
+            yield case, [{key: max(row[key] for row in stage) for key in stage[0]} for stage in stages]
 
 
-def _import_all() -> None:
-    """Import what a rank needs, which takes longer than most measurements."""
-    import_module("mcore_adapter.engine")
-    import_module("tools.bench.gpu.trainer")
-
-
-def _measure(case: Case, rank: int, folder: str, on_gpu: bool) -> dict[str, float]:
-    """Run updates on a rank; return bytes at the peak of the last one, before it and reserved, and tokens/s."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    import torch
-
-    from mcore_adapter.device import get_device
-    from mcore_adapter.engine import MegatronEngine
-    from mcore_adapter.parallel import destroy_parallel, initialize_parallel
-    from tools.bench.gpu.trainer import become_rank, seconds_of
-
-    world = case.layout.world_size
-    if on_gpu:
-        become_rank(num_ranks=world)
-    device = get_device("auto" if on_gpu else "cpu")
-    with device.activate():
-        parallel = initialize_parallel(
-            case.layout, rank=rank, world_size=world, init_method=f"file://{folder}/store", device=device, seed=1
-        )
-        adam = OptimizerConfig(lr=1e-6, warmup_steps_proportion=0.0, offload=case.offload)
-        config = EngineConfig(
-            init_from_scratch=True, bf16=True, optimizer=adam, grad_reduce_in_fp32=case.fp32_gradients
-        )
-        config = config.model_copy(update={"gradient_checkpointing": case.recompute})  # also those of "auto" alone
-        model = EngineModel(config=config, path=folder, is_critic=case.is_critic, total_updates=100)
-        engine = MegatronEngine(model, parallel=parallel, device=device)
-        batch, step = _update(case, engine)
-        seconds = [seconds_of(device, step)]  # kernels, moments
-        for _ in range(3):
-            device.forget_peak()
-            held = device.memory_stats()["allocated_gib"] * 2**30
-            seconds.append(seconds_of(device, step))
-        module: Any = torch.get_device_module(device.torch_device)
-        reserved = float(module.max_memory_reserved()) if on_gpu else 0.0
-        row = {
-            "peak": device.memory_stats()["peak_gib"] * 2**30,
-            "held": held,
-            "reserved": reserved,
-            "tokens_per_second": batch.num_tokens / statistics.median(seconds[1:]),
-        }
-        destroy_parallel()
-    return row
-
-
-def _update(case: Case, engine: Any) -> tuple[Any, Callable[[], object]]:
-    """Return the sequences of an update, and what runs one."""
-    import numpy as np
-    import torch
-
-    from mcore_adapter.data.batch import PackedBatch
-    from tools.bench.gpu.trainer import ppo_update
-
-    count = case.tokens // case.length * case.microbatches * case.layout.dp
-    vocab_size, total = PLANNED[case.model]["vocab_size"], count * case.length
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.ones(total, dtype=torch.bool)
-    mask[:: case.length] = False
-    old = torch.full((total,), -float(np.log(vocab_size)))
-    batch = PackedBatch(
-        token_ids=torch.randint(vocab_size, (total,), generator=generator),
-        cu_seqlens=case.length * torch.arange(count + 1),
-        loss_mask=mask,
-        fields={
-            "advantages": torch.randn(total, generator=generator),
-            "old_logprobs": old,
-            "rollout_logprobs": old,
-        },
-    )
-
-    def of_values(output: Any, fields: Any, sequences: Any) -> Any:
-        return (output.values.square() * fields["token_weights"]).sum(), {}
-
-    if case.is_critic:
-        return batch, lambda: engine.train_step(batch, of_values, max_tokens_per_mb=case.tokens)
-    return batch, lambda: ppo_update(engine, batch, case.tokens)
+def _need(case: Case) -> float:
+    stages = range(case.layout.pp)
+    return max(engine_peak(case.engine, stage, longest=max(case.lengths)) for stage in stages) + CONTEXT_BYTES
 
 
 def main() -> None:
@@ -231,7 +208,8 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, metavar="FILE", help="write what is computed, measure nothing")
     parser.add_argument("--against", type=Path, metavar="FILE", help="predictions to compare with; default: today's")
     parser.add_argument("--only", metavar="WORDS", default="", help="only cases whose name has these words")
-    parser.add_argument("--trial", action="store_true", help="two tiny cases on the CPU, to try the program out")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--trial", action="store_true", help="tiny cases on the CPU, to try the program out")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write what was measured as JSON, too")
     given = parser.parse_args()
     cases = tuple(case for case in (TRIAL if given.trial else CASES) if given.only in str(case))
@@ -240,22 +218,68 @@ def main() -> None:
         given.predict.write_text(json.dumps(predictions(cases), indent=1) + "\n")
         return
     expected = json.loads(given.against.read_text()) if given.against else predictions(cases)
-    print("| case | stage | predicted | measured | error | held, predicted | held | reserved | tokens/s |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    found: dict[str, list[dict[str, float]]] = {}
-    errors = []
-    for case, rows in measured(cases):
-        found[str(case)] = rows
-        for stage, (guess, row) in enumerate(zip(expected[str(case)], rows, strict=True)):
-            errors.append(abs(guess["peak"] / row["peak"] - 1))
-            sizes = [f"{guess['peak'] / GB:.2f}", f"{row['peak'] / GB:.2f}", f"{guess['peak'] / row['peak'] - 1:+.1%}"]
-            more = [f"{guess['held'] / GB:.2f}", *(f"{row[key] / GB:.2f}" for key in ("held", "reserved"))]
-            print("|", " | ".join([str(case), str(stage), *sizes, *more, f"{row['tokens_per_second']:,.0f}"]), "|")
-            sys.stdout.flush()
+    gpu = gpu_name()
+    print(f"{_HEADINGS}\n|{'---|' * _HEADINGS.count(' | ')}---|", flush=True)
+    found: dict[str, Any] = {}
+    lines: list[str] = []
+    for case, rows in measured(cases, seconds=given.seconds):
+        found[str(case)] = {"gpu": gpu, **({"failure": rows} if isinstance(rows, str) else {"stages": rows})}
+        lines += list(_lines(case, expected.get(str(case), []), rows, gpu))
+        print("\n".join(lines[-case.layout.pp if not isinstance(rows, str) else -1 :]), flush=True)
         if given.output is not None:
             given.output.write_text(json.dumps(found, indent=1) + "\n")
-    if errors:
-        print(f"\nerror of the peak: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    _print_errors(expected, found)
+
+
+_HEADINGS = (
+    "| case | stage | predicted | measured | error | held, predicted | held | reserved | seconds, predicted | seconds "
+    "| error | host |"
+)
+
+
+def _lines(case: Case, guesses: list[dict[str, Any]], rows: list[dict[str, float]] | str, gpu: str) -> Iterator[str]:
+    """Yield a row of the table for each stage."""
+    if isinstance(rows, str):
+        yield f"| {case} | {rows[:300]} |"
+        return
+    for stage, (guess, row) in enumerate(zip(guesses, rows, strict=True)):
+        seconds = guess["seconds"].get(gpu)
+        yield " | ".join(
+            [
+                f"| {case}",
+                str(stage),
+                *(f"{size / GB:.2f}" for size in (guess["peak"], row["peak"])),
+                f"{guess['peak'] / row['peak'] - 1:+.1%}",
+                *(f"{size / GB:.2f}" for size in (guess["held"], row["held"], row["reserved"])),
+                f"{seconds:.3f}" if seconds else "",
+                f"{row['seconds']:.3f}",
+                f"{seconds / row['seconds'] - 1:+.1%}" if seconds else "",
+                f"{row['host'] / GB:.1f} |",
+            ]
+        )
+
+
+def _print_errors(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for what in ("peak", "seconds"):
+        errors = []
+        for name, one in found.items():
+            for guess, row in zip(expected.get(name, []), one.get("stages", []), strict=False):
+                guessed = guess["seconds"].get(one["gpu"]) if what == "seconds" else guess["peak"]
+                errors += [abs(guessed / row[what] - 1)] if guessed else []
+        if errors:
+            median, worst = statistics.median(errors), max(errors)
+            print(f"\nerror of the {what}, {len(errors)} rows: median {median:.1%}, worst {worst:.1%}")
+
+
+def gpu_name() -> str:
+    """Return the name of this host's GPUs as the planner has it, or the driver; "CPU" without one."""
+    found = query_gpus()
+    if not found:
+        return "CPU"
+    try:
+        return find_gpu(found[0].name).name
+    except PlanError:
+        return found[0].name
 
 
 if __name__ == "__main__":

@@ -87,7 +87,12 @@ PLANNED: dict[str, dict[str, Any]] = {
     | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
     "1.5B": SHAPES["1.5B"] | _LONG,
     "0.6B": WIDTHS | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
+    "4B": WIDTHS,
+    "8 layers of 8B": WIDTHS
+    | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=8, tie_word_embeddings=False),
+    "6 layers of 7B": SHAPES["7B"] | _LONG | dict(num_hidden_layers=6),
     "experts": SLICE | _LONG | dict(num_hidden_layers=2),
     "tiny": SHAPES["tiny"] | _LONG | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4),
 }
-"""Those of the measurement `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B, two layers of Qwen3-30B-A3B, and a small one."""
+"""Those of the measurement `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B and -4B, slices of Qwen3-8B, Qwen2.5-7B and
+Qwen3-30B-A3B, the last of two layers, and a small one."""

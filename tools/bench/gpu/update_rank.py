@@ -1,0 +1,93 @@
+"""What a rank of the measurement `plan` runs: updates of an engine, their memory and their time.
+
+Everything is imported at the top: a process does so while the case before its own is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.device import get_device
+from mcore_adapter.engine import MegatronEngine
+from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
+from tools.bench.gpu.shapes import PLANNED
+from tools.bench.gpu.trainer import become_rank, ppo_update, seconds_of
+
+if TYPE_CHECKING:
+    from tools.bench.gpu.plan import Case
+
+_WARM_UP, _ROUNDS = 1, 3
+
+
+def measure(rank: int, case: Case, folder: str, on_gpu: bool) -> dict[str, float]:
+    """Run updates on a rank, whose GPU is the first that this process sees. Return bytes at the peak of the last one,
+    before it, reserved and of this process in host memory, and the seconds of an update."""
+    os.environ["LOCAL_RANK"] = "0"
+    world = case.layout.world_size
+    if on_gpu:
+        become_rank(num_ranks=world)
+    device = get_device("auto" if on_gpu else "cpu")
+    with device.activate():
+        parallel = initialize_parallel(
+            case.layout, rank=rank, world_size=world, init_method=f"file://{folder}/store", device=device, seed=1
+        )
+        adam = OptimizerConfig(lr=1e-6, warmup_steps_proportion=0.0, offload=case.offload)
+        config = EngineConfig(
+            init_from_scratch=True, bf16=True, optimizer=adam, grad_reduce_in_fp32=case.fp32_gradients
+        )
+        config = config.model_copy(update={"gradient_checkpointing": case.recompute})  # also those of "auto" alone
+        model = EngineModel(config=config, path=folder, is_critic=case.is_critic, total_updates=100)
+        engine = MegatronEngine(model, parallel=parallel, device=device)
+        step = _update(case, engine)
+        seconds = [seconds_of(device, step) for _ in range(_WARM_UP)]  # kernels, moments
+        for _ in range(_ROUNDS):
+            device.forget_peak()
+            held = device.memory_stats()["allocated_gib"] * 2**30
+            seconds.append(seconds_of(device, step))
+        module: Any = torch.get_device_module(device.torch_device)
+        row = {
+            "peak": device.memory_stats()["peak_gib"] * 2**30,
+            "held": held,
+            "reserved": float(module.max_memory_reserved()) if on_gpu else 0.0,
+            "seconds": statistics.median(seconds[_WARM_UP:]),
+            "host": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+        destroy_parallel()
+    return row
+
+
+def _update(case: Case, engine: MegatronEngine) -> Callable[[], object]:
+    """Return what runs an update on the sequences of a case."""
+    vocab_size, lengths = PLANNED[case.model]["vocab_size"], case.lengths
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(cu_seqlens[-1])
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[cu_seqlens[:-1]] = False
+    old = torch.full((total,), -float(np.log(vocab_size)))
+    batch = PackedBatch(
+        token_ids=torch.randint(vocab_size, (total,), generator=generator),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        fields={
+            "advantages": torch.randn(total, generator=generator),
+            "old_logprobs": old,
+            "rollout_logprobs": old,
+        },
+    )
+
+    def of_values(output: Any, fields: Any, sequences: Any) -> Any:
+        return (output.values.square() * fields["token_weights"]).sum(), {}
+
+    if case.is_critic:
+        return lambda: engine.train_step(batch, of_values, max_tokens_per_mb=case.tokens)
+    return lambda: ppo_update(engine, batch, case.tokens)
