@@ -217,14 +217,14 @@ def main() -> None:
         given.predict.parent.mkdir(parents=True, exist_ok=True)
         given.predict.write_text(json.dumps(predictions(cases), indent=1) + "\n")
         return
-    expected = json.loads(given.against.read_text()) if given.against else predictions(cases)
+    expected = predictions(cases) | (json.loads(given.against.read_text()) if given.against else {})
     gpu = gpu_name()
     print(f"{_HEADINGS}\n|{'---|' * _HEADINGS.count(' | ')}---|", flush=True)
     found: dict[str, Any] = {}
     lines: list[str] = []
     for case, rows in measured(cases, seconds=given.seconds):
         found[str(case)] = {"gpu": gpu, **({"failure": rows} if isinstance(rows, str) else {"stages": rows})}
-        lines += list(_lines(case, expected.get(str(case), []), rows, gpu))
+        lines += list(_lines(case, expected[str(case)], rows, gpu))
         print("\n".join(lines[-case.layout.pp if not isinstance(rows, str) else -1 :]), flush=True)
         if given.output is not None:
             given.output.write_text(json.dumps(found, indent=1) + "\n")
