@@ -9,7 +9,7 @@ import os
 import resource
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,9 @@ from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
 from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
+from tools.bench.gpu.cases import Case
 from tools.bench.gpu.shapes import PLANNED
 from tools.bench.gpu.trainer import become_rank, ppo_update, seconds_of
-
-if TYPE_CHECKING:
-    from tools.bench.gpu.plan import Case
 
 _WARM_UP, _ROUNDS = 1, 3
 
