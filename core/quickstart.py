@@ -109,8 +109,8 @@ def _main(argv: Sequence[str] | None) -> int:
     if arguments.experiment not in EXPERIMENTS:
         return _refuse(_which_experiment(arguments.experiment))
     try:
-        loaded = load_config(arguments.experiment, arguments.config, arguments.overrides)
         looks_only = arguments.dry_run or arguments.preflight
+        loaded = load_config(arguments.experiment, arguments.config, arguments.overrides, weights=not looks_only)
         with kept_records("rollout.data", "core.data", "core.checks") as about_data:
             problems = run_checks(loaded, connections=looks_only, nodes=arguments.preflight)
         lacking = [problem for problem in problems if problem.of_host] if looks_only else []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from model_specs.hub import HubError, model_folder
 from model_specs.untrusted import UntrustedFileError, open_regular, read_json_object
 from model_specs.weight_files import WeightsError, check_tensors, stored_tensors
 
@@ -49,10 +50,7 @@ def read_model_folder(path: str, *, weights: bool, tokenizer: bool, value_head: 
 def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None) -> ModelConfig:
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelFolderError(
-            f"{path}: no such folder; a model is a local Hugging Face folder, from "
-            "`hf download <name> --local-dir <folder>` for instance"
-        )
+        raise ModelFolderError(_no_folder(path))
     try:
         config = read_config(folder)
     except ModelConfigError as error:
@@ -67,6 +65,15 @@ def _read(path: str, *, weights: bool, tokenizer: bool, value_head: bool | None)
         except WeightsError as error:
             raise ModelFolderError(str(error)) from None
     return config
+
+
+def _no_folder(path: str) -> str:
+    """Return why a path is no folder, and what a model may be."""
+    try:
+        model_folder(path, weights=False)
+    except HubError as error:
+        return str(error)
+    return f"{path}: no such folder; write a Hugging Face folder, or the id of a model of the hub (owner/name@revision)"
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:

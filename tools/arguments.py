@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from model_specs import hub
+
 
 class BadRequest(ValueError):
     """The command line names something that does not exist or cannot be read."""
@@ -83,6 +85,19 @@ def new_folder(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: cannot write in {existing}: {error.strerror}") from None
     return path
+
+
+def model(*, weights: bool = True) -> Callable[[str], Path]:
+    """Return a type for models: a path, or the id of a model of the hub, which is downloaded. `weights`: with its
+    weights."""
+
+    def model(text: str) -> Path:
+        try:
+            return Path(hub.model_folder(os.path.expanduser(text), weights=weights))
+        except hub.HubError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return model
 
 
 def data_file(text: str) -> Path:

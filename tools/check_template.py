@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rollout.data.chat_template import ChatTemplate
@@ -112,7 +111,9 @@ def lines(chat: ChatTemplate) -> Iterator[tuple[str, str]]:
 def main() -> int:
     """Print one line for each kind of conversation. Exit code 1: the model has no chat template."""
     parser = argparse.ArgumentParser(prog=cli.program("tools.check_template"), description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument(
+        "--model", type=cli.model(weights=False), required=True, help="Hugging Face folder, or id of the hub"
+    )
     parser.add_argument("--chat_template", help="jinja file or text in place of the tokenizer's (prompt.chat_template)")
     given = parser.parse_args()
     try:

@@ -32,7 +32,7 @@ from core.runs.checkpoints import MARKER
 from model_specs.hf_config import read_config
 from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
-from tools.arguments import program
+from tools.arguments import model, program
 
 if TYPE_CHECKING:
     from mcore_adapter.parallel import ParallelState
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program("tools.convert"), description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--checkpoint_path", type=Path, required=True, help="folder to convert")
+    parser.add_argument("--checkpoint_path", type=model(), required=True, help="folder to convert")
     parser.add_argument("--output_path", type=Path, required=True, help="folder to write")
     parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")
     parser.add_argument("--layout", help="with --to-megatron: cut as ranks of this layout would, as in d1m2p2e2")

@@ -17,6 +17,7 @@ from core.config.show import recorded
 from core.placement.allocation import resolve_allocation
 from core.runs.paths import RunPaths
 from core.runs.record import leaves
+from model_specs import hub
 from model_specs.model_folder import stored_parameters
 
 _SHOWN_ELSEWHERE = ("experiment_name", "trial_name", "allocation_mode", "algorithm.name", "external_configs")
@@ -57,7 +58,7 @@ def _model(config: ExperimentConfig) -> str:
     except (OSError, ValueError):
         count = 0
     size = f" · {_count(count)} parameters" if count else ""
-    return f"{_short(about.model)}{size} · lr {about.lr:g}"
+    return f"{hub.shown(_short(about.model))}{size} · lr {about.lr:g}"
 
 
 def _count(number: int) -> str:

@@ -20,6 +20,7 @@ from core.data.offline import open_sample, opener, report_steps
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import read_stream
+from model_specs import hub
 from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
@@ -50,7 +51,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
         try:
             model = read_model_folder(
                 use.path,
-                weights=not use.section.init_from_scratch,
+                weights=not use.section.init_from_scratch and not hub.lacks_weights(use.path),
                 tokenizer=use.tokenizer,
                 value_head=use.value_head,
             )

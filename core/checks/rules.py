@@ -13,6 +13,7 @@ from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig, load
 from core.placement.rules import check_allocation
+from model_specs import hub
 
 
 def check_rules(config: ExperimentConfig) -> Iterator[Violation]:
@@ -32,7 +33,17 @@ def config_warnings(config: ExperimentConfig, spelled: Callable[[str], str] = st
     yield from recomputation_warnings(config)
 
 
-def load_config(experiment: str, path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the configuration of `experiment` (a key of EXPERIMENTS). Raises ConfigError with every problem there
-    is."""
-    return load(experiment, path, overrides, check_rules)
+def load_config(
+    experiment: str, path: str | Path | None, overrides: Sequence[str] = (), *, weights: bool = False
+) -> LoadedConfig:
+    """Return the configuration of `experiment` (a key of EXPERIMENTS), with models of the hub as folders of the cache.
+
+    `weights`: download their weights, too. Raises ConfigError with every problem there is."""
+
+    def folder(given: str, reads_weights: bool) -> str:
+        try:
+            return hub.model_folder(given, weights=weights and reads_weights)
+        except hub.HubError:
+            return given  # reported with the other problems of models
+
+    return load(experiment, path, overrides, check_rules, folder)

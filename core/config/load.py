@@ -20,7 +20,9 @@ from config_schema.nearest import nearest_names
 from config_schema.section import Section, Violation, all_keys, default_of, fields_by_key, sub_section
 from core.config.dialects.areal_v02 import Translated, translate
 from core.config.dialects.hints import HINTS, hint
+from core.config.experience import BenchConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
+from core.config.models import ModelTrainEvalConfig
 from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
@@ -57,9 +59,10 @@ def load(
     path: str | Path | None,
     overrides: Sequence[str],
     rules: Callable[[ExperimentConfig], Iterable[Violation]],
+    model_folder: Callable[[str, bool], str] = lambda path, weights: path,
 ) -> LoadedConfig:
     """Return the configuration of `experiment` (a key of EXPERIMENTS) that keeps `rules`. Raises ConfigError with
-    every problem there is."""
+    every problem there is. `model_folder`: (path or id of a model, whether its weights are read) -> folder."""
     model = EXPERIMENTS[experiment]
     tree = Table("") if path is None else read_yaml(path)
     problems: list[Problem] = []
@@ -75,6 +78,7 @@ def load(
     binder = _Binder(model, tree, as_given)
     values = binder.bind()
     problems += translated.problems + binder.problems
+    _replace_ids(model, values, model_folder)
     config, found = _validate(model, values, binder.sources, str(path or ""))
     problems += found
     bad = {p.key for p in problems} | binder.meant
@@ -91,6 +95,18 @@ def load(
         sources=binder.sources,
         translated=translated,
     )
+
+
+def _replace_ids(model: type[Section], values: Mapping[str, object], model_folder: Callable[[str, bool], str]) -> None:
+    """Replace the paths of models in `values` by those that `model_folder` returns."""
+    for name, (_, info) in fields_by_key(model).items():
+        section, below = values.get(name), sub_section(info)
+        if not isinstance(section, dict) or below is None:
+            continue
+        if issubclass(below, ModelTrainEvalConfig) and isinstance(path := section.get("path"), str):
+            section["path"] = model_folder(path, not section.get("init_from_scratch"))
+        elif issubclass(below, BenchConfig):
+            section["models"] = [model_folder(path, True) for path in section.get("models", ())]
 
 
 def bind(model: type[S], values: Mapping[str, object], prefix: str) -> S:

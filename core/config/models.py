@@ -32,7 +32,11 @@ class _ModelFolder(Section):
     """Which model."""
 
     type: ModelFamily = section(ModelFamily, "Model family and head")
-    path: str = key("", "Hugging Face model folder. ref and critic: empty means actor.path")
+    path: str = key(
+        "",
+        "Hugging Face model folder, or id of a model of the hub, as owner/name or owner/name@revision. ref and critic: "
+        "empty means actor.path",
+    )
 
     @field_validator("path")
     @classmethod

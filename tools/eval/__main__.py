@@ -76,10 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--model_path",
-        type=Path,
+        type=arguments.model(),
         required=True,
         help="folder of a run (its newest model), Hugging Face folder, saved step, recover checkpoint (of several "
-        "engines its actor), or engine in one",
+        "engines its actor), engine in one, or id of a model of the Hugging Face hub",
     )
     add("--output_path", type=arguments.new_folder, required=True, help="folder for completions and tables")
     add("--data_names", default="math_500,aime24,amc23", help="names, paths or Hugging Face ids, with commas")

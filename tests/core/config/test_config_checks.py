@@ -37,7 +37,7 @@ def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
 def test_a_missing_model_folder_is_named_with_a_way_to_get_it(tmp_path: Path) -> None:
     (message,) = problems(write_run(tmp_path), "actor.path=Qwen/Qwen2.5-0.5B")
     assert message.startswith("override 'actor.path=Qwen/Qwen2.5-0.5B': actor.path: Qwen/Qwen2.5-0.5B: no such folder")
-    assert "`hf download <name> --local-dir" in message
+    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER`" in message
 
 
 def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
