@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -65,12 +65,22 @@ def sub_section(info: FieldInfo) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
+def named_section(info: FieldInfo) -> type[Section] | None:
+    """Return the section class of a field that holds sections by name, None for any other field."""
+    origin, args = get_origin(info.annotation), get_args(info.annotation)
+    below = args[1] if origin is dict else None
+    return below if isinstance(below, type) and issubclass(below, Section) else None
+
+
 def broken_rules(section: Section, at: str = "") -> Iterator[Violation]:
     """Yield every rule that a section and those below it break."""
     yield from section.rules(at)
     for name, (attribute, info) in fields_by_key(type(section)).items():
         if sub_section(info) is not None:
             yield from broken_rules(getattr(section, attribute), f"{at}{name}.")
+        elif named_section(info) is not None:
+            for own, below in getattr(section, attribute).items():
+                yield from broken_rules(below, f"{at}{name}.{own}.")
 
 
 def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any:
@@ -83,8 +93,9 @@ def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any
 def all_keys(model: type[Section], prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every plain value below `model`."""
     for name, (_, info) in fields_by_key(model).items():
-        below = sub_section(info)
-        if below is None:
+        if (named := named_section(info)) is not None:
+            yield from all_keys(named, f"{prefix}{name}.NAME.")
+        elif (below := sub_section(info)) is None:
             yield prefix + name
         else:
             yield from all_keys(below, f"{prefix}{name}.")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy
 from rollout.experience import Episode, Experience, Rules, Tags, episode_id
 from rollout.experience.episode import summary
@@ -39,23 +39,23 @@ class RolloutProducer:
 
     def __init__(
         self,
-        dataset: PromptDataset,
+        dataset: TaskSets,
         workflow: Workflow,
         generator: ReportingSampler,
         experience: Experience,
         rules: Rules,
         *,
         run: str = "",
-        task_set: str = "train",
         max_in_flight: int | None = None,
-        group_size: int = 1,
+        group_size: int | Mapping[str, int] = 1,
         max_retries: int = 3,
         timeout_seconds: float | None = None,
         limits: GroupLimits | None = None,
         errors: ErrorPolicy | None = None,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`rules`: which prompts start (make_rules). `run` and `task_set`: of the ids of the episodes.
+        """`rules`: which prompts start (make_rules). `run`: of the ids of the episodes. `group_size`: of every
+        prompt, or by task set.
 
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
@@ -64,8 +64,9 @@ class RolloutProducer:
         decides: the episode is skipped, or the store fails. None: it fails. `limits`: what else than `group_size` a
         group must keep. `stats_sources` are added to stats(): a reward pool's, a router's.
         """
+        sizes = [*group_size.values()] if isinstance(group_size, Mapping) else [group_size]
         for name, value, least in (
-            ("max_in_flight", max_in_flight, 1), ("group_size", group_size, 1), ("max_retries", max_retries, 0),
+            ("max_in_flight", max_in_flight, 1), ("group_size", min(sizes), 1), ("max_retries", max_retries, 0),
         ):  # fmt: skip
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -73,12 +74,12 @@ class RolloutProducer:
         self._dataset = dataset
         self._workflow = workflow
         self._generator = generator
-        self._id = partial(episode_id, run=run, task_set=task_set)
+        self._id = partial(episode_id, run=run)
         self._max_in_flight = max_in_flight
         self._group_size = group_size
         self._load = _Load()  # of all episodes
         self._max_retries, self._timeout_seconds = max_retries, timeout_seconds
-        self._limits = replace(limits or GroupLimits(), group_size=group_size)
+        self._limits = limits or GroupLimits()
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = 0
@@ -92,6 +93,7 @@ class RolloutProducer:
 
     async def __aenter__(self) -> RolloutProducer:
         self._running = True
+        self._dataset.connect(self._experience)
         self._again.extend(self._experience.adopt())
         self._dataset.seek(self._experience.status().num_opened)
         self._start_prompts()
@@ -173,8 +175,10 @@ class RolloutProducer:
         while self._running and (self._max_in_flight is None or self._load.requests < self._max_in_flight):
             if self._again:
                 tags = self._again.popleft()
-                prompt = self._dataset.find(tags.row, tags.epoch)
+                prompt = self._dataset.find(tags.task_set, tags.row, tags.epoch)
             else:
+                if not self._dataset.is_fixed and self._is_full():  # a curriculum decides as late as possible
+                    return
                 prompt = self._dataset.at(self._dataset.position)
                 tags = self._tags(prompt)
                 opened = self._experience.open(tags, self._rules.admission)
@@ -185,19 +189,32 @@ class RolloutProducer:
                     continue
                 logger.debug("prompt %d (%s) is admitted at version %d", self._dataset.position, tags.id, self._version)
                 self._dataset.seek(self._dataset.position + 1)
-            task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id)))
+            task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id, prompt)))
             self._tasks.add(task)
             task.add_done_callback(partial(self._on_task_end, tags.id))
+
+    def _is_full(self) -> bool:
+        store = self._experience.status()
+        admits = self._rules.admission.admits
+        return not admits(store.num_outstanding, next_step=store.next_step, version=self._version)
 
     def _tags(self, prompt: Prompt) -> Tags:
         id = self._id(prompt)
         return Tags(
-            id=id, group_id=id, task=prompt.task, row=prompt.query_id, epoch=prompt.epoch, version=self._version
-        )
+            id=id, group_id=id, task=prompt.task, row=prompt.query_id, epoch=prompt.epoch, task_set=prompt.task_set,
+            version=self._version,
+        )  # fmt: skip
 
-    def _open_journal(self, id: str) -> JournaledSampler:
+    def _group_size_of(self, prompt: Prompt) -> int:
+        return self._group_size[prompt.task_set] if isinstance(self._group_size, Mapping) else self._group_size
+
+    def _open_journal(self, id: str, prompt: Prompt) -> JournaledSampler:
         journal = JournaledSampler(
-            self._generator, self._experience, id, num_expected=self._group_size, on_change=self._on_load
+            self._generator,
+            self._experience,
+            id,
+            num_expected=self._group_size_of(prompt),
+            on_change=self._on_load,
         )
         self._journals[id] = journal
         self._load.add(journal.load)
@@ -223,13 +240,14 @@ class RolloutProducer:
                 return
             journal.end()
             self._experience.reopen(tags.id, self._version)
-            journal = self._open_journal(tags.id)
+            journal = self._open_journal(tags.id, prompt)
 
     async def _sample(self, prompt: Prompt, journal: JournaledSampler) -> list[Trajectory]:
         journal.enter()
         answer = await within(self._timeout_seconds, partial(self._workflow.run, prompt, journal))
         # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
-        group = check_group(answer, prompt, version=self._version + 1, limits=self._limits)
+        limits = replace(self._limits, group_size=self._group_size_of(prompt))
+        group = check_group(answer, prompt, version=self._version + 1, limits=limits)
         if journal.completions:
             check_sampled(group, journal.completions, prompt)
         return group

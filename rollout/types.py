@@ -90,6 +90,8 @@ class Prompt:
     solutions: tuple[str, ...]
     epoch: int = 0
     meta: Mapping[str, object] = field(default_factory=dict)
+    task_set: str = ""
+    """Name of the set that it is a row of."""
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -26,11 +26,13 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
+from rollout.data.prompts import by_column
 from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
+from rollout.data.task_sets import load_curriculum
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
-from rollout.rewards.load import check_reward
+from rollout.rewards.load import check_reward, split_spec
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ..
     read = cache(read_stream)  # it may be large, and two checks need it
     measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths, read=read)
     settings = partial(check_settings, read=read)
-    of_generators = () if config.TRAINER_ONLY else (_reward, _workflow, _store, _quantization, check_algorithm)
+    of_generators = () if config.TRAINER_ONLY else (
+        _reward, _workflow, _curricula, _store, _quantization, check_algorithm,
+    )  # fmt: skip
     return (_models, measured, *of_generators, _environment, _home, check_checkpoint, settings)
 
 
@@ -133,14 +137,19 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
-    boxed = "math" in config.reward.functions
-    model, longest, written = Path(config.actor.path), config.dataset.max_prompt_len, config.prompt_format
+    model, longest = Path(config.actor.path), config.dataset.max_prompt_len
+    of_sets = {one.source(one.path): one for one in config.task_sets.values()}
+    written = config.prompt_format
     trained: list[Row] = []
     chats: set[bool] = set()
     lengths = lengths and _has_tokenizer(config.actor.path)
 
     def scan(source: DataSource) -> None:
-        rows = scan_rows(source, solved=boxed)
+        one = of_sets.get(source)
+        judged = config.reward.spec if one is None or one.reward is None else one.reward
+        rows = scan_rows(source, solved="math" in (name for _, name in split_spec(judged)))
+        if one is not None and ":" not in one.curriculum and one.curriculum:
+            by_column(rows, one.curriculum, source.path)
         chats.update(row.messages is not None for row in rows)
         if not trained:
             trained.extend(rows)
@@ -149,7 +158,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
 
     found = list(_data_sets(config, scan))
     yield from found
-    if not found:
+    if not found and not config.task_sets:  # of several sets the run compares each
         yield from check_prompts(
             config,
             trained,
@@ -228,14 +237,26 @@ def _of_data(key: str, error: DatasetError) -> Problem:
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
-    try:
-        check_reward(config.reward.spec)
-    except PluginError as error:
-        yield Problem(key="reward.function", message=str(error))
+    specs = {"reward.function": config.reward.spec}
+    specs |= {f"task_sets.{name}.reward": one.reward for name, one in config.task_sets.items() if one.reward}
+    for key, spec in specs.items():
+        try:
+            check_reward(spec)
+        except PluginError as error:
+            yield Problem(key=key, message=str(error))
+
+
+def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
+    for name, one in config.task_sets.items():
+        try:
+            if ":" in one.curriculum:
+                load_curriculum(one.curriculum)
+        except PluginError as error:
+            yield Problem(key=f"task_sets.{name}.curriculum", message=str(error))
 
 
 def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
-    yield from check_workflows(config.workflow)
+    yield from check_workflows(config.workflow, config.task_sets)
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from core.config.load import bind
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.runtime import WorkflowConfig
+from core.config.task_sets import TaskSetConfig
 from rollout.plugins import PluginError
 from rollout.workflows import WorkflowChoice, check_workflow
 
@@ -36,14 +38,41 @@ def workflow_choice(config: WorkflowConfig) -> WorkflowChoice:
     )
 
 
+def task_set_workflow(config: WorkflowConfig, name: str, one: TaskSetConfig) -> WorkflowChoice:
+    """Return the workflow of task set `name`. Raises ConfigError with every problem there is."""
+    if one.workflow is None:
+        return workflow_choice(config)
+    try:
+        return workflow_choice(_of_set(config, one))
+    except ConfigError as error:
+        raise ConfigError([_in_set(name, problem) for problem in error.problems]) from None
+
+
+def _of_set(config: WorkflowConfig, one: TaskSetConfig) -> WorkflowConfig:
+    return config.model_copy(update={"type": one.workflow, "by_task": {}, "options": one.workflow_options})
+
+
+def _in_set(name: str, problem: Problem) -> Problem:
+    """Return a problem of workflow.* as one of the set whose keys it is about."""
+    key = problem.key.replace("workflow.options", "workflow_options", 1).replace("workflow.type", "workflow", 1)
+    return replace(problem, key=f"task_sets.{name}.{key}")
+
+
 def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
     """Return the options of one of the workflows. With several, each reads its own fields."""
     given = {name: value for name, value in config.options.items() if alone or name in own.model_fields}
     return bind(own, given, "workflow.options.").model_dump()
 
 
-def check_workflows(config: WorkflowConfig) -> Iterator[Problem]:
-    """Yield what is wrong with workflow.*."""
+def check_workflows(config: WorkflowConfig, task_sets: Mapping[str, TaskSetConfig]) -> Iterator[Problem]:
+    """Yield what is wrong with workflow.*, and with the workflows of task sets."""
+    yield from _check(config)
+    for name, one in task_sets.items():
+        if one.workflow is not None:
+            yield from (_in_set(name, problem) for problem in _check(_of_set(config, one)))
+
+
+def _check(config: WorkflowConfig) -> Iterator[Problem]:
     try:
         choice = workflow_choice(config)
     except ConfigError as error:

@@ -17,7 +17,15 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from config_schema.nearest import nearest_names
-from config_schema.section import Section, Violation, all_keys, default_of, fields_by_key, sub_section
+from config_schema.section import (
+    Section,
+    Violation,
+    all_keys,
+    default_of,
+    fields_by_key,
+    named_section,
+    sub_section,
+)
 from core.config.dialects.areal_v02 import Translated, translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experience import BenchConfig
@@ -204,7 +212,9 @@ class _Binder:
             below = sub_section(info)
             if resolved is None:
                 continue
-            if below is None:
+            if (named := named_section(info)) is not None:
+                values[name] = self._named(named, resolved, path)
+            elif below is None:
                 if isinstance(resolved, Table):
                     self.sources |= {f"{path}.{entry}": value.where for entry, value in resolved.children.items()}
                 self._value(values, name, path, resolved, info.annotation)
@@ -219,6 +229,22 @@ class _Binder:
                 values[name] = getattr(defaults, attribute)
             elif info.is_required() and sub_section(info):
                 values[name] = {}  # so that pydantic names the keys that are missing in it
+        return values
+
+    def _named(self, model: type[Section], node: Node, path: str) -> dict[str, object]:
+        """Return the valid values of sections by name."""
+        if isinstance(node, Scalar) and node.is_null:
+            return {}
+        if not isinstance(node, Table):
+            self._problem(path, f"must be sections by name, got {describe(node)}")
+            return {}
+        values: dict[str, object] = {}
+        for name, below in node.children.items():
+            self.sources[f"{path}.{name}"] = below.where
+            if isinstance(below, Table):
+                values[name] = self._bind(model, below, None, f"{path}.{name}.")
+            else:
+                self._problem(f"{path}.{name}", f"is a section with keys of its own, got {describe(below)}")
         return values
 
     def _value(self, values: dict[str, object], name: str, path: str, node: Node, annotation: object) -> None:
@@ -289,7 +315,7 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     prefix = path.removesuffix(name)
     if near := nearest_names(name, siblings):
         return f"did you mean {prefix + near[0]!r}?"
-    everywhere = list(all_keys(root))
+    everywhere = [known for known in all_keys(root) if ".NAME." not in known]
     same_name = [k for k in everywhere if k.rpartition(".")[2] == name]
     if same_name:
         return f"did you mean {' or '.join(map(repr, same_name[:3]))}?"

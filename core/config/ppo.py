@@ -111,7 +111,7 @@ class PromptConfig(Section):
 class PromptOnlyDatasetConfig(DataSection):
     """Prompts to train on."""
 
-    path: str = key(description=f"Prompts: {PATH}")
+    path: str = key("", f"Prompts: {PATH}. Required without task_sets")
     max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
     train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
 

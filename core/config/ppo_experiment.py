@@ -42,6 +42,7 @@ from core.config.runtime import (
     Summary,
     WorkflowConfig,
 )
+from core.config.task_sets import TaskSetConfig
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import GeneratorConfig, WeightFormat
@@ -64,6 +65,7 @@ class PPOMATHOptions(Section):
     critic_inf: MFCConfig = section(MFCConfig, "The critic's values", needs=CRITIC)
     ref_inf: MFCConfig = section(MFCConfig, "Log-probabilities of the reference policy", needs=_REFERENCE)
     dataset: PromptOnlyDatasetConfig = key(description="Prompts to train on")
+    task_sets: dict[str, TaskSetConfig] = key({}, "Sets of prompts by name, in place of dataset.path")
     ppo: PPOHyperparameters = section(PPOHyperparameters, "Advantages and loss of PPO and the other algorithms")
     group_size: int = key(1, "Completions sampled per prompt", ge=1)
     group_adv_norm: bool = key(
@@ -115,10 +117,26 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 ("group_adv_norm", "group_size"),
                 "group_adv_norm=true normalizes within a group and requires group_size of at least 2, got 1",
             )
+        yield from self._data_rules()
         yield from untrained_model("actor", self.actor)
         yield from reference_with_values(self.ref)
         yield from self._critic_rules() if self.uses_critic else ()
         yield from self._store_rules()
+
+    def _data_rules(self) -> Iterator[Violation]:
+        if self.dataset.path and self.task_sets:
+            yield Violation(
+                ("dataset.path", "task_sets"), "is a set of prompts beside task_sets; make it one of them, or remove it"
+            )
+        elif not self.dataset.path and not self.task_sets:
+            yield Violation(("dataset.path", "task_sets"), "required: prompts to train on; or several as task_sets")
+        longest = self.ppo.gen.max_new_tokens
+        for name, one in self.task_sets.items():
+            if one.max_new_tokens is not None and one.max_new_tokens > longest:
+                yield Violation(
+                    (f"task_sets.{name}.max_new_tokens", "ppo.gen.max_new_tokens"),
+                    f"{one.max_new_tokens} must be at most ppo.gen.max_new_tokens={longest}, the limit of all sets",
+                )
 
     def _store_rules(self) -> Iterator[Violation]:
         store, apart = self.experience, self.mode in APART
@@ -363,8 +381,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        sets = {f"task_sets.{name}.path": one.source(one.path) for name, one in self.task_sets.items()}
         return (
-            ("dataset.path", self.dataset.source(self.dataset.path)),
+            *(sets or {"dataset.path": self.dataset.source(self.dataset.path)}).items(),
             *(("evaluation.path", source) for source in self.evaluation_sources),
         )
 

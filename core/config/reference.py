@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pydantic.fields import FieldInfo
 
 from config_schema.needs import as_yaml
-from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
+from config_schema.section import Section, default_of, fields_by_key, named_section, needs_of, sub_section
 from core.config.common import CommonExperimentConfig
 from core.config.dialects.areal_v02 import PPO_ROWS, RENAMED, ROWS
 from core.config.experiments import EXPERIMENTS
@@ -63,7 +63,11 @@ class _Group:
     @property
     def keys(self) -> dict[str, tuple[str, FieldInfo]]:
         """Plain values of the section by key: (attribute, field)."""
-        return {name: found for name, found in fields_by_key(self.model).items() if not sub_section(found[1])}
+        return {
+            name: found
+            for name, found in fields_by_key(self.model).items()
+            if not (sub_section(found[1]) or named_section(found[1]))
+        }
 
     @property
     def name(self) -> str:
@@ -98,10 +102,12 @@ def _collect(
     model: type[Section], defaults: Section | None, prefix: str, experiment: str, found: dict[type[Section], _Group]
 ) -> None:
     for name, (attribute, info) in fields_by_key(model).items():
-        below = sub_section(info)
+        named = named_section(info)
+        below = named or sub_section(info)
         if below is None:
             continue
-        inner = default_of(defaults, attribute, info)
+        inner = None if named else default_of(defaults, attribute, info)
+        name = f"{name}.NAME" if named else name
         place = _Place(f"{prefix}{name}", experiment, info.description or "", _needs(info), inner)
         group = found.setdefault(below, _Group(below))
         if place.prefix not in (other.prefix for other in group.places):

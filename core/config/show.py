@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, Union, get_args, get_origin
 
 from config_schema.needs import as_yaml
-from config_schema.section import Section, default_of, fields_by_key, needs_of, sub_section
+from config_schema.section import Section, default_of, fields_by_key, named_section, needs_of, sub_section
 from core.config.dialects.areal_v02 import rows_of
 from core.config.experiments import ExperimentConfig
 from core.config.parsing.problems import Problem
@@ -54,6 +54,10 @@ def _values(config: Section, prefix: str) -> Iterator[str]:
         if isinstance(value, Section):
             yield f"{prefix}{name} ({type(value).__name__})"
             yield from _values(value, f"{prefix}{name}.")
+        elif named_section(info) is not None:
+            for own, below in value.items():
+                yield f"{prefix}{name}.{own} ({type(below).__name__})"
+                yield from _values(below, f"{prefix}{name}.{own}.")
         else:
             yield f"{prefix}{name} ({python_type(info.annotation)}) - {value}"
 
@@ -130,11 +134,13 @@ def _presets() -> Iterator[str]:
 
 def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterator[str]:
     for name, (attribute, info) in fields_by_key(model).items():
-        below = sub_section(info)
-        default = default_of(defaults, attribute, info)
+        named = named_section(info)
+        below = named or sub_section(info)
+        default = None if named else default_of(defaults, attribute, info)
         condition = needs_of(info)
         needs = f". Needs {condition.text}" if condition else ""
         if below is not None:
+            name = f"{name}.NAME" if named else name
             yield f"{prefix}{name}: {info.description}{needs}"
             yield from _keys(below, default, f"{prefix}{name}.")
             continue

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allocation import Allocation
-from core.checks.workflow import workflow_choice
-from core.explore.settings import RolloutSettings, Side
+from core.checks.workflow import task_set_workflow, workflow_choice
+from core.explore.settings import RolloutSettings, Side, TaskSetSettings
 from core.monitoring.samples import SampleSettings
 from model_specs.hf_config import read_config
 from rollout.experience import StoreSettings
 from rollout.inference.router import requests_at_once
+from rollout.rewards.load import split_spec
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+    from core.config.task_sets import TaskSetConfig
+    from rollout.data.encoder import PromptFormat
 
 
 _SIDES: Mapping[str, Side] = {"explore": "explore", "train": "train"}
@@ -35,6 +39,21 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
     eval_sampling = SamplingParams(
         max_new_tokens=evaluation.max_new_tokens or gen.max_new_tokens, temperature=evaluation.temperature
     )
+    task_sets = {
+        name: TaskSetSettings(
+            source=one.source(one.path),
+            weight=one.weight,
+            order=one.order or ("shuffled" if config.shuffle_dataset else "sequential"),
+            curriculum=one.curriculum,
+            prompt_format=_format_of(config, one),
+            group_size=one.group_size or config.group_size,
+            sampling=replace(sampling, **_given(one, "temperature", "top_p", "top_k", "max_new_tokens")),
+            workflow=task_set_workflow(config.workflow, name, one),
+            reward=one.reward or config.reward.spec,
+            right_at=one.right_at if one.right_at is not None or one.reward else config.reward.threshold,
+        )
+        for name, one in config.task_sets.items()
+    }
     # A bench job keeps no episodes: as the lessee of a shared store it would shut out the trainer.
     kept = config.mode != "bench"
     store = StoreSettings(store=config.experience.store, path=config.experience_path) if kept else StoreSettings()
@@ -46,6 +65,7 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         acknowledges_saved=store.is_durable and config.recovers,
         tokenizer_path=config.actor.path,
         dataset=config.dataset.source(config.dataset.path),
+        task_sets=task_sets,
         eval_sets=config.evaluation_sources,
         num_eval_prompts=evaluation.num_prompts,
         max_prompt_len=config.dataset.max_prompt_len,
@@ -92,3 +112,13 @@ def rollout_settings(config: PPOMATHConfig, allocation: Allocation, logs: Path) 
         health_timeout_seconds=config.generator.health_timeout_seconds,
         generator_patience_seconds=config.generator.patience_seconds,
     )
+
+
+def _given(one: TaskSetConfig, *names: str) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in names if getattr(one, name) is not None}
+
+
+def _format_of(config: PPOMATHConfig, one: TaskSetConfig) -> PromptFormat:
+    boxed = "math" in [name for _, name in split_spec(one.reward or config.reward.spec)]
+    written = config.prompt.prompt_format(boxed=boxed)
+    return written if one.system is None else replace(written, system=one.system)

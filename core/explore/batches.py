@@ -35,6 +35,7 @@ class Batches:
             name=settings.lessee,
             until_saved=settings.acknowledges_saved,
             keep_steps=settings.keep_steps,
+            right_at={name: one.right_at for name, one in settings.task_sets.items()},
         )
         self._leased = LeasedBatches(lessee, self.samples, data.demonstrations())
 

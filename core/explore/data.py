@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from core.data.answers import AnswerDataset, Demonstrations
-from core.explore.settings import DataFacts, RolloutSettings, named
+from core.explore.settings import DataFacts, RolloutSettings, TaskSetSettings, named
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset, first_prompt
+from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
 from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Rules, make_rules
 
@@ -21,25 +23,39 @@ class RunData:
         self._settings = settings
         self.tokenizer = load_tokenizer(settings.tokenizer_path)
         self.encoder = Encoder(self.tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
-        load = partial(
-            PromptDataset.load,
-            encoder=self.encoder,
-            max_prompt_len=settings.max_prompt_len,
-            seed=settings.seed,
-            solved=settings.reward == "math",
+        load = partial(PromptDataset.load, max_prompt_len=settings.max_prompt_len, seed=settings.seed)
+        sets = {name: self._task_set(name, one, load) for name, one in settings.sets.items()}
+        self.prompts = TaskSets(
+            [*sets.values()],
+            weights={name: one.weight for name, one in settings.sets.items() if one.weight is not None},
+            batch_size=settings.batch_size,
         )
-        self.prompts = load(settings.dataset, shuffle=settings.shuffle)
+        load = partial(load, encoder=self.encoder, solved=settings.reward == "math")
         eval_sets = {name: load(source) for name, source in named(settings.eval_sets).items()}
         self.eval_prompts = {name: read.prompts[: settings.num_eval_prompts] for name, read in eval_sets.items()}
-        self._left_out = [read.left_out for read in (self.prompts, *eval_sets.values()) if read.left_out is not None]
+        read = [*(one.dataset for one in sets.values()), *eval_sets.values()]
+        self._left_out = [one.left_out for one in read if one.left_out is not None]
+
+    def _task_set(self, name: str, one: TaskSetSettings, load: Callable[..., PromptDataset]) -> TaskSet:
+        """Read a set of prompts to train on."""
+        by_function = ":" in one.curriculum
+        encoder = Encoder(self.tokenizer, one.prompt_format, folder=self._settings.tokenizer_path)
+        dataset = load(
+            one.source,
+            encoder=encoder,
+            shuffle=one.order == "shuffled",
+            solved=one.reward == "math",
+            column="" if by_function else one.curriculum,
+        )
+        return TaskSet(name, dataset, curriculum=load_curriculum(one.curriculum) if by_function else None)
 
     def facts(self) -> DataFacts:
         """Return what the driver needs."""
         prompts = self.prompts.prompts
         return DataFacts(
-            num_prompts=len(prompts),
+            num_prompts=len(self.prompts),
             mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
-            first_prompt=first_prompt(prompts[0], self._settings.reward),
+            first_prompt=first_prompt(prompts[0], next(iter(self._settings.sets.values())).reward),
             num_eval_prompts=sum(len(prompts) for prompts in self.eval_prompts.values()),
             left_out=self._left_out,
         )

@@ -22,10 +22,11 @@ from rollout.experience import Rules
 from rollout.inference.router import NoGeneratorError, Routed, Router
 from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
-from rollout.rewards.pool import RewardPool, RewardWorkerError
+from rollout.rewards.pool import RewardWorkerError
+from rollout.rewards.pools import RewardPools
 from rollout.trajectory_checks import GroupLimits
 from rollout.types import Prompt, Workflow
-from rollout.workflows import close_workflow, make_workflow
+from rollout.workflows import by_task_set, close_workflow, make_workflow
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ class RolloutService:
         self._data = RunData(settings)
         self._tokenizer = self._data.tokenizer
         stop = self._data.encoder.end_token_ids
-        self._rewards = RewardPool(
-            settings.reward, num_workers=settings.reward_workers, timeout_seconds=settings.reward_timeout_seconds
+        self._rewards = RewardPools(
+            {settings.reward, *(one.reward for one in settings.sets.values())},
+            num_workers=settings.reward_workers,
+            timeout_seconds=settings.reward_timeout_seconds,
         )
         self.router = Router(
             generators,
@@ -56,18 +59,23 @@ class RolloutService:
         )
         self._failed_scores = FailedScores(max_share=settings.max_failed_share, max_batches=settings.max_failed_batches)
         self._group_size = settings.group_size
-        make = partial(
-            make_workflow, settings.workflow, tokenizer=self._tokenizer, encoder=self._data.encoder, seed=settings.seed
-        )
-        workflow = make(
-            reward_pool=self._rewards,
-            sampling=replace(settings.sampling, stop_token_ids=stop),
-            group_size=settings.group_size,
+        make = partial(make_workflow, tokenizer=self._tokenizer, encoder=self._data.encoder, seed=settings.seed)
+        workflow = by_task_set(
+            {
+                name: make(
+                    one.workflow,
+                    reward_pool=self._rewards.of(one.reward),
+                    sampling=replace(one.sampling, stop_token_ids=stop),
+                    group_size=one.group_size,
+                )
+                for name, one in settings.sets.items()
+            }
         )
         self._on_error = settings.on_error
         self._timeout_seconds = settings.workflow_timeout_seconds
-        self._eval_rewards = RecordedRewards(self._rewards)
+        self._eval_rewards = RecordedRewards(self._rewards.of(settings.reward))
         self._eval_workflow = make(
+            settings.workflow,
             reward_pool=self._eval_rewards,
             sampling=replace(settings.eval_sampling, stop_token_ids=stop),
             group_size=1,
@@ -90,9 +98,8 @@ class RolloutService:
             self._experience,
             rules,
             run=settings.run,
-            task_set=settings.dataset.name,
             max_in_flight=settings.max_in_flight,
-            group_size=settings.group_size,
+            group_size={name: one.group_size for name, one in settings.sets.items()},
             max_retries=settings.max_retries,
             timeout_seconds=settings.workflow_timeout_seconds,
             limits=GroupLimits(vocab_size=settings.vocab_size, max_tokens=settings.max_tokens),

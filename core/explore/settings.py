@@ -3,7 +3,7 @@ settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Literal
@@ -12,12 +12,32 @@ from core.monitoring.samples import SampleSettings
 from rollout.data.encoder import PromptFormat
 from rollout.data.left_out import LeftOut
 from rollout.data.source import DataSource
+from rollout.data.task_sets import Order
 from rollout.errors import OnError
 from rollout.experience import OverAge, StoreSettings
 from rollout.types import SamplingParams
 from rollout.workflows import WorkflowChoice
 
 Side = Literal["both", "explore", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSetSettings:
+    """A set of prompts to train on, and how they are sampled and judged."""
+
+    source: DataSource
+    weight: float | None = None
+    """Share of the prompts of an epoch, relative to other sets. None: the number of its rows."""
+    order: Order = "shuffled"
+    curriculum: str = ""
+    """Column, or package.module:function."""
+    prompt_format: PromptFormat
+    group_size: int
+    sampling: SamplingParams
+    """The tokenizer's end tokens are added."""
+    workflow: str | WorkflowChoice
+    reward: str
+    right_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +59,9 @@ class RolloutSettings:
     tokenizer_path: str
     """Folder of the model that is trained."""
     dataset: DataSource
-    """Prompts to train on."""
+    """Prompts to train on, unless there are task sets."""
+    task_sets: Mapping[str, TaskSetSettings] = field(default_factory=dict)
+    """Sets of prompts to train on, by name."""
     eval_sets: Sequence[DataSource]
     """Evaluation sets; empty: there is no evaluation."""
     num_eval_prompts: int | None
@@ -113,6 +135,17 @@ class RolloutSettings:
     """A generator without an answer for this long is given up."""
     generator_patience_seconds: float
     """Requests wait this long for a generator when there is none."""
+
+    @property
+    def sets(self) -> Mapping[str, TaskSetSettings]:
+        """Every set of prompts to train on."""
+        return self.task_sets or {
+            self.dataset.name: TaskSetSettings(
+                source=self.dataset, order="shuffled" if self.shuffle else "sequential",
+                prompt_format=self.prompt_format, group_size=self.group_size, sampling=self.sampling,
+                workflow=self.workflow, reward=self.reward, right_at=self.right_at,
+            )
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,14 +59,18 @@ class PromptDataset:
         seed: int,
         shuffle: bool = True,
         solved: bool = True,
+        column: str = "",
     ) -> PromptDataset:
         """Read a data set (see scan_rows, also for `solved`) and tokenise every prompt.
 
-        Prompts of more than `max_prompt_len` tokens are left out and counted. Raises DatasetError when the data set
-        cannot be used, and when every prompt is too long.
+        Prompts of more than `max_prompt_len` tokens are left out and counted. `column`: visit the rows by its values,
+        the lowest first, in place of the order of the file. Raises DatasetError when the data set cannot be used, and
+        when every prompt is too long.
         """
         source = as_source(source)
         rows = scan_rows(source, solved=solved)
+        if column:
+            rows = by_column(rows, column, source.path)
         encoded = encoder.encode(rows)
         kept = [(row, *of) for row, of in zip(rows, encoded, strict=True) if 0 < len(of[1]) <= max_prompt_len]
         prompts = [make_prompt(*of, index=index) for index, of in enumerate(kept)]
@@ -152,6 +156,19 @@ class PromptDataset:
             shuffled = np.random.default_rng([self._seed, epoch]).permutation
             self._orders[epoch] = shuffled(n) if self._shuffle else np.arange(n)
         return self._orders[epoch]
+
+
+def by_column(rows: Sequence[Row], column: str, path: str) -> list[Row]:
+    """Return rows by the values of a column, numbers or texts, the lowest first. Raises DatasetError where a row has
+    none, or they cannot be compared."""
+    values = [row.task if column == "task" else row.meta.get(column) for row in rows]
+    for row, value in zip(rows, values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise DatasetError(f"{row.place}: curriculum={column!r} has no number or text here, but {value!r:.40}")
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise DatasetError(f"{path}: curriculum={column!r} holds numbers and texts, which have no common order")
+    order = sorted(range(len(rows)), key=lambda i: values[i])  # type: ignore[arg-type, return-value]
+    return [rows[i] for i in order]
 
 
 def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:

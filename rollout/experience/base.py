@@ -142,6 +142,15 @@ class Experience(Protocol):
         """Skip an episode in flight, whose sampling keeps failing: another one takes its place."""
         ...
 
+    def settle(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the plain value that was settled under a key, in whatever process and attempt; the first call settles
+        it with `make()`."""
+        ...
+
+    def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
+        """Return for each row of a task set how many of its episodes are finished, and their mean reward."""
+        ...
+
     def fail(self, error: Exception) -> None:
         """Raise `error`, in other processes an ExploreError with its text, from every lease() that waits or comes."""
         ...

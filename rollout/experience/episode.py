@@ -18,9 +18,9 @@ Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped"]
 trainer gets it, as all its rewards are equal. skipped: its workflow kept failing."""
 
 
-def episode_id(prompt: Prompt, *, task_set: str, run: str = "") -> str:
+def episode_id(prompt: Prompt, *, run: str = "") -> str:
     """Return the id of an episode: [run/]task set/row/epoch. `run`: for runs that share a store."""
-    names = [name.replace("%", "%25").replace("/", "%2F") for name in (run, task_set) if name]
+    names = [name.replace("%", "%25").replace("/", "%2F") for name in (run, prompt.task_set) if name]
     return "/".join([*names, prompt.query_id, str(prompt.epoch)])
 
 
@@ -35,6 +35,8 @@ class Tags:
     row: str
     """query_id of its prompt."""
     epoch: int
+    task_set: str = ""
+    """Name of the set that its prompt is a row of."""
     version: int
     """Of the weights at the start of its sampling: every token is sampled by them or by later ones."""
     rewards: Sequence[float] = ()
@@ -87,6 +89,11 @@ def summary(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "oldest": np.where(oldest == newest, PROMPT_VERSION, oldest).tolist(),
         "metrics": _means([t.metrics for t in trajectories if t.metrics]),
     }
+
+
+def mean_reward(tags: Tags) -> float:
+    """Return the mean reward of a finished episode."""
+    return sum(tags.rewards) / len(tags.rewards)
 
 
 def _means(reported: Sequence[Mapping[str, float]]) -> dict[str, float]:

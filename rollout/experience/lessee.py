@@ -6,14 +6,14 @@ Invariant: no token that a step trains on is older than max_staleness steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
-from rollout.experience.episode import Episode
+from rollout.experience.episode import Episode, Tags
 from rollout.experience.rules import Rules
-from rollout.types import PROMPT_VERSION, Trajectory
+from rollout.types import PROMPT_VERSION, Trajectory, lowest_right
 
 
 class Lessee:
@@ -22,10 +22,13 @@ class Lessee:
     def __init__(
         self, experience: Experience, rules: Rules, *,
         name: str = "trainer", until_saved: bool = False, keep_steps: int = 0,
+        right_at: Mapping[str, float | None] | None = None,
     ) -> None:  # fmt: skip
         """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
         checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
-        their values when they are trained."""
+        their values when they are trained. `right_at`: task sets with the reward from which an answer is right, for
+        figures of each; None: there is one set."""
+        self._right_at = right_at or {}
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
         self._until_saved, self._keep_steps = until_saved, keep_steps
@@ -48,7 +51,7 @@ class Lessee:
         episodes = self._experience.values(lease.ids)
         if self._rules.over_age == "mask":
             episodes = [self._masked_episode(episode, step) for episode in episodes]
-        self._figures = waits | self._ages(episodes, step)
+        self._figures = waits | self._ages(episodes, step) | self._of_task_sets(lease.tags)
         if self._rules.spread is not None:
             self._figures |= self._rules.spread.metrics(lease)
         return episodes
@@ -93,6 +96,19 @@ class Lessee:
             )
         ages = [step - v for v, _ in oldest]
         return {"staleness/mean": sum(ages) / max(len(ages), 1), "staleness/max": float(max(ages, default=0))}
+
+    def _of_task_sets(self, trained: Sequence[Tags]) -> dict[str, float]:
+        """Return the number of prompts of each task set in a batch, and how its answers were judged."""
+        figures = {}
+        for name, right_at in self._right_at.items():
+            rewards = [reward for tags in trained if tags.task_set == name for reward in tags.rewards]
+            figures[f"task_set/{name}/prompts"] = float(sum(tags.task_set == name for tags in trained))
+            if rewards:
+                figures[f"task_set/{name}/reward"] = sum(rewards) / len(rewards)
+            if rewards and right_at is not None:
+                limit = lowest_right(right_at)
+                figures[f"task_set/{name}/right"] = sum(reward >= limit for reward in rewards) / len(rewards)
+        return figures
 
     def stats(self) -> dict[str, float]:
         """Return waits and ages of the last batch, and the tokens masked since the start."""

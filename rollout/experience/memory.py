@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rollout.experience.base import Admission, Lease, LesseeError, Opened, Selection, Status
-from rollout.experience.episode import Episode, Event, Tags
+from rollout.experience.episode import Episode, Event, Tags, mean_reward
 from rollout.experience.serial import (
     SCHEMA,
     check_schema,
@@ -44,6 +44,8 @@ class MemoryExperience:
         self._leases: dict[int, Lease] = {}  # by step, not acknowledged
         self._dropped: list[Tags] = []  # since the last lease
         self._journals: dict[str, dict[str, Event]] = {}
+        self._settled: dict[str, Any] = {}
+        self._success: dict[str, dict[str, tuple[int, float]]] = {}
         self._by_version: Counter[int] = Counter()
         self._ready_by_version: Counter[int] = Counter()
 
@@ -89,6 +91,7 @@ class MemoryExperience:
         tags = episode.tags
         if tags.id not in self._in_flight:
             return
+        self._count(tags)
         if drops is not None and drops(tags, self._numbers[tags.id] - self._behind_leased):
             self._end(tags.id, replace(tags, fate="dropped"))
             return
@@ -97,6 +100,19 @@ class MemoryExperience:
         self._ready[tags.id] = replace(episode, tags=replace(tags, version=version, fate="ready"))
         self._ready_by_version[version] += 1
         self._changed.set()
+
+    def _count(self, tags: Tags) -> None:
+        rows = self._success.setdefault(tags.task_set, {})
+        count, mean = rows.get(tags.row, (0, 0.0))
+        rows[tags.row] = count + 1, mean + (mean_reward(tags) - mean) / (count + 1)
+
+    def settle(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self._settled:
+            self._settled[key] = make()
+        return self._settled[key]
+
+    def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
+        return self._success.get(task_set, {})
 
     def drop(self, id: str) -> None:
         if id in self._in_flight:
@@ -194,6 +210,10 @@ class MemoryExperience:
                 (self._numbers[tags.id], asdict(tags), [event_to_plain(e) for e in self.events(tags.id)])
                 for tags in self.in_flight()
             ],
+            "settled": dict(self._settled),
+            "success": {
+                name: {row: list(found) for row, found in rows.items()} for name, rows in self._success.items()
+            },
             "dropped": [asdict(tags) for tags in [*(t for lease in leases for t in lease.dropped), *self._dropped]],
         }
 
@@ -211,6 +231,11 @@ class MemoryExperience:
             self.put(episode)
         self._dropped = [Tags(**tags) for tags in state["dropped"]]
         self._left = set(self._in_flight)
+        self._settled = dict(state.get("settled", {}))
+        self._success = {
+            name: {row: (int(count), float(mean)) for row, (count, mean) in rows.items()}
+            for name, rows in state.get("success", {}).items()
+        }
 
     def resample(self) -> None:
         for id, episode in self._ready.items():

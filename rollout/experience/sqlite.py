@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from rollout.experience.base import Admission, ExploreError, Lease, LesseeError, Opened, Selection, Status
-from rollout.experience.episode import Episode, Event, Tags
+from rollout.experience.episode import Episode, Event, Tags, mean_reward
 from rollout.experience.serial import (
     SCHEMA,
+    SchemaError,
     check_schema,
     dumps,
     event_from_plain,
@@ -42,14 +43,21 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS episodes (
     number INTEGER PRIMARY KEY,  -- how many were opened before it
     id TEXT NOT NULL UNIQUE,
+    task_set TEXT NOT NULL,
+    prompt TEXT NOT NULL,
     fate TEXT NOT NULL,
     version INTEGER NOT NULL,
     explorer TEXT NOT NULL,      -- the process that samples it, or has sampled it
     step INTEGER,                -- of its lease, or of the first lease after it was dropped
     place INTEGER,               -- in the batch of its lease
+    reward REAL,                 -- mean of its completions, NULL until it is finished
     tags TEXT NOT NULL,
     value BLOB
 );
+CREATE INDEX IF NOT EXISTS finished ON episodes (task_set, prompt, reward) WHERE reward IS NOT NULL;
+CREATE VIEW IF NOT EXISTS success AS
+    SELECT task_set, prompt, count(*) AS episodes, avg(reward) AS reward FROM episodes
+    WHERE reward IS NOT NULL GROUP BY task_set, prompt;
 CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped');
@@ -57,6 +65,8 @@ CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased
 CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
 """
+_LAYOUT = 2
+"""Version of the tables."""
 _OUTSTANDING = "fate IN ('open', 'ready')"
 _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 """The partial indices serve a query that has their own condition."""
@@ -83,13 +93,24 @@ class SQLiteExperience:
         self._settled = False  # what the trainer before this one has leased
         self._explorer = ""  # before the first open() or adopt()
         self._explorer_lock: IO[str] | None = None
+        self._check_layout()
         with self._transaction():
             for statement in _TABLES.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA,))
+            for key, version in (("schema", SCHEMA), ("layout", _LAYOUT)):
+                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, version))
             for key in ("next_step", "num_opened"):
                 self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, 0)", (key,))
-        check_schema(self._meta("schema"))
+
+    def _check_layout(self) -> None:
+        """Raise SchemaError for a file that another release has made."""
+        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            if (found := self._meta("layout")) != _LAYOUT:
+                raise SchemaError(
+                    f"{self._path} has tables of version {found or 1}, this release has version {_LAYOUT}: continue "
+                    "with the release that made it, or export its episodes there and import them into another file"
+                )
+            check_schema(self._meta("schema"))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -121,8 +142,9 @@ class SQLiteExperience:
             if not admission.admits(self._count(_OUTSTANDING), next_step=next_step, version=tags.version):
                 return "full"
             self._db.execute(
-                "INSERT INTO episodes (number, id, fate, version, explorer, tags) VALUES (?, ?, 'open', ?, ?, ?)",
-                (num_opened, tags.id, tags.version, explorer, _tags_to_text(tags)),
+                "INSERT INTO episodes (number, id, task_set, prompt, fate, version, explorer, tags) "
+                "VALUES (?, ?, ?, ?, 'open', ?, ?, ?)",
+                (num_opened, tags.id, tags.task_set, tags.row, tags.version, explorer, _tags_to_text(tags)),
             )
             self._set_meta("num_opened", num_opened + 1)
         return "open"
@@ -192,9 +214,12 @@ class SQLiteExperience:
                 return
             dropped = drops is not None and drops(tags, self._ahead(tags.id))
             self._db.execute(
-                "UPDATE episodes SET fate = ?, tags = ?, value = ? WHERE id = ?",
-                ("dropped" if dropped else "ready", _tags_to_text(tags), None if dropped else value, tags.id),
-            )
+                "UPDATE episodes SET fate = ?, reward = ?, tags = ?, value = ? WHERE id = ?",
+                (
+                    "dropped" if dropped else "ready", mean_reward(tags), _tags_to_text(tags),
+                    None if dropped else value, tags.id,
+                ),
+            )  # fmt: skip
             self._db.execute("DELETE FROM journals WHERE id = ?", (tags.id,))
 
     def _ahead(self, id: str) -> int:
@@ -206,6 +231,18 @@ class SQLiteExperience:
         with self._transaction():
             self._db.execute("UPDATE episodes SET fate = 'skipped' WHERE id = ? AND fate = 'open'", (id,))
             self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
+
+    def settle(self, key: str, make: Callable[[], Any]) -> Any:
+        if (found := self._meta(f"settled {key}")) is None:
+            made = json.dumps(make())
+            with self._transaction():
+                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"settled {key}", made))
+            found = self._meta(f"settled {key}")
+        return json.loads(found)
+
+    def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
+        rows = self._db.execute("SELECT prompt, episodes, reward FROM success WHERE task_set = ?", (task_set,))
+        return {row: (count, mean) for row, count, mean in rows}
 
     def fail(self, error: Exception) -> None:
         with self._transaction():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.data.encoder import Encoder
 from rollout.plugins import PluginError, build_plugin, check_factory, find_plugin, unknown_name
-from rollout.types import Prompt, Sampler, Trajectory, Workflow
+from rollout.types import Completion, GenerateRequest, Prompt, Sampler, Trajectory, Workflow
 from rollout.workflows.single_turn import SingleTurnMathWorkflow
 
 WORKFLOWS = {
@@ -89,6 +89,36 @@ def _make(spec: str, options: Mapping[str, Any], encoder: Encoder | None, settin
         extras[name] = encoder if name == "encoder" else own.Config(**options)
     built: Workflow = build_plugin(path, kind="workflow", methods=_METHODS, **settings, **extras)
     return built
+
+
+def by_task_set(workflows: Mapping[str, Workflow]) -> Workflow:
+    """Return the workflow that runs the one of the prompt's task set."""
+    return _ByTaskSet(workflows) if len(workflows) > 1 else next(iter(workflows.values()))
+
+
+class _Named:
+    """The generators under request ids of one task set: rows of two sets may have the same query_id."""
+
+    def __init__(self, generator: Sampler, name: str) -> None:
+        self._generator, self._name = generator, name
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        group_id = request.group_id and f"{self._name}/{request.group_id}"
+        own = replace(request, request_id=f"{self._name}/{request.request_id}", group_id=group_id)
+        return await self._generator.generate(own)
+
+
+class _ByTaskSet:
+    def __init__(self, workflows: Mapping[str, Workflow]) -> None:
+        self._workflows = workflows
+
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
+        return await self._workflows[prompt.task_set].run(prompt, _Named(generator, prompt.task_set))
+
+    async def close(self) -> None:
+        """Close every workflow."""
+        for workflow in self._workflows.values():
+            await close_workflow(workflow)
 
 
 class _ByTask:

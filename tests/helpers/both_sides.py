@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.experience import Experience, Lessee, MemoryExperience, make_rules
 from rollout.producer import RolloutProducer
 from rollout.types import Generator, Trajectory
@@ -17,7 +17,7 @@ class BothSides(RolloutProducer):
 
     def __init__(
         self,
-        dataset: PromptDataset,
+        dataset: TaskSets,
         workflow: Any,
         generator: Generator | None,
         experience: Experience | None = None,

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 
 from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.types import PROMPT_VERSION, Generator, Prompt, Trajectory
 
 SECONDS_PER_TOKEN = 0.02
@@ -20,8 +21,8 @@ def make_prompts(num: int) -> list[Prompt]:
     ]
 
 
-def make_dataset(num: int, *, seed: int = 0) -> PromptDataset:
-    return PromptDataset(make_prompts(num), seed=seed)
+def make_dataset(num: int, *, seed: int = 0) -> TaskSets:
+    return TaskSets.of(PromptDataset(make_prompts(num), seed=seed), "train")
 
 
 class LognormalWorkflow:

@@ -17,7 +17,7 @@ import pytest
 from helpers.both_sides import BothSides, in_flight
 from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajectory
 from helpers.virtual_clock import run_virtual, settle
-from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
 from rollout.experience import Episode
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
@@ -60,7 +60,7 @@ def make_producer(workflow: object, num_prompts: int = 20, **settings: object) -
     return BothSides(make_dataset(num_prompts), workflow, **settings)
 
 
-def names(dataset: PromptDataset, positions: Iterable[int]) -> list[str]:
+def names(dataset: TaskSets, positions: Iterable[int]) -> list[str]:
     """What the prompts at these positions of the stream are called, with their epoch."""
     return [f"{p.query_id}@{p.epoch}" for p in map(dataset.at, positions)]
 
@@ -300,7 +300,7 @@ def fails_for(*indices: int, error: type[BaseException] = ZeroDivisionError) -> 
     return body
 
 
-def without(dataset: PromptDataset, *indices: int, num: int = 20) -> list[str]:
+def without(dataset: TaskSets, *indices: int, num: int = 20) -> list[str]:
     """The first `num` prompts of the stream but those with these indices."""
     positions = (position for position in itertools.count() if dataset.at(position).index not in indices)
     return names(dataset, itertools.islice(positions, num))

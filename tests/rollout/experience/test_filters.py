@@ -12,7 +12,7 @@ import pytest
 from helpers.both_sides import BothSides
 from helpers.simulated_sampling import make_dataset, trajectory
 from helpers.virtual_clock import run_virtual
-from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.types import Completion, Generator, Prompt, Trajectory
 
 NUM_PROMPTS = 30
@@ -50,7 +50,7 @@ def make_producer(workflow: Judged, **settings: object) -> BothSides:
     return BothSides(make_dataset(NUM_PROMPTS), workflow, NoRequests(), **settings)
 
 
-def places(dataset: PromptDataset) -> dict[str, int]:
+def places(dataset: TaskSets) -> dict[str, int]:
     """Where the prompts of ten epochs are in the stream, by query_id@epoch."""
     prompts = [dataset.at(k) for k in range(10 * NUM_PROMPTS)]
     return {f"{prompt.query_id}@{prompt.epoch}": k for k, prompt in enumerate(prompts)}

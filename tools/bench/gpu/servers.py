@@ -24,6 +24,7 @@ import orjson
 from core.data.rollout_batch import pack_trajectories
 from model_specs.hf_config import read_config
 from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSets
 from rollout.experience import Lessee, MemoryExperience, make_rules
 from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.gpus import query_gpus
@@ -234,7 +235,7 @@ async def _stack(scene: Scene, router: Router, seed: int) -> float:
             sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),
         )
         rules = make_rules(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1)
-        experience, dataset = MemoryExperience(), PromptDataset(given, seed=0)
+        experience, dataset = MemoryExperience(), TaskSets.of(PromptDataset(given, seed=0))
         producer = RolloutProducer(dataset, workflow, router, experience, rules, max_in_flight=many.in_flight)
         start = time.perf_counter()
         async with producer:

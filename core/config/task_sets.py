@@ -1,0 +1,55 @@
+"""Section `task_sets`: several data sets to train on, each with settings of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from config_schema.needs import equals, refused_without
+from config_schema.section import Violation, key
+from core.config.ppo import PATH, DataSection
+from rollout.inference.backend import FlagValue
+
+
+class TaskSetConfig(DataSection):
+    """A set of prompts. Keys that are null have the value that the run has for prompts of `dataset.path`."""
+
+    path: str = key(description=f"Prompts: {PATH}")
+    weight: float | None = key(
+        None, "Share among the prompts of an epoch, relative to the other sets. null: the number of its rows", gt=0
+    )
+    order: Literal["sequential", "shuffled", "curriculum"] | None = key(
+        None,
+        "sequential: as in the file. shuffled: a new order in every epoch. curriculum: as `curriculum` says. null: "
+        "shuffled, with shuffle_dataset=false sequential",
+    )
+    curriculum: str = key(
+        "",
+        "Column whose values order the rows, lowest first; or a function package.module:name, which scores the rows "
+        "that are left, with their success rates: highest first",
+        needs=equals(".order", "curriculum") & refused_without("order: curriculum"),
+    )
+    group_size: int | None = key(None, "Completions sampled per prompt. null: group_size", ge=1)
+    system: str | None = key(None, "System message of conversations that have none. null: prompt.system")
+    workflow: str | None = key(None, "As workflow.type. null: workflow.type and workflow.by_task")
+    workflow_options: dict[str, FlagValue] = key({}, "As workflow.options, for `workflow`")
+    reward: str | None = key(None, "As reward.function, with weights as in 0.5*package.module:name + math")
+    right_at: float | None = key(None, "As reward.right_at")
+    temperature: float | None = key(None, "Sampling temperature. null: ppo.gen.temperature", gt=0)
+    top_p: float | None = key(None, "As ppo.gen.top_p", gt=0, le=1)
+    top_k: int | None = key(None, "As ppo.gen.top_k", ge=-1)
+    max_new_tokens: int | None = key(
+        None, "Maximum tokens per completion, at most ppo.gen.max_new_tokens. null: that", ge=1
+    )
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        """Yield an order without what it needs."""
+        if (self.order == "curriculum") != bool(self.curriculum):
+            yield Violation(
+                (f"{at}curriculum", f"{at}order"),
+                f"order={self.order} and curriculum={self.curriculum!r}: order: curriculum needs a column or a "
+                "function, and other orders have none",
+            )
+        if self.workflow_options and self.workflow is None:
+            message = "are options of a workflow of this set, which has none; write `workflow`, or workflow.options"
+            yield Violation((f"{at}workflow_options", f"{at}workflow"), message)

@@ -1,0 +1,92 @@
+"""Runs on several task sets: each has its own sampling, reward and order, and a killed run continues exactly."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import Command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_STEPS, BATCH_SIZE = 6, 6
+
+
+def config(assets, folder: Path) -> dict:
+    lines = assets.prompts.read_text().splitlines()
+    for name, rows in (("easy", lines[:8]), ("hard", lines[8:24])):
+        leveled = [json.dumps({**json.loads(row), "level": -number}) for number, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("\n".join(leveled) + "\n")
+    return {
+        "allocation_mode": "mock.d1m1p1+d1m1p1",
+        "recover_mode": "auto",
+        "group_size": 2,
+        "group_adv_norm": True,
+        "monitor": {"tensorboard": False},
+        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
+        "dataset": {"train_bs_n_seqs": BATCH_SIZE, "max_prompt_len": 8},
+        "task_sets": {
+            "easy": {
+                "path": str(folder / "easy.jsonl"), "weight": 2, "order": "curriculum", "curriculum": "level",
+                "group_size": 3, "max_new_tokens": 4,
+            },
+            "hard": {
+                "path": str(folder / "hard.jsonl"), "weight": 1, "order": "curriculum",
+                "curriculum": "helpers.rewards:rarest_first", "reward": "helpers.rewards:length", "right_at": 5.0,
+            },
+        },
+        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
+        "staleness": {"max_staleness": 0, "in_order": True},
+        "generator": {"mock_seconds_per_token": 0.002},
+        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
+        "samples": {"share": 0.0},
+        "exp_ctrl": {"ckpt_freq_steps": 1, "total_train_steps": NUM_STEPS, "total_train_epochs": 9},
+    }  # fmt: skip
+
+
+def rows(command: Command, name: str) -> list[dict]:
+    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
+
+
+def test_each_set_has_its_settings_and_a_killed_run_continues_bit_for_bit(
+    assets, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # of helpers
+    (tmp_path / "killed").mkdir()
+    settings = config(assets, tmp_path)
+    undisturbed = run_command("ppo-math", settings)
+    killed = Command("ppo-math", settings, tmp_path / "killed")
+    try:
+        killed.wait_for("step 3/")
+        killed.process.send_signal(signal.SIGKILL)
+        killed.process.wait()
+        killed.stop()
+        killed = Command("ppo-math", settings, tmp_path / "killed")
+        assert killed.finish() == 0, killed.output()[-4000:]
+        assert "steps are done" in killed.output()
+        assert undisturbed.finish() == 0, undisturbed.output()[-4000:]
+        check_sets(undisturbed)
+        assert rows(killed, "consumed.jsonl") == rows(undisturbed, "consumed.jsonl")
+        for name in ("loss", "grad_norm", "task_reward", "task_set/easy/reward", "task_set/hard/right"):
+            values = [[row.get(name) for row in rows(run, "metrics.jsonl")] for run in (killed, undisturbed)]
+            assert values[0] == values[1], name
+    finally:
+        killed.stop()
+
+
+def check_sets(run: Command) -> None:
+    steps = [[id.split("/") for id in row["prompts"]] for row in rows(run, "consumed.jsonl")]
+    assert [Counter(name for name, *_ in step) for step in steps] == [{"easy": 4, "hard": 2}] * NUM_STEPS
+    easy = [row for step in steps[:2] for name, row, _ in step if name == "easy"]
+    assert len(set(easy)) == 8 and easy == sorted(easy, key=easy.index), "each row once an epoch"
+    metrics = rows(run, "metrics.jsonl")
+    assert {row["n_seqs"] for row in metrics} == {4 * 3 + 2 * 2}
+    assert all(row["task_set/easy/prompts"] == 4 and row["task_set/hard/prompts"] == 2 for row in metrics)
+    assert max(row["task_set/hard/reward"] for row in metrics) > 1.0, "its own reward is a length"
+    state = run.root.glob("recover/*/test/trial/globalstep6/rollout.json")
+    sets = json.loads(next(state).read_text())["producer"]["dataset"]["sets"]
+    assert {name: one["position"] for name, one in sets.items()} == {"easy": 24, "hard": 12}
