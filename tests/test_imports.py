@@ -94,7 +94,7 @@ ORDER = {
     ),
     "core.config": (
         "parsing presets models ppo experience",
-        "algorithm dialects runtime",
+        "algorithm dialects runtime task_sets",
         "common",
         "ppo_experiment",
         "experiments",

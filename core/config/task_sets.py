@@ -20,7 +20,7 @@ class TaskSetConfig(DataSection):
     )
     order: Literal["sequential", "shuffled", "curriculum"] | None = key(
         None,
-        "sequential: as in the file. shuffled: a new order in every epoch. curriculum: as `curriculum` says. null: "
+        "sequential: as in the file. shuffled: a new order in every epoch. curriculum: that of `curriculum`. null: "
         "shuffled, with shuffle_dataset=false sequential",
     )
     curriculum: str = key(
