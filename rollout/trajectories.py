@@ -39,6 +39,11 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int, turn:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
+def num_turns(loss_mask: np.ndarray) -> int:
+    """Return the number of runs of trained tokens."""
+    return int(loss_mask[:1].sum() + (loss_mask[1:] & ~loss_mask[:-1]).sum())
+
+
 class TrajectoryBuilder:
     """One sample of a prompt, turn by turn: what the policy sampled, and what a tool, a user or a template added.
 
@@ -54,6 +59,7 @@ class TrajectoryBuilder:
         number are one rollout. `start`: tokens that it begins with; None: those of the prompt."""
         self._prompt, self._number = prompt, number
         self._parts: list[tuple[np.ndarray, Completion | None]] = []
+        self._credits: dict[int, tuple[float, str | None]] = {}  # by the number of the part
         self.observed(prompt.token_ids if start is None else start)
         self._finish_reason: FinishReason = "stop"
         self._turn = 0
@@ -76,13 +82,20 @@ class TrajectoryBuilder:
             seed=sample_seed(seed, prompt.epoch, prompt.index, self._number, self._turn),
         )
 
-    def sampled(self, completion: Completion) -> TrajectoryBuilder:
-        """Append what the policy answered to token_ids; it is trained. Raises RuntimeError on an aborted completion."""
+    def sampled(
+        self, completion: Completion, *, reward: float | None = None, state: str | None = None
+    ) -> TrajectoryBuilder:
+        """Append what the policy answered to token_ids; it is trained. `reward`: what this turn earned by itself, which
+        is part of the reward of build(). `state`: names what the turn began in, see Trajectory.turn_states. Raises
+        RuntimeError on an aborted completion."""
         if completion.finish_reason == "abort":
             raise RuntimeError(
                 f"{self._prompt.query_id}: the generator returned an aborted completion; "
                 "use a Router, which continues aborted requests"
             )
+        if reward is not None or state is not None:
+            name = None if state is None else hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+            self._credits[len(self._parts)] = reward or 0.0, name
         self._parts.append((completion.token_ids, completion))
         self._finish_reason = completion.finish_reason
         self._turn += 1
@@ -117,10 +130,16 @@ class TrajectoryBuilder:
         versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
         experts: np.ndarray | None = None
         end = 0
-        for tokens, completion in self._parts:
+        turns: list[tuple[float, str | None]] = []
+        for number, (tokens, completion) in enumerate(self._parts):
             start, end = end, end + len(tokens)
-            if completion is None:
+            if completion is None or not len(tokens):
                 continue
+            earned, state = self._credits.get(number, (0.0, None))
+            if start and loss_mask[start - 1]:  # nothing was observed in between: it is the same turn
+                turns[-1] = turns[-1][0] + earned, turns[-1][1]
+            else:
+                turns.append((earned, state))
             loss_mask[start:end] = True
             logprobs[start:end] = completion.logprobs
             versions[start:end] = completion.versions
@@ -135,6 +154,8 @@ class TrajectoryBuilder:
             finish_reason=self._finish_reason,
             metrics={**parts, **(metrics or {})},
             routed_experts=experts,
+            turn_rewards=[earned for earned, _ in turns] if self._credits else None,
+            turn_states=[state for _, state in turns] if self._credits else None,
             rollout=self._number,
         )
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from rollout.trajectories import num_turns
 from rollout.types import PROMPT_VERSION, Completion, FinishReason, Prompt, Trajectory
 
 _MAX_LOGPROB = 0.1
@@ -120,6 +121,8 @@ def _cut(t: Trajectory, max_tokens: int) -> Trajectory:
         versions=t.versions[:end],
         routed_experts=None if t.routed_experts is None else t.routed_experts[:end],
         finish_reason="length",
+        turn_rewards=None if t.turn_rewards is None else t.turn_rewards[: max(len(ends), 1)],
+        turn_states=None if t.turn_states is None else t.turn_states[: max(len(ends), 1)],
         metrics={**t.metrics, CUT_TOKENS: float(len(t.token_ids) - end)},
     )
 
@@ -131,6 +134,8 @@ def _is_suspect(group: list[Trajectory], version: int, limits: GroupLimits) -> b
     if sum(lens) > _AT_ONCE or min(lens) == 0:
         return True
     if not all(abs(float(t.reward)) <= _MAX_REWARD and t.finish_reason in _ENDS for t in group):  # NaN is not
+        return True
+    if any(t.turn_rewards is not None for t in group):
         return True
     token_ids, loss_mask, logprobs, versions = (np.concatenate([getattr(t, name) for t in group]) for name in _NAMES)
     starts = np.cumsum([0, *lens[:-1]])
@@ -154,6 +159,14 @@ def _type_errors(t: Trajectory) -> Iterator[str]:
             yield f"{name} must be an array of {called}, not of {array.dtype}"
     if not isinstance(t.reward, _NUMBER):
         yield f"reward must be a number, not {t.reward!r:.80}"
+    for name, kind, called in (("turn_rewards", _NUMBER, "numbers"), ("turn_states", str | None, "texts")):
+        of_turns = getattr(t, name)
+        if of_turns is None:
+            continue
+        if not isinstance(of_turns, list | tuple) or not all(isinstance(one, kind) for one in of_turns):
+            yield f"{name} must be a list of {called}, not {of_turns!r:.80}"
+        elif len(of_turns) != (turns := num_turns(np.asarray(t.loss_mask, np.bool_))):
+            yield f"{name} has {len(of_turns)} entries, loss_mask has {turns} turns (runs of trained tokens)"
     for name, value in t.metrics.items():
         if not isinstance(value, _NUMBER):
             yield f"metrics[{name!r}] must be a number, not {value!r:.80}"
@@ -161,6 +174,8 @@ def _type_errors(t: Trajectory) -> Iterator[str]:
 
 def _own_errors(t: Trajectory) -> Iterator[str]:
     """Yield what is wrong with a trajectory as a whole."""
+    if not all(math.isfinite(reward) for reward in t.turn_rewards or ()):
+        yield f"turn_rewards={list(t.turn_rewards or ())} must be finite numbers"
     if not math.isfinite(t.reward) or abs(t.reward) > _MAX_REWARD:
         yield f"reward={float(t.reward)} must be a finite number of float32"
     if t.finish_reason not in _ENDS:

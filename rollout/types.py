@@ -7,7 +7,7 @@ token t itself (the log-probability *of* token t, the version that *sampled* tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:  # a --dry-run and the reward workers read this file, and need none of them
@@ -38,6 +38,11 @@ class SamplingParams:
     top_k: int = -1
     """-1: the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
+
+    def at_most(self, num_tokens: int) -> SamplingParams:
+        """Return the parameters for an answer of at most so many tokens."""
+        most = min(num_tokens, self.max_new_tokens)
+        return replace(self, max_new_tokens=most, min_new_tokens=min(most, self.min_new_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +122,10 @@ class Trajectory:
     """What the workflow reports, as {"num_turns": 3}: workflow/{name}/mean, min and max of the step's metrics."""
     routed_experts: np.ndarray | None = None
     """[n, layers, k] int16: the experts that each token went through; negative: not known. None: of no token."""
+    turn_rewards: Sequence[float] | None = None
+    """What each turn, a run of trained tokens, has earned by itself; part of `reward`. None: nothing is known."""
+    turn_states: Sequence[str | None] | None = None
+    """Names of the states that turns began in, equal for equal states: algorithm.credit=step_groups compares them."""
     rollout: int | None = None
     """Number of the rollout in its group that this is a branch of; None: it is a rollout by itself."""
 

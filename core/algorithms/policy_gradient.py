@@ -25,6 +25,7 @@ from core.algorithms.rewards import (
     token_divergence,
     token_rewards,
 )
+from core.algorithms.turns import Turns, share_compared, turn_advantages, turn_gae
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
 from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
@@ -87,11 +88,15 @@ class PolicyGradient(Algorithm):
         rollouts = torch.tensor(batch.rollouts)
         if kl_penalty is not None and settings.kl_reward_level == "sequence":
             scores = scores.index_add(0, rollouts[_sequence_of_token(batch)], -kl_penalty * mask)
+        turns = None if settings.credit == "outcome" else Turns.of(batch, scores[rollouts], settings)
         scores = self.baseline(scores, torch.tensor(batch.group_ids_of_rollouts))
         check_baseline(scores, batch.num_rollouts)
-        scores = scores[rollouts]
+        scores = scores[rollouts] if settings.credit != "turn_rewards" else torch.zeros(batch.num_sequences)
         per_token = None if settings.kl_reward_level == "sequence" else kl_penalty
-        advantages, returns = self._of_tokens(batch, fields, scores, per_token)
+        advantages, returns = self._of_tokens(batch, fields, scores, per_token, turns)
+        if turns is not None and settings.credit != "turn_gae":
+            advantages = advantages + turns.to_tokens(turn_advantages(turns, settings))
+            figures["turns_compared"] = share_compared(turns)
         if not settings.disable_value:
             trained_on["returns"] = self._normalised(returns, mask)
         metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_rollouts, settings)
@@ -119,13 +124,20 @@ class PolicyGradient(Algorithm):
         return BASELINES[self._settings.advantage](scores, group_ids, self._settings)
 
     def _of_tokens(
-        self, batch: RolloutBatch, fields: Mapping[str, Tensor], scores: Tensor, kl_penalty: Tensor | None
+        self,
+        batch: RolloutBatch,
+        fields: Mapping[str, Tensor],
+        scores: Tensor,
+        kl_penalty: Tensor | None,
+        turns: Turns | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns of every trained token, [T] each, from the scores [N] of its sequences."""
+        """Compute advantages and returns of every trained token, [T] each, from the scores [N] of its sequences, or
+        from the rewards of its turns."""
         settings, mask = self._settings, fields["loss_mask"]
         discount = settings.discount if settings.advantage in ("gae", "returns", "group") else 1.0
         gae_lambda = settings.gae_lambda if settings.advantage in ("gae", "group") else 1.0
-        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0:
+        by_turn = turns is not None and settings.credit == "turn_gae"
+        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0 and not by_turn:
             advantages = scores[_sequence_of_token(batch)] * mask  # what the scan would give, at once
             return advantages, advantages
         cu_seqlens, no_eos = torch.tensor(batch.cu_seqlens), torch.tensor(batch.no_eos)
@@ -134,6 +146,9 @@ class PolicyGradient(Algorithm):
         if settings.value_norm:
             values = self._value_norm.denormalize(values) * mask
         bootstrap = torch.where(no_eos, values[last_trained(cu_seqlens, mask)], 0.0)
+        if turns is not None and by_turn:
+            penalties = torch.zeros_like(rewards) if kl_penalty is None else -kl_penalty * mask
+            return turn_gae(turns, penalties, values, bootstrap, discount=discount, gae_lambda=gae_lambda)
         return gae(rewards, values, cu_seqlens, mask, bootstrap, discount=discount, gae_lambda=gae_lambda)
 
     def _normalised(self, returns: Tensor, mask: Tensor) -> Tensor:

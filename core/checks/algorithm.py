@@ -67,6 +67,7 @@ def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator
     elif settings.dynamic_sampling and config.group_size == 1:
         message = "true, but the only answer to a prompt has no other reward to differ from; write group_size of at "
         yield Problem(key="algorithm.dynamic_sampling", message=message + "least 2, or false")
+    yield from _check_credit(config, settings)
     yield from _check_demonstrations(config, settings)
     yield from _check_correction(config, settings)
     yield from _check_proximal(config, settings)
@@ -84,6 +85,16 @@ def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator
             "needs the KL divergence in the reward, where it is measured; write kl_in=reward or both, and ppo.kl_ctl"
         )
         yield Problem(key="algorithm.kl_target", message=message)
+
+
+def _check_credit(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
+    """Yield what algorithm.credit needs."""
+    if settings.credit == "turn_gae" and (settings.disable_value or settings.compares_groups):
+        message = "turn_gae: needs the values of a critic; write ppo.disable_value=false, advantage=gae and "
+        yield Problem(key="algorithm.credit", message=message + "group_adv_norm=false, or credit=turn_rewards")
+    if settings.credit in ("turn_rewards", "step_groups") and settings.advantage != "group":
+        message = f"{settings.credit}: compares turns within a group; write advantage=group (algorithm.name=grpo), got "
+        yield Problem(key="algorithm.credit", message=message + f"advantage={settings.advantage}")
 
 
 def _check_demonstrations(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from core.config.ppo import CLIPPED, REFERENCE, PPOKeys
 from core.config.presets import PRESETS
 
 Advantage = Literal["gae", "returns", "group", "leave_one_out", "logavgexp", "maxrl"]
+Credit = Literal["outcome", "turn_rewards", "turn_gae", "step_groups"]
 Loss = Literal["clip", "cispo", "sapo", "topr", "opmd", "kimi", "tv"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Correction = Literal["none", "bypass", "decoupled", "tis", "mis", "icepop"]
@@ -59,6 +60,18 @@ class AlgorithmKeys(Section):
         "population",
         "Divisor of the variance that ppo.adv_norm normalizes to 1: n, or n - 1",
         needs=equals("ppo.adv_norm", True),
+    )
+    credit: Credit = key(
+        "outcome",
+        "What a turn of a conversation is credited with. outcome: the whole answer's advantage. turn_rewards: rewards "
+        "from it on, each compared with those of all turns of the group. turn_gae: GAE with turns as time steps. "
+        "step_groups: outcome, and turn_weight times its return compared with those of turns in the same state (GiGPO)",
+    )
+    turn_weight: float = key(
+        1.0, "Weight of the comparison of turns", ge=0, needs=equals("algorithm.credit", "step_groups")
+    )
+    turn_discount: float = key(
+        0.95, "Discount of rewards per turn", ge=0, le=1, needs=equals("algorithm.credit", "step_groups")
     )
     dynamic_sampling: bool = key(
         False,

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens
+from rollout.trajectories import num_turns
 from rollout.types import REWARD_PART, Trajectory, lowest_right
 
 
@@ -32,6 +34,10 @@ class RolloutBatch:
     """Ids of the groups' episodes (rollout/experience/episode.py)."""
     routed_experts: np.ndarray | None = None
     """[T, layers, k] int16: the experts that the generators used; negative: not known."""
+    turn_rewards: np.ndarray | None = None
+    """[K] float32: what each turn, a run of trained tokens, has earned by itself. None: no workflow reports it."""
+    turn_states: np.ndarray | None = None
+    """[K] int64: equal for turns that began in the same state; -1: not known. None: no workflow reports it."""
     workflow_metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[N] float64 each: what the workflow reports of its trajectories; NaN: not reported."""
     demonstrations: PackedBatch | None = None
@@ -137,8 +143,28 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], episodes: Sequence
         no_eos=np.fromiter((t.finish_reason == "length" for t in flat), np.bool_, len(flat)),
         episodes=list(episodes),
         routed_experts=_pack_experts(flat),
+        turn_rewards=_pack_turns(flat, "turn_rewards", np.float32, missing=0.0),
+        turn_states=_pack_states(flat),
         workflow_metrics=_pack_metrics(flat),
     )
+
+
+def _pack_turns(trajectories: Sequence[Trajectory], name: str, dtype: type, *, missing: Any) -> np.ndarray | None:
+    """Return what every turn has under this name, [K]; `missing` for trajectories without it."""
+    if all(getattr(t, name) is None for t in trajectories):
+        return None
+    rows = [getattr(t, name) for t in trajectories]
+    rows = [[missing] * num_turns(t.loss_mask) if of is None else of for of, t in zip(rows, trajectories, strict=True)]
+    return np.array([value for of in rows for value in of], dtype)
+
+
+def _pack_states(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+    """Return a number for the state of every turn, [K] int64; -1 where it is not known."""
+    states = _pack_turns(trajectories, "turn_states", object, missing=None)
+    if states is None:
+        return None
+    numbers: dict[str, int] = {}
+    return np.array([-1 if s is None else numbers.setdefault(s, len(numbers)) for s in states], np.int64)
 
 
 def _number_rollouts(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:

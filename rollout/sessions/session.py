@@ -100,9 +100,7 @@ class Session:
                 f"{len(prompt_ids)} tokens and leave none for an answer.",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
-        sampling = self._limits.sampling
-        most = min(sampling.max_new_tokens, room, call.max_tokens or room)
-        sampling = replace(sampling, max_new_tokens=most, min_new_tokens=min(most, sampling.min_new_tokens))
+        sampling = self._limits.sampling.at_most(min(room, call.max_tokens or room))
         prompt = self._prompt
         group_id = f"{prompt.query_id}/{prompt.epoch}/{self._number}"
         request = GenerateRequest(

@@ -73,21 +73,35 @@ class EnvironmentWorkflow:
         async with self._pool.open() as environment:
             observation = await environment.reset(row, sample_seed(self._seed, prompt.epoch, prompt.index, 0))
             sample = TrajectoryBuilder(prompt, number=number, start=self._opening(prompt, observation))
+            room = self._options.context_tokens - len(sample.token_ids)
+            if room < 1:
+                raise ValueError(
+                    f"{prompt.query_id}: the first observation of {self._options.environment} has "
+                    f"{len(sample.token_ids)} tokens, context_tokens={self._options.context_tokens} leaves none for an "
+                    "answer; raise it"
+                )
             reward, num_turns, done = 0.0, 0, False
-            while not done:
-                completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
-                sample.sampled(completion)
+            while room > 0:
+                request = sample.request(self._sampling.at_most(room), seed=self._seed)
+                completion = await generator.generate(request)
                 num_turns += 1
+                if completion.finish_reason == "length" and room < self._sampling.max_new_tokens:
+                    sample.sampled(completion, state=observation)  # half an action is none
+                    room = 0
+                    break
                 text = self._bridge.text(completion.token_ids.tolist())
-                observation, step_reward, done = await environment.step(self._bridge.read(text, tools=False)[1])
+                state, action = observation, self._bridge.read(text, tools=False)[1]
+                observation, step_reward, done = await environment.step(action)
+                sample.sampled(completion, reward=step_reward, state=state)
                 reward += step_reward
                 if done or num_turns == self._options.max_turns:
                     break
                 added = self._following(text, completion.token_ids.tolist(), observation)
-                if len(sample.token_ids) + len(added) >= self._options.context_tokens:
-                    break
-                sample.observed(added)
-        return sample.build(reward, {"num_turns": float(num_turns), "finished": float(done)})
+                room = self._options.context_tokens - len(sample.token_ids) - len(added)
+                if room > 0:
+                    sample.observed(added)
+        metrics = {"num_turns": num_turns, "finished": done, "context_full": room < 1}
+        return sample.build(reward, {name: float(value) for name, value in metrics.items()})
 
     def _opening(self, prompt: Prompt, observation: str) -> list[int]:
         if self._encoder.chat is not None:

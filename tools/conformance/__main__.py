@@ -56,6 +56,20 @@ ADVANTAGES: Sequence[tuple[str, dict[str, Any], list[float]]] = (
     ("reinforce_pp_baseline", {}, [1.5, -0.5, -0.5, -0.5]),
 )
 """Advantages of four completions with the rewards 1, 0, 0, 0."""
+TURNS: Sequence[tuple[str, dict[str, Any], list[list[float]]]] = (
+    ("grpo", {"credit": "turn_rewards", "advantage_std": "none"}, [[0.5, 0.5, 0, 0.25], [-0.5, 0, 0.25, 0.25]]),
+    (
+        "grpo",
+        {"credit": "step_groups", "advantage_std": "none", "turn_weight": 2.0, "turn_discount": 0.5},
+        [[1.5, 1.5, 0, 0.5], [-1.5, 0, -0.5, -0.5]],
+    ),
+    (
+        "ppo",
+        {"credit": "turn_gae", "ppo.discount": 0.9, "ppo.gae_lambda": 0.8},
+        [[1.256, 1.256, 0, 0.8], [0.492, 0, 0.6, 0.6]],
+    ),
+)
+"""Advantages of the tokens of the conversations in turns()."""
 KL = (
     ("k1", "own", 1.0, 1.0),
     ("k2", "own", 0.5, 1.0),
@@ -157,9 +171,25 @@ def deviations() -> Iterator[Golden]:
         yield Golden(label, float(found), row["own_value"], 1e-7)
 
 
+def turns() -> Iterator[Golden]:
+    """Compute what turns are credited with: two conversations of two turns, the first of A and the second of B of two
+    tokens."""
+    sequences = [
+        {"mask": [1, 1, 0, 1], "reward": 2.0, "turn_rewards": [1.0, 0.0], "values": [0.5, 0.1, 0.0, 0.2]},
+        {"mask": [1, 0, 1, 1], "reward": 1.0, "turn_rewards": [0.0, 1.0], "values": [0.3, 0.0, 0.4, 0.6]},
+    ]
+    for name, settings, expected in TURNS:
+        case = [{"logprobs": [-1.0] * 4, "group": 0, "turn_states": [0, 1], **s} for s in sequences]
+        found = compute({"algorithm": name, "settings": settings, "sequences": case})["advantages"]
+        for i, (row, numbers) in enumerate(zip(found, expected, strict=True)):
+            for t, (a, b) in enumerate(zip(row, numbers, strict=True)):
+                yield Golden(f"advantage {i}, {t} of {settings['credit']}", a, b, 1e-9)
+
+
 GOLDEN: Mapping[str, Callable[[], Iterator[Golden]]] = {
     "tokens": tokens,
     "advantages": advantages,
+    "turns": turns,
     "divergence": divergence,
     "peers": peers,
     "deviations": deviations,

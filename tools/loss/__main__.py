@@ -7,6 +7,7 @@ CASE is {"algorithm": NAME, "settings": {KEY: VALUE}, "sequences": [SEQUENCE, ..
 under "logprobs" and, as far as the algorithm needs them, under "old_logprobs", "rollout_logprobs", "ref_logprobs",
 "values", "entropy" and "versions"; "mask" (true or 1: trained; default: all); "reward"; "group" (any name; default: a
 group of its own); "truncated" (default false). "advantage", a number or one per token, replaces the computed one.
+"turn_rewards" and "turn_states" (numbers) have one entry for each run of 1 in the mask.
 Settings are keys of the section `algorithm`; keys of other sections are written with their path, as in "ppo.kl_ctl".
 Without them, ppo.kl_ctl is 0, and ppo.adv_norm is false unless the algorithm sets it. Advantages and losses come from
 the code that trains, in float64. The result is JSON: advantages (one per sequence, or a list per token), loss, grads (d

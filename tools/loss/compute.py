@@ -28,13 +28,14 @@ from core.data.rollout_batch import RolloutBatch
 from mcore_adapter.data.batch import PAIR, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
 from mcore_adapter.models.forward import ModelOutput
+from rollout.trajectories import num_turns
 
 Case = Mapping[str, Any]
 """The decoded JSON of a case."""
 Result = dict[str, Any]
 """What is printed as JSON."""
 PER_TOKEN = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy", "versions")
-KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage", "demonstration")
+KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage", "demonstration", "turn_rewards", "turn_states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,22 @@ class Tokens:
             prompt_lens=np.array([int(s[0]) if s.size else 1 for s in sampled]),
             no_eos=np.array([bool(s.get("truncated", False)) for s in self.sequences]),
             episodes=[str(i) for i in range(len(groups))],
+            turn_rewards=self._of_turns("turn_rewards", 0.0),
+            turn_states=self._of_turns("turn_states", -1),
         )
+
+    def _of_turns(self, name: str, missing: float) -> np.ndarray | None:
+        """Return a number of every turn. Raises ValueError where a sequence has another number of turns."""
+        if not any(name in s for s in self.sequences):
+            return None
+        found: list[float] = []
+        for i, (sequence, n) in enumerate(zip(self.sequences, self.lens, strict=True)):
+            count = num_turns(np.array([bool(trained) for trained in sequence.get("mask", [True] * n)]))
+            given = sequence.get(name, [missing] * count)
+            if len(given) != count:
+                raise ValueError(f"sequences[{i}].{name}: has {len(given)} values, mask has {count} runs of 1")
+            found += given
+        return np.array(found)
 
     def cut(self, values: Tensor) -> list[list[float]]:
         """Cut [T] into the values of each sequence without its prompt token."""

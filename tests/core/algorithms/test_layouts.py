@@ -57,6 +57,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "tv": ("grpo", {"loss": "tv"}),
     "ipo": ("dpo", {"beta": 0.5, "kind": "ipo"}),
     "sequence sum, k2": ("rloo", {"aggregation": "sequence_sum", "kl_ctl": 0.1, "kl_in": "loss", "kl_gradient": "k2"}),
+    "advantages by turn": ("grpo", {"credit": "step_groups"}),
     "sft": ("sft", {}),
 }  # fmt: skip
 DROPPING = (
@@ -133,6 +134,8 @@ def run_cases(
             pairs, critic = preset == "dpo", preset == "critic"
             chosen = make_objective(preset, changes)
             batch = with_correction(one_advantage_each(backwards=backwards, preset=preset), chosen)
+            if "credit" in changes:
+                batch = batch.with_fields(advantages=batch.fields["advantages"] * batch.fields["ages"])
             for limit in limits:
                 engine = make_engine(parallel, device, model, is_critic=critic, init_critic_from_actor=critic)
                 steps = [

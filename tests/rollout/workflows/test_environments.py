@@ -107,12 +107,14 @@ def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_disturbs_n
     asyncio.run(main())
 
 
-def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None:
+def play(context_tokens: int = 4096) -> Any:
+    """Run one episode with these guesses, and return its trajectory."""
     guesses = iter(["3<|im_end|>", "<think>\nhigher\n</think>\n\n9<|im_end|>", "7<|im_end|>"] * 2)
-    choice = WorkflowChoice(type="environment", options={"environment": {"environment": "own_games:Guess"}})
+    options = {"environment": {"environment": "own_games:Guess", "context_tokens": context_tokens}}
     workflow: Any = make_workflow(
-        choice, tokenizer=TOKENIZER, reward_pool=None, sampling=SamplingParams(max_new_tokens=50), group_size=1, seed=1
-    )
+        WorkflowChoice(type="environment", options=options),
+        tokenizer=TOKENIZER, reward_pool=None, sampling=SamplingParams(max_new_tokens=50), group_size=1, seed=1,
+    )  # fmt: skip
     generator = Scripted(TOKENIZER, lambda _: next(guesses))
     before = {*psutil.Process().children()}
 
@@ -124,7 +126,13 @@ def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None
             assert {*psutil.Process().children()} <= before, "its worker has ended"
 
     [t] = asyncio.run(main())
-    assert (t.reward, t.metrics) == (1.0, {"num_turns": 3.0, "finished": 1.0})
+    return t
+
+
+def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None:
+    t = play()
+    assert (t.reward, t.metrics) == (1.0, {"num_turns": 3.0, "finished": 1.0, "context_full": 0.0})
+    assert t.turn_rewards == [0.0, 0.0, 1.0] and len(set(t.turn_states)) == 3
     assert TOKENIZER.decode(t.token_ids) == (
         "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nlow<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nhigher\n</think>\n\n9<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n"
@@ -133,6 +141,18 @@ def test_an_episode_becomes_one_trajectory_with_the_sum_of_the_rewards() -> None
     assert TOKENIZER.decode(t.token_ids[t.loss_mask]) == (
         "3<|im_end|><think>\nhigher\n</think>\n\n9<|im_end|>7<|im_end|>"
     )
+
+
+@pytest.mark.parametrize("context_tokens", [26, 31, 60, 66, 100])
+def test_an_episode_that_fills_its_context_ends_with_a_turn_and_is_counted(context_tokens: int) -> None:
+    t = play(context_tokens)
+    assert len(t.token_ids) <= context_tokens and t.loss_mask[-1] and t.reward == 0.0
+    assert (t.metrics["context_full"], t.metrics["finished"]) == (1.0, 0.0)
+
+
+def test_an_episode_without_room_for_an_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"first observation of own_games:Guess has 25 tokens, context_tokens=25"):
+        play(25)
 
 
 def test_what_is_no_environment_is_refused() -> None:
