@@ -32,6 +32,7 @@ from config_schema.nearest import nearest_names
 from core.checks import run_checks
 from core.checks.header import header
 from core.checks.rules import LoadedConfig, config_warnings, load_config
+from core.config.dialects.hints import hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
@@ -89,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # the locale may be C and the words UTF-8
         argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
-    arguments = _parser().parse_intermixed_args(argv)
+    arguments, unknown = _parser().parse_known_intermixed_args(argv)
+    if unknown:
+        name = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
+        return _refuse(f"{unknown[0]}: no such option; {hint(name, name) or 'keys are written a.b.c=value'}")
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml")) and "=" not in word]
     if len(files) == 1 and arguments.config is None:  # `slipstream train run.yaml`
         arguments.config = files[0]

@@ -38,10 +38,11 @@ class DemoFiles:
     """Hugging Face folder: config.json, random weights, tokenizer."""
 
 
-def make_demo_data(folder: Path, *, seed: int) -> DemoFiles:
+def make_demo_data(folder: str | Path, *, seed: int = 1) -> DemoFiles:
     """Write additions as data sets, and a small model with random weights, under `folder`; return where they are.
 
     The split is the same for every seed, the weights are not."""
+    folder = Path(folder)
     files = DemoFiles(
         sft=folder / "data" / "sft.jsonl",
         train=folder / "data" / "train.jsonl",

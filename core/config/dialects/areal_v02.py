@@ -29,6 +29,15 @@ RENAMED: Mapping[str, str] = {
     "actor.sglang.device": "generator.device",
     "actor.sglang.max_running_requests": "generator.max_running",
     "generator.sglang_python": "generator.python",
+    # ppo-math, sft and dpo take each other's names of the model and of the data
+    "actor": "model",
+    "actor_train": "allocation",
+    "dataset.path": "dataset.train_path",
+    "evaluation.path": "dataset.valid_path",
+    "model": "actor",
+    "allocation": "actor_train",
+    "dataset.train_path": "dataset.path",
+    "dataset.valid_path": "evaluation.path",
 }
 """Other spellings of our keys, with the same meaning."""
 _DECOUPLED = {"true": "decoupled", "false": "bypass"}

@@ -1,0 +1,86 @@
+"""Keys of other trainers: what is proposed for them exists, and is what they mean."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from config_schema.section import all_keys
+from core.checks.rules import load_config
+from core.config.dialects.hints import HINTS
+from core.config.experiments import EXPERIMENTS
+from core.config.parsing.problems import ConfigError
+from core.quickstart import main
+
+KEYS = {key for model in EXPERIMENTS.values() for key in all_keys(model)}
+SECTIONS = {key[: at.start()] for key in KEYS for at in re.finditer(r"\.", key)}
+REQUIRED = ("experiment_name=x", "actor.path=x", "dataset.path=x", "ppo.disable_value=true")
+
+
+def exists(name: str) -> bool:
+    """Return whether a name of a hint is a key, a section, or the start of a key followed by a star."""
+    name = name.removesuffix(".*")
+    if name.endswith("*"):
+        return any(key.startswith(name[:-1]) for key in KEYS)
+    return any(key == name or key.endswith(f".{name}") for key in KEYS | SECTIONS)
+
+
+@pytest.mark.parametrize("key", sorted(HINTS))
+def test_what_a_hint_names_exists(key: str) -> None:
+    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)*(?:\.\*|\*)?", HINTS[key].removeprefix("write "))
+    dotted = [name for name in named if ("." in name or "_" in name) and not name.startswith("tools.")]
+    assert all(exists(name) for name in dotted), [name for name in dotted if not exists(name)]
+    assert key not in all_keys(EXPERIMENTS["ppo-math"]), "it is a key here"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("learning_rate=1", "actor.optimizer.lr"),
+        ("max_completion_length=9", "ppo.gen.max_new_tokens"),
+        ("max_steps=9", "exp_ctrl.total_train_steps"),
+        ("beta=0", "ppo.kl_ctl"),
+        ("gconfig.n_samples=8", "group_size"),
+        ("async_generation_ratio=1", "staleness.max_staleness"),
+        ("loss_type=dapo", "algorithm.aggregation"),
+        ("num_generations=8", "group_size"),
+        ("scale_rewards=none", "algorithm.advantage_std"),
+        ("pretrain=x", "actor.path"),
+        ("async_training=true", "staleness.max_staleness"),
+        ("algorithm.adv_estimator=grpo", "algorithm.name"),
+        ("actor_rollout_ref.rollout.n=8", "generator"),
+        ("use_lora=true", "LoRA is not supported"),
+    ],
+)
+def test_keys_of_other_trainers_are_answered_with_ours(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("ppo-math", None, [*REQUIRED, given])
+    (problem,) = error.value.problems
+    assert meant in problem.message and "did you mean" not in problem.message
+
+
+def test_an_option_of_another_trainer_is_answered_with_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ppo-math", "--n-samples-per-prompt", "8"]) == 2
+    assert "--n-samples-per-prompt: no such option; write group_size" in capsys.readouterr().err
+
+
+def test_the_experiments_share_the_names_of_model_and_data(tmp_path: Path) -> None:
+    given = ["experiment_name=x", "actor.path=m", "dataset.path=d", "evaluation.path=e", "actor.optimizer.lr=0.5"]
+    supervised = load_config("sft", None, given).config
+    assert (supervised.model.path, supervised.dataset.train_path, supervised.dataset.valid_path) == ("m", "d", "e")
+    assert supervised.model.optimizer.lr == 0.5
+    assert load_config("dpo", None, given).config.model.path == "m"
+    other = ["experiment_name=x", "model.path=m", "dataset.train_path=d", "dataset.valid_path=e"]
+    trained = load_config("ppo-math", None, [*other, "ppo.disable_value=true"]).config
+    assert (trained.actor.path, trained.dataset.path, trained.evaluation.path) == ("m", "d", "e")
+
+
+def test_two_names_of_one_key_are_refused() -> None:
+    with pytest.raises(ConfigError, match="actor: is another name of model, which is given too"):
+        load_config("sft", None, ["experiment_name=x", "actor.path=m", "model.path=m", "dataset.path=d"])
+
+
+def test_a_problem_of_a_shared_key_has_the_name_that_was_given() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("sft", None, ["experiment_name=x", "actor.path=m", "actor.optimizer.lr=-1", "dataset.path=d"])
+    assert [problem.key for problem in error.value.problems] == ["actor.optimizer.lr"]
