@@ -106,7 +106,7 @@ ORDER = {
     "config_schema": ("needs nearest", "section"),
     "core.planning": ("gpus", "scene", "memory", "advice rates", "search"),
     "core.placement": ("ray_address", "allocation", "rules"),
-    "core.checks": ("facts algorithm workflow host resumption", "rules recipe", "header"),
+    "core.checks": ("facts algorithm host resumption", "rules recipe", "header"),
     "slipstream": ("functions", "api cli"),
     "tools": (
         "arguments",
@@ -135,6 +135,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
         "rollout.experience.schedule",
         "core.checks.recipe": "rollout.experience",
+        "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
@@ -157,7 +158,6 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
-        "core.launch.rollout_actor": "core.explore.batches core.explore.service",
         "core.launch.trainer_rank": "core.weight_sync.senders mcore_adapter.engine mcore_adapter.parallel",
     },
     "megatron and torch load for seconds: only in processes that train": {

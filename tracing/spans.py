@@ -258,8 +258,8 @@ def spanned(*, leave_out: Collection[str] = ()) -> Callable[[C], C]:
     """Return a class decorator that records a span for every call of a public method, besides those of `leave_out`."""
 
     def decorate(cls: C) -> C:
-        for name, method in list(vars(cls).items()):
-            if inspect.isfunction(method) and not name.startswith("_") and name not in leave_out:
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_") and name not in leave_out:
                 setattr(cls, name, _recorded(method))
         return cls
 

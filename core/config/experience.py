@@ -30,6 +30,11 @@ class ExperienceConfig(Section):
         needs=unlike("experience.store", "memory"),
     )
 
+    @property
+    def is_durable(self) -> bool:
+        """True if the store survives the processes that open it. Its state is not part of recover checkpoints then."""
+        return self.store != "memory"
+
 
 class SynchronizerConfig(Section):
     """Weights between a train job and explore jobs."""

@@ -46,6 +46,8 @@ from core.config.task_sets import TaskSetConfig
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import GeneratorConfig, WeightFormat
+from rollout.rewards.load import split_spec
+from rollout.types import SamplingParams
 
 _REFERENCE = REFERENCE.else_("it has no reference model")
 
@@ -140,11 +142,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def _store_rules(self) -> Iterator[Violation]:
         store, apart = self.experience, self.mode in APART
-        if apart and store.store == "memory":
+        if apart and not store.is_durable:
             yield Violation(
                 ("experience.store", "mode"), f"mode={self.mode} shares a store with other jobs; write sqlite"
             )
-        elif store.store != "memory" and not store.path:
+        elif store.is_durable and not store.path:
             yield Violation(("experience.path",), f"required with experience.store={store.store}")
         if self.mode == "train" and not self.recovers:
             yield Violation(
@@ -331,6 +333,46 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def prompt_format(self) -> PromptFormat:
         """How prompts are written; those that reward.function=math judges ask for a box."""
         return self.prompt.prompt_format(boxed="math" in self.reward.functions)
+
+    @property
+    def sets(self) -> dict[str, TaskSetConfig]:
+        """Every set of prompts to train on, by name, with what its nulls stand for but `workflow` and `system`."""
+        if self.task_sets:
+            return {name: self._filled(one) for name, one in self.task_sets.items()}
+        data = self.dataset
+        alone = TaskSetConfig.model_validate(data.model_dump(include=set(TaskSetConfig.model_fields)))
+        return {data.source(data.path).name: self._filled(alone)}
+
+    def _filled(self, one: TaskSetConfig) -> TaskSetConfig:
+        gen = self.ppo.gen
+        of_run: dict[str, Value] = {
+            "order": "shuffled" if self.shuffle_dataset else "sequential",
+            "group_size": self.group_size,
+            "reward": self.reward.spec,
+            "right_at": None if one.reward else self.reward.threshold,
+            "temperature": gen.temperature,
+            "top_p": gen.top_p,
+            "top_k": gen.top_k,
+            "max_new_tokens": gen.max_new_tokens,
+        }
+        return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
+
+    def set_format(self, one: TaskSetConfig) -> PromptFormat:
+        """Return how the prompts of one of `sets` are written."""
+        assert one.reward is not None, "filled"
+        written = self.prompt.prompt_format(boxed="math" in [name for _, name in split_spec(one.reward)])
+        return written if one.system is None else replace(written, system=one.system)
+
+    def set_sampling(self, one: TaskSetConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return how completions for one of `sets` are sampled. `stop_token_ids`: end tokens of the tokenizer."""
+        own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
+        return SamplingParams(**own, min_new_tokens=self.ppo.gen.min_new_tokens, stop_token_ids=stop_token_ids)
+
+    def evaluation_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return the same for evaluation."""
+        given = self.evaluation
+        longest = given.max_new_tokens or self.ppo.gen.max_new_tokens
+        return SamplingParams(max_new_tokens=longest, temperature=given.temperature, stop_token_ids=stop_token_ids)
 
     @property
     def sampling(self) -> PPOMATHConfig:

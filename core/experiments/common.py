@@ -25,7 +25,7 @@ from core.train.due import schedule_from_control
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig, PPOMATHConfig
     from core.experiments.workers import TrainedEngines
-    from core.explore.settings import DataFacts
+    from core.explore.data import DataFacts
     from core.launch.rollout_client import RolloutClient
     from core.runs.paths import RunPaths
     from rollout.experience import Schedule

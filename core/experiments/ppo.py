@@ -14,7 +14,6 @@ from core.experiments.bench import bench
 from core.experiments.common import wait_facts
 from core.experiments.context import RunContext
 from core.experiments.explore import explore
-from core.experiments.process_settings import rollout_settings
 from core.experiments.workers import (
     TrainerSide,
     build_ppo_engines,
@@ -22,6 +21,7 @@ from core.experiments.workers import (
     start_generators,
     start_trainer,
 )
+from core.launch.rollout_actor import BatchActor
 from core.launch.rollout_client import RolloutClient
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
@@ -33,7 +33,7 @@ from core.weight_sync.publisher import Publisher
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
-    from core.explore.settings import DataFacts
+    from core.explore.data import DataFacts
     from core.launch.generators import GeneratorPool
     from core.monitoring.monitor import Monitor
     from core.monitoring.screen import Screen
@@ -84,7 +84,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
     with context.cluster(num_actors=sum(len(role.slots) for role in ranks.roles.values()) + 1) as cluster:
         screen.begin("starting the processes")
         cluster.reserve(ranks)
-        rollout = RolloutClient(cluster, {}, rollout_settings(config, allocation, cluster.log_folder))
+        rollout = RolloutClient(cluster, BatchActor, config)
         trainer = start_trainer(config, allocation, cluster)
         trainer.groups.wait_started(config.launch.startup_timeout_seconds)
         facts, schedule = wait_facts(config, rollout)

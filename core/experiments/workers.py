@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
-from core.experiments.process_settings import rollout_settings
 from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
+from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
@@ -140,8 +140,7 @@ def start_generators(
         health_timeout_seconds=config.generator.health_timeout_seconds,
         memory=memory,
     )
-    settings = rollout_settings(config, allocation, cluster.log_folder)
-    rollout = RolloutClient(cluster, generators.actors, settings)
+    rollout = RolloutClient(cluster, RolloutActor, config, generators.actors)
     generators.judge = rollout
     return generators, rollout
 

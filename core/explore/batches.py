@@ -2,134 +2,156 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from core.data.rollout_batch import RolloutBatch
-from core.explore.data import RunData
-from core.explore.settings import DataFacts, RolloutSettings
+from core.explore.data import DataFacts, RunData
 from core.monitoring.memory import ROLLOUT, peak_gib
 from core.monitoring.sample_file import SampleWriter
 from core.monitoring.samples import Sample
+from core.processes.stacks import forget_modules
 from core.train.leased_batches import LeasedBatches
+from core.train.step_batch import BatchFacts, BatchRequest, Results, Scored, Scoring, StepBatch
 from rollout.data.source import DatasetError
-from rollout.experience import Experience, Lessee, Rules
+from rollout.experience import Experience, Lessee, open_store
+
+if TYPE_CHECKING:
+    from core.config.experiments import PPOMATHConfig
+    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
 
 logger = logging.getLogger(__name__)
 
+Put = Callable[["Arrays"], "Ref"]
+Fetch = Callable[[Sequence["Ref"]], list[Any]]
 
-class Batches:
-    """The batches of a run. For step i: take(i), write_samples(), train, set_version(i + 1)."""
 
-    def __init__(self, settings: RolloutSettings, data: RunData, experience: Experience, rules: Rules) -> None:
-        self._tokenizer = data.tokenizer
-        self.samples = SampleWriter(
-            settings.samples,
-            lambda tokens: str(self._tokenizer.decode(tokens)),
+def open_experience(config: PPOMATHConfig) -> Experience:
+    """Open the store of a run. A bench job keeps no episodes: as the lessee of a shared store it would shut out the
+    trainer."""
+    if config.mode == "bench":
+        return open_store("memory")
+    return open_store(config.experience.store, config.experience_path)
+
+
+class BatchService:
+    """Leases from a store that explore jobs fill. For step i: take(i), write_samples(), train, set_version(i + 1)."""
+
+    def __init__(self, config: PPOMATHConfig, logs: Path, *, put: Put, fetch: Fetch) -> None:
+        """`logs`: folder of the samples. `put`, `fetch`: place arrays where the ranks read them, and read what they
+        have placed."""
+        self._config, self._logs, self._put, self._fetch = config, logs, put, fetch
+        self._batch: StepBatch | None = None
+        self._version = 0
+
+    async def start(self) -> DataFacts:
+        """Read the data sets and open the store; return facts about the prompts."""
+        config, data = self._config, RunData(self._config)
+        self._data, self._rules = data, data.rules()
+        self._experience = open_experience(config)
+        lessee = f"{config.experiment_name}/{config.trial_name}"
+        if config.mode != "explore":
+            self._experience.enroll(lessee)
+        self._samples = SampleWriter(
+            config.samples,
+            self._logs,
+            lambda tokens: str(data.tokenizer.decode(tokens)),
             {prompt.query_id: " or ".join(prompt.answers) for prompt in data.prompts.prompts},
         )
-        self._right_at = settings.right_at
-        lessee = Lessee(
-            experience,
-            rules,
-            name=settings.lessee,
-            until_saved=settings.acknowledges_saved,
-            keep_steps=settings.keep_steps,
-            right_at={name: one.right_at for name, one in settings.task_sets.items()},
+        self._leased = LeasedBatches(
+            Lessee(
+                self._experience,
+                self._rules,
+                name=lessee,
+                until_saved=config.experience.is_durable and config.recovers,
+                keep_steps=config.experience.keep_steps,
+                right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
+            ),
+            self._samples,
+            data.demonstrations(),
         )
-        self._leased = LeasedBatches(lessee, self.samples, data.demonstrations())
+        forget_modules()
+        return data.facts()
 
-    def load_state_dict(self, state: Any, *, ignore_changes: bool) -> None:
-        """Continue where `state` was taken. Raises DatasetError where the demonstrations are others."""
+    async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
+        """Begin at the step `version`, from the beginning or from a recover checkpoint's state. Raises ValueError where
+        that does not fit the configuration, unless `ignore_changes`."""
+        if state is not None:
+            self._load(version, state, ignore_changes)
+        self._samples.begin(version)
+        await self.set_version(version)
+
+    def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
         try:
-            self._leased.load_state_dict(state)
+            self._leased.load_state_dict(state.get("batches", {}))
         except DatasetError as change:
             if not ignore_changes:
                 raise
             logger.warning("%s. Ignored: the run continues with these demonstrations.", change)
 
-    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+    async def take(
+        self, request: BatchRequest, scoring: Scoring | None
+    ) -> tuple[StoredBatch, StoredFields | None, tuple[BatchFacts, dict[str, float], Scored | None]]:
+        """Return the next batch, and with `scoring` its advantages as score(), for the ranks; and what the driver
+        reports of it: three results, of which the driver reads the third. Raises as lease()."""
+        self._batch = None  # its memory is needed
+        rollout, figures = await self.lease(request.version)
+        batch = self._batch = await asyncio.to_thread(StepBatch, rollout, request, put=self._put)
+        fields, scored = (None, None) if scoring is None else await asyncio.to_thread(batch.score, scoring, {})
+        return batch.stored, fields, (batch.facts(), figures, scored)
+
+    async def lease(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return the next batch, packed, and the figures of the lease, the workflow and the rewards, when the samples
         of the last one are in their file. Raises OSError where samples could not be written, and what ended the
         sampling."""
         batch = await self._leased.take(version)
         figures = self._leased.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
-        return batch, figures | batch.reward_figures(self._right_at)
+        return batch, self._figures(version) | figures | batch.reward_figures(self._config.reward.threshold)
+
+    def _figures(self, version: int) -> dict[str, float]:
+        status = self._experience.status()
+        return {"rollout/num_ready": float(status.num_ready), "rollout/num_outstanding": float(status.num_outstanding)}
+
+    async def score(self, scoring: Scoring, results: Mapping[str, Sequence[Ref]]) -> tuple[StoredFields, Scored]:
+        """Compute the advantages of the batch; return what the updates train on, and what the driver reports: as
+        take(). Start writing its samples."""
+        assert self._batch is not None, "take() comes first"
+        await self.write_samples()
+        return await asyncio.to_thread(self._score, self._batch, scoring, results)
+
+    def _score(
+        self, batch: StepBatch, scoring: Scoring, results: Mapping[str, Sequence[Ref]]
+    ) -> tuple[StoredFields, Scored]:
+        fetched: Results = {name: self._fetch(placed) for name, placed in results.items()}
+        return batch.score(scoring, fetched)
 
     async def write_samples(self) -> None:
-        """Start writing the samples of the batch that was taken last. Call once after each take()."""
+        """Start writing the samples of the batch that was taken last. Call once after each take(), which runs before
+        the evaluation of the previous step."""
         await self._leased.write_samples()
 
-    def trained(self, step: int) -> None:
-        """Count the steps before `step` as trained."""
-        self._leased.trained(step)
+    async def set_version(self, version: int) -> None:
+        """Count the steps before `version` as trained."""
+        self._version = version
+        self._leased.trained(version)
 
-    async def notable(self) -> list[Sample]:
+    async def samples(self) -> list[Sample]:
         """Return the best, worst and longest answer of the last batch that was written."""
         return await self._leased.notable()
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return what the store does not hold. The checkpoint before this one is on the disk."""
-        return await self._leased.state_dict()
-
-    async def close(self) -> None:
-        """Count what was trained as trained for good, and end the writing of samples."""
-        self._leased.end()
-        await self.samples.close()
-
-
-class BatchService:
-    """Leases from a store that explore jobs fill. See RolloutService for the calls."""
-
-    def __init__(self, settings: RolloutSettings) -> None:
-        self._data = RunData(settings)
-        self._rules = self._data.rules()
-        self._experience = settings.store.open()
-        self._experience.enroll(settings.lessee)
-        self._batches = Batches(settings, self._data, self._experience, self._rules)
-        self._version = 0
-
-    async def start(self) -> None:
-        """Do nothing: no worker process is needed."""
-
-    def describe(self) -> DataFacts:
-        """Return facts about the prompts."""
-        return self._data.facts()
-
-    async def begin(self, version: int, state: Any, *, ignore_changes: bool) -> None:
-        """Begin at the step `version`."""
-        if state is not None:
-            self._batches.load_state_dict(state.get("batches", {}), ignore_changes=ignore_changes)
-        self._batches.samples.begin(version)
-        self.set_version(version)
-
-    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """See Batches."""
-        batch, figures = await self._batches.take(version)
-        status = self._experience.status()
-        ready = {"rollout/num_ready": float(status.num_ready), "rollout/num_outstanding": float(status.num_outstanding)}
-        return batch, figures | ready
-
-    async def write_samples(self) -> None:
-        """See Batches."""
-        await self._batches.write_samples()
-
-    def set_version(self, version: int) -> None:
-        """Count the steps before `version` as trained."""
-        self._version = version
-        self._batches.trained(version)
-
-    async def samples(self) -> list[Sample]:
-        """Return the best, worst and longest answer of the last batch that was written."""
-        return await self._batches.notable()
-
-    async def state_dict(self) -> Any:
-        """Return the state that `begin` needs."""
-        batches = await self._batches.state_dict()
+        """Return the state that `begin` needs. The samples that write_samples() was called for are in their file then.
+        Not to be called between take(i + 1) and set_version(i + 1)."""
+        batches = await self._leased.state_dict()
         stream = {"settings": dict(self._rules.settings), "dataset": self._data.prompts.state_dict()}
         return {"producer": stream | {"version": self._version}, "batches": batches}
 
     async def close(self) -> None:
-        """Leave the store to another trainer."""
-        await self._batches.close()
+        """Count what was trained as trained for good, end the writing of samples, and leave the store to another
+        trainer."""
+        self._leased.end()
+        await self._samples.close()
         self._experience.close()

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from core.data.answers import AnswerDataset, Demonstrations
-from core.explore.settings import DataFacts, RolloutSettings, TaskSetSettings, named
 from rollout.data.encoder import Encoder
+from rollout.data.left_out import LeftOut
 from rollout.data.prompts import PromptDataset, first_prompt
+from rollout.data.source import DataSource
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
-from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Rules, make_rules
+
+if TYPE_CHECKING:
+    from core.config.experiments import PPOMATHConfig
+    from core.config.task_sets import TaskSetConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What the driver needs of the data sets."""
+
+    num_prompts: int
+    mean_prompt_tokens: float
+    first_prompt: str
+    """The first prompt to train on, in words, and how its answers are scored."""
+    num_eval_prompts: int
+    left_out: Sequence[LeftOut]
+    """Of the data set and of each evaluation set."""
 
 
 class RunData:
     """Tokenizer, prompts to train on, and prompts of the evaluation sets by name."""
 
-    def __init__(self, settings: RolloutSettings) -> None:
-        self._settings = settings
-        self.tokenizer = load_tokenizer(settings.tokenizer_path)
-        self.encoder = Encoder(self.tokenizer, settings.prompt_format, folder=settings.tokenizer_path)
-        load = partial(PromptDataset.load, max_prompt_len=settings.max_prompt_len, seed=settings.seed)
-        sets = {name: self._task_set(name, one, load) for name, one in settings.sets.items()}
+    def __init__(self, config: PPOMATHConfig) -> None:
+        from rollout.data.tokenizer import load_tokenizer
+
+        self._config = config
+        self.tokenizer = load_tokenizer(config.actor.path)
+        self.encoder = Encoder(self.tokenizer, config.prompt_format, folder=config.actor.path)
+        self._load = partial(PromptDataset.load, max_prompt_len=config.dataset.max_prompt_len, seed=config.seed)
+        sets = {name: self._task_set(name, one) for name, one in config.sets.items()}
         self.prompts = TaskSets(
             [*sets.values()],
-            weights={name: one.weight for name, one in settings.sets.items() if one.weight is not None},
-            batch_size=settings.batch_size,
+            weights={name: one.weight for name, one in config.sets.items() if one.weight is not None},
+            batch_size=config.dataset.train_bs_n_seqs,
         )
-        load = partial(load, encoder=self.encoder, solved=settings.reward == "math")
-        eval_sets = {name: load(source) for name, source in named(settings.eval_sets).items()}
-        self.eval_prompts = {name: read.prompts[: settings.num_eval_prompts] for name, read in eval_sets.items()}
+        eval_sets = {
+            name: self._load(source, encoder=self.encoder, solved=config.reward.spec == "math")
+            for name, source in named(config.evaluation_sources).items()
+        }
+        self.eval_prompts = {name: read.prompts[: config.evaluation.num_prompts] for name, read in eval_sets.items()}
         read = [*(one.dataset for one in sets.values()), *eval_sets.values()]
         self._left_out = [one.left_out for one in read if one.left_out is not None]
 
-    def _task_set(self, name: str, one: TaskSetSettings, load: Callable[..., PromptDataset]) -> TaskSet:
+    def _task_set(self, name: str, one: TaskSetConfig) -> TaskSet:
         """Read a set of prompts to train on."""
-        by_function = ":" in one.curriculum
-        encoder = Encoder(self.tokenizer, one.prompt_format, folder=self._settings.tokenizer_path)
-        dataset = load(
-            one.source,
-            encoder=encoder,
+        config, by_function = self._config, ":" in one.curriculum
+        dataset = self._load(
+            one.source(one.path),
+            encoder=Encoder(self.tokenizer, config.set_format(one), folder=config.actor.path),
             shuffle=one.order == "shuffled",
             solved=one.reward == "math",
             column="" if by_function else one.curriculum,
@@ -55,36 +78,45 @@ class RunData:
         return DataFacts(
             num_prompts=len(self.prompts),
             mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
-            first_prompt=first_prompt(prompts[0], next(iter(self._settings.sets.values())).reward),
+            first_prompt=first_prompt(prompts[0], next(iter(self._config.sets.values())).reward or ""),
             num_eval_prompts=sum(len(prompts) for prompts in self.eval_prompts.values()),
             left_out=self._left_out,
         )
 
     def rules(self) -> Rules:
         """Return the rules of the experience, over these prompts."""
-        settings = self._settings
+        config, algorithm = self._config, self._config.algorithm
         return make_rules(
             num_prompts=len(self.prompts),
-            batch_size=settings.batch_size,
-            max_staleness=settings.max_staleness,
-            over_age=settings.over_age,
-            in_order=settings.in_order,
-            dynamic_sampling_limit=settings.dynamic_sampling_limit,
-            num_epochs=settings.num_epochs,
-            num_steps=settings.num_steps,
+            batch_size=config.dataset.train_bs_n_seqs,
+            max_staleness=config.staleness.max_staleness,
+            over_age=config.staleness.over_age,
+            in_order=config.staleness.in_order,
+            dynamic_sampling_limit=algorithm.dynamic_sampling_limit if algorithm.dynamic_sampling else None,
+            num_epochs=config.exp_ctrl.total_train_epochs,
+            num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         )
 
     def demonstrations(self) -> Demonstrations | None:
         """Return the demonstrations of a run, if it has some. They are as long as a prompt with its completion, at
         most."""
-        settings = self._settings
-        if not settings.demonstrations_path:
+        config = self._config
+        if not config.demonstrations_per_step:
             return None
         rows = AnswerDataset(
-            settings.demonstrations_path,
+            config.demonstrations.path,
             self.encoder,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            max_seqlen=settings.max_prompt_len + settings.sampling.max_new_tokens,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+            max_seqlen=config.max_seqlen,
         )
-        return Demonstrations(rows, settings.demonstrations_per_step)
+        return Demonstrations(rows, config.demonstrations_per_step)
+
+
+def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
+    """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
+    by_name: dict[str, DataSource] = {}
+    for source in sets:
+        numbers = (f"{source.name}-{number}" for number in count(len(by_name)))
+        by_name[next(name for name in chain([source.name], numbers) if name not in by_name)] = source
+    return by_name

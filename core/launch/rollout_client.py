@@ -11,13 +11,13 @@ import ray
 
 from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote
-from core.launch.rollout_actor import RolloutActor
+from core.launch.rollout_actor import BatchActor, RolloutActor
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Ref, StoredBatch, StoredFields
-    from core.explore.settings import DataFacts, RolloutSettings
+    from core.explore.data import DataFacts
     from core.monitoring.samples import Sample
     from core.train.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
@@ -42,13 +42,11 @@ class Taken:
 class RolloutClient:
     """The rollout actor (data set, producer, experience, rewards) as the loop sees it."""
 
-    actor_class: type[RolloutActor] = RolloutActor
-    """What runs in the process."""
-
-    def __init__(self, cluster: Cluster, generators: Mapping[str, Any], settings: RolloutSettings):
-        """`generators`: Ray's handles, by name."""
+    def __init__(self, cluster: Cluster, actor_class: type[BatchActor | RolloutActor], *arguments: object) -> None:
+        """`actor_class`: what runs in the process; without generators a BatchActor, which has fewer methods.
+        `arguments`: of its constructor, after the name of its log file."""
         self._cluster = cluster
-        actor = cluster.start_actor(ray.remote(self.actor_class), "rollout", generators, settings)
+        actor = cluster.start_actor(ray.remote(actor_class), "rollout", *arguments)
         self._actor = Remote[RolloutActor](actor)
         self._starting = self._actor.send(RolloutActor.start)
         self._announced: list[ObjectRef[None]] = []

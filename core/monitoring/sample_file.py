@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.monitoring.journal import Journal, drop_later, read_rows
-from core.monitoring.samples import Decode, Sample, SampleSettings, choose_evaluation_samples, choose_samples
+from core.monitoring.samples import Decode, Sample, choose_evaluation_samples, choose_samples
 from rollout.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
+    from core.config.runtime import SamplesConfig
     from rollout.evaluation import Episode
 
 _CURRENT = "samples.jsonl"
@@ -98,9 +99,11 @@ class SampleWriter:
     """One file of samples, and the notable ones of the last batch. A thread decodes and writes; the next batch waits
     for it. Raises OSError from the call after a failed write."""
 
-    def __init__(self, settings: SampleSettings, decode: Decode, references: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: SamplesConfig, folder: Path, decode: Decode, references: Mapping[str, str] | None = None
+    ) -> None:
         """`references`: the right answers by query_id."""
-        self._settings, self._decode, self._references = settings, decode, references or {}
+        self._config, self._folder, self._decode, self._references = config, folder, decode, references or {}
         self._file: SampleFile | None = None
         self._writing: asyncio.Task[list[Sample]] | None = None
         self._notable: list[Sample] = []
@@ -108,11 +111,9 @@ class SampleWriter:
     def begin(self, step: int) -> None:
         """Open the file of a run that continues after `step` steps. One that begins evaluates before the first step
         again."""
-        if self._settings.share:
-            self._file = SampleFile(
-                Path(self._settings.folder), continue_after=step or -1, max_bytes=self._settings.max_file_bytes,
-                keep=self._settings.keep_files,
-            )  # fmt: skip
+        if self._config.share:
+            max_bytes, keep = self._config.max_file_mib * 2**20, self._config.keep_files
+            self._file = SampleFile(self._folder, continue_after=step or -1, max_bytes=max_bytes, keep=keep)
 
     async def write(self, groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], *, step: int) -> None:
         """Start writing the samples of a batch, after those of the last one."""
@@ -124,7 +125,7 @@ class SampleWriter:
         self, file: SampleFile, groups: Sequence[Sequence[Trajectory]], episodes: Sequence[str], step: int
     ) -> list[Sample]:
         samples = choose_samples(
-            groups, episodes, self._decode, step=step, share=self._settings.share, references=self._references
+            groups, episodes, self._decode, step=step, share=self._config.share, references=self._references
         )
         file.write(samples)
         return [sample for sample in samples if sample.notable]
@@ -134,7 +135,7 @@ class SampleWriter:
         await self.written()
         if self._file is not None and answers:
             samples = await asyncio.to_thread(
-                choose_evaluation_samples, name, answers, self._decode, step=step, share=self._settings.share
+                choose_evaluation_samples, name, answers, self._decode, step=step, share=self._config.share
             )
             await asyncio.to_thread(self._file.write, samples)
 

@@ -27,20 +27,6 @@ _SHOWN_CHARS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleSettings:
-    """Which answers are kept as text, and where."""
-
-    folder: str
-    """samples.jsonl and the files before it."""
-    share: float
-    """Of the prompts of a step, in [0, 1]. 0: no answer is written."""
-    max_file_bytes: int
-    """A file that is at least as large is closed, and another one begins."""
-    keep_files: int
-    """Files that are kept, the current one included."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Turn:
     """Consecutive tokens of one origin."""
 

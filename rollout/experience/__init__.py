@@ -20,7 +20,7 @@ from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
 from rollout.experience.sqlite import SQLiteExperience
-from rollout.experience.stores import StoreSettings, check_store
+from rollout.experience.stores import check_store, open_store
 
 __all__ = [
     "ENDLESS",
@@ -46,9 +46,9 @@ __all__ = [
     "StalenessAdmission",
     "StalenessError",
     "Status",
-    "StoreSettings",
     "Tags",
     "check_store",
     "episode_id",
     "make_rules",
+    "open_store",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rollout.experience.base import Experience
 from rollout.experience.memory import MemoryExperience
@@ -18,26 +17,13 @@ STORES: dict[str, Callable[[str], Experience]] = {
 _METHODS = {"lease": ("selection", "step", "lessee")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    """A store, for each process that opens it."""
-
-    store: str = "memory"
-    """Name in STORES, or package.module:Class; the class is called with `path=`."""
-    path: str = ""
-
-    @property
-    def is_durable(self) -> bool:
-        """True if the store survives the processes that open it. Its state is not part of recover checkpoints then."""
-        return self.store != "memory"
-
-    def open(self) -> Experience:
-        """Return the store; the first process makes it. Raises PluginError, SchemaError, and what its library raises
-        where it cannot be opened."""
-        if self.store in STORES:
-            return STORES[self.store](self.path)
-        built: Experience = build_plugin(self.store, kind="store", methods=_METHODS, path=self.path)
-        return built
+def open_store(store: str, path: str = "") -> Experience:
+    """Return a store, by its name in STORES or as package.module:Class, which is called with `path=`; the first process
+    makes it. Raises PluginError, SchemaError, and what its library raises where it cannot be opened."""
+    if store in STORES:
+        return STORES[store](path)
+    built: Experience = build_plugin(store, kind="store", methods=_METHODS, path=path)
+    return built
 
 
 def check_store(spec: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from core.checks.workflow import check_workflows, workflow_choice
 from core.config.runtime import WorkflowConfig
+from core.explore.workflow import check_workflows, workflow_choice
 from rollout.types import SamplingParams
 from rollout.workflows import SingleTurnMathWorkflow, make_workflow
 

@@ -30,9 +30,9 @@ from core.config.algorithm import AlgorithmSettings
 from core.config.runtime import DeadlineConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import Arrays, Ref
-from core.explore.settings import DataFacts
+from core.explore.data import DataFacts
 from core.launch.cluster import Cluster
-from core.launch.rollout_actor import RolloutActor
+from core.launch.rollout_actor import BatchActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
@@ -83,19 +83,24 @@ def append(path: str, **row: float) -> None:
         f.write(json.dumps(row) + "\n")
 
 
-class MockService:
-    """Answers of the right size, made at once."""
+class MockRollout(BatchActor):
+    """The rollout process, with answers of the right size that are made at once."""
 
-    def __init__(self, size: Size) -> None:
-        self._size, self._rng = size, np.random.default_rng(0)
+    def __init__(self, name: str, log_file: str, size: Size) -> None:
+        super().__init__(name, log_file, size)  # type: ignore[arg-type]
+        self._log_file, self._size, self._rng = log_file, size, np.random.default_rng(0)
 
-    async def take(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+    async def start(self) -> DataFacts:
+        return DataFacts(num_prompts=0, mean_prompt_tokens=0.0, first_prompt="", num_eval_prompts=0, left_out=())
+
+    async def lease(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
         groups = [[self._trajectory(version) for _ in range(self._size.answers)] for _ in range(self._size.prompts)]
         return pack_trajectories(groups, [str(i) for i in range(len(groups))]), {}
 
     async def write_samples(self) -> None: ...
 
-    def set_version(self, version: int) -> None: ...
+    async def set_version(self, version: int) -> None:
+        append(self._log_file, gib=peak_gib())
 
     def _trajectory(self, version: int) -> Trajectory:
         full = self._size.tokens
@@ -110,20 +115,6 @@ class MockService:
             reward=float(self._rng.integers(2)),
             finish_reason="stop",
         )
-
-
-class MockRollout(RolloutActor):
-    """The rollout process around a MockService."""
-
-    def __init__(self, name: str, log_file: str, generators: Any, settings: Any) -> None:
-        super().__init__(name, log_file, generators, settings)
-        self._log_file, self._service = log_file, MockService(settings)  # type: ignore[assignment]
-
-    async def start(self) -> DataFacts:
-        return DataFacts(num_prompts=0, mean_prompt_tokens=0.0, first_prompt="", num_eval_prompts=0, left_out=())
-
-    async def set_version(self, version: int) -> None:
-        append(self._log_file, gib=peak_gib())
 
 
 class NullEngine:
@@ -178,10 +169,6 @@ class NullGroup(TrainerGroup):
     rank_class = NullRank
 
 
-class MockClient(RolloutClient):
-    actor_class = MockRollout
-
-
 class NullPush:
     """No weights travel."""
 
@@ -223,7 +210,7 @@ def run(size: Size, folder: Path) -> Usage:
         log_folder=folder,
     ) as cluster:
         cluster.reserve(allocation)
-        rollout = MockClient(cluster, {}, size)  # type: ignore[arg-type]
+        rollout = RolloutClient(cluster, MockRollout, size)
         group = NullGroup(cluster, allocation.trainer, name="trainer", port=0, threads=1, seed=1)
         group.wait_started(600.0)
         rollout.wait_started(600.0)

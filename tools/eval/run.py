@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from core.checks.workflow import workflow_choice
+from core.explore.workflow import workflow_choice
 from rollout.answer_file import Answer, AnswerFile, Mode
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import first_prompt

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from config_schema.section import fields_by_key
 from core.checks.rules import load_config
-from core.checks.workflow import workflow_choice
 from core.config.experiments import EXPERIMENTS
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import read_yaml
 from core.config.runtime import WorkflowConfig
+from core.explore.workflow import workflow_choice
 from core.runs.own import is_own
 from core.runs.paths import RunPaths
 from core.runs.record import CONFIG, newest_model

@@ -20,7 +20,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rollout.experience import Experience, StoreSettings, Tags
+from rollout.experience import Experience, Tags
+from rollout.experience import open_store as open_by_name
 from rollout.experience.filters import no_spread
 from rollout.plugins import PluginError
 from tools.arguments import BadRequest, program, run_with
@@ -69,7 +70,7 @@ def open_store(arguments: argparse.Namespace, *, new: bool = False) -> Experienc
         raise BadRequest("name a run, or the store with --path")
     if store == "sqlite" and not new and not Path(path).is_file():
         raise BadRequest(f"{path}: there is no such store")
-    return StoreSettings(store=store, path=path).open()
+    return open_by_name(store, path)
 
 
 def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:

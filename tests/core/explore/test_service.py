@@ -9,18 +9,18 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
+from core.explore.data import RunData, named
 from core.explore.service import RolloutService
-from core.explore.settings import RolloutSettings, named
 from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import read_samples
-from core.monitoring.samples import SampleSettings
-from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
@@ -29,32 +29,34 @@ from rollout.inference.router import NoGeneratorError
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow
 
-NO_SAMPLES = SampleSettings(folder="", share=0.0, max_file_bytes=1, keep_files=1)
 
-
-def service(
+def config_of(
     assets,
-    generator: Generator,
     eval_paths: list[str],
     workflow: str = "math",
     reward: str = "math",
-    samples: SampleSettings = NO_SAMPLES,
+    samples: float = 0.0,
     max_staleness: int = 0,
     on_error: OnError = "skip",
-) -> RolloutService:
-    sampling = SamplingParams(max_new_tokens=3)
-    settings = RolloutSettings(
-        tokenizer_path=str(assets.model), dataset=DataSource(path=str(assets.prompts)),
-        eval_sets=[DataSource(path=path) for path in eval_paths],
-        num_eval_prompts=6, max_prompt_len=8, batch_size=4, group_size=2,
-        max_staleness=max_staleness, over_age="wait", in_order=False, num_epochs=1, num_steps=None,
-        sampling=sampling, eval_sampling=replace(sampling, temperature=0.0), max_in_flight=4, workflow=workflow,
-        on_error=on_error, prompt_format=PromptFormat(),
-        samples=samples, reward=reward, right_at=0.2, reward_workers=1, reward_timeout_seconds=10.0, seed=1,
-        shuffle=True,
-        health_interval_seconds=5.0, health_timeout_seconds=60.0, generator_patience_seconds=0.0,
-    )  # fmt: skip
-    return RolloutService([generator], settings)
+) -> PPOMATHConfig:
+    return PPOMATHConfig.model_validate({
+        "experiment_name": "service", "trial_name": "one",
+        "actor": {"path": str(assets.model)},
+        "dataset": {"path": str(assets.prompts), "max_prompt_len": 8, "train_bs_n_seqs": 4},
+        "evaluation": {"path": eval_paths, "num_prompts": 6},
+        "ppo": {"gen": {"max_new_tokens": 3}},
+        "group_size": 2,
+        "staleness": {"max_staleness": max_staleness},
+        "workflow": {"type": workflow, "on_error": on_error},
+        "samples": {"share": samples},
+        "reward": {"function": reward, "right_at": 0.2, "num_workers": 1},
+        "generator": {"max_running": 3, "patience_seconds": 0.0},
+    })  # fmt: skip
+
+
+def service(assets, generator: Any, eval_paths: list[str], *, logs: str | Path = "", **options: Any) -> RolloutService:
+    config = config_of(assets, eval_paths, **options)
+    return RolloutService({"generator-0": generator}, config, Path(logs), put=lambda arrays: arrays, fetch=list)
 
 
 def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) -> None:
@@ -67,8 +69,8 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
         generator = EmbeddedGenerator(assets.model, threads=1)
         made = service(assets, generator, paths)
         try:
-            await made.start()
-            assert made.describe().num_eval_prompts == (7 if len(paths) == 2 else 6)
+            facts = await made.start()
+            assert facts.num_eval_prompts == (7 if len(paths) == 2 else 6)
             return await made.evaluate()
         finally:
             await made.close()
@@ -84,7 +86,7 @@ def test_the_driver_gets_what_every_data_set_leaves_out(assets, tmp_path: Path) 
     held_out = tmp_path / "held_out.jsonl"
     rows = [{"prompt": "9+9=", "solutions": ["18"]}, {"prompt": "9" * 30, "solutions": ["9"]}]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trained, evaluated = service(assets, MockGenerator(assets.model), [str(held_out)]).describe().left_out
+    trained, evaluated = RunData(config_of(assets, [str(held_out)])).facts().left_out
     assert (trained.path, trained.num_left_out) == (str(assets.prompts), 0)
     assert (evaluated.path, evaluated.num_rows, evaluated.num_too_long) == (str(held_out), 2, 1)
 
@@ -109,7 +111,7 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
     generator = Recording()
 
     async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)], reward="helpers.rewards:zero")  # type: ignore[arg-type]
+        made = service(assets, generator, [str(assets.prompts)], reward="helpers.rewards:zero")
         try:
             await made.start()
             return await made.evaluate()
@@ -138,7 +140,7 @@ def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(a
     generator = Recording()
 
     async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)], workflow=f"{__name__}:Praising")  # type: ignore[arg-type]
+        made = service(assets, generator, [str(assets.prompts)], workflow=f"{__name__}:Praising")
         try:
             await made.start()
             return await made.evaluate()
@@ -160,7 +162,7 @@ class Failing(SingleTurnMathWorkflow):
 def test_a_workflow_that_fails_in_an_evaluation_counts_as_wrong_or_ends_the_run(assets, on_error: OnError) -> None:
     async def evaluate() -> dict[str, float]:
         workflow = f"{__name__}:Failing"
-        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, on_error=on_error)  # type: ignore[arg-type]
+        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, on_error=on_error)
         try:
             await made.start()
             return await made.evaluate()
@@ -181,7 +183,7 @@ def test_a_generator_that_is_lost_in_an_evaluation_is_no_failure_of_the_workflow
             raise GeneratorGone("generator-0 exited")
 
     async def evaluate() -> dict[str, float]:
-        made = service(assets, Gone(), [str(assets.prompts)], on_error=on_error)  # type: ignore[arg-type]
+        made = service(assets, Gone(), [str(assets.prompts)], on_error=on_error)
         try:
             await made.start()
             return await made.evaluate()
@@ -193,10 +195,9 @@ def test_a_generator_that_is_lost_in_an_evaluation_is_no_failure_of_the_workflow
 
 
 def test_the_first_prompt_and_how_it_is_judged_are_described(assets) -> None:
-    made = service(assets, Recording(), [])  # type: ignore[arg-type]
     row = json.loads(assets.prompts.read_text().splitlines()[0])
     (solution,) = row["solutions"]
-    said = made.describe().first_prompt
+    said = RunData(config_of(assets, [])).facts().first_prompt
     assert said.startswith(
         f"First prompt ({len(row['prompt'])} tokens): {row['prompt']!r}; judged by reward.function=math"
     )
@@ -233,7 +234,7 @@ def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)
-            batch, figures = await made.take(0)
+            batch, figures = await made.lease(0)
             assert not [name for name in figures if name.startswith("workflow/")], "this workflow reports nothing"
             return generator.most, batch.num_sequences
         finally:
@@ -261,7 +262,7 @@ def test_what_a_workflow_reports_is_among_the_figures_of_its_batch(assets) -> No
         try:
             await made.start()
             await made.begin(0, None, ignore_changes=False)
-            return await made.take(0)
+            return await made.lease(0)
         finally:
             await made.close()
 
@@ -275,26 +276,29 @@ def test_what_a_workflow_reports_is_among_the_figures_of_its_batch(assets) -> No
     assert "rollout/num_ready" in figures
 
 
+def slow_down(made: RolloutService) -> None:
+    """Let no row be written before others wait."""
+    decode = made._samples._decode
+    made._samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
+
+
 def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(assets, tmp_path: Path) -> None:
-    settings = SampleSettings(folder=str(tmp_path), share=1.0, max_file_bytes=10**9, keep_files=2)
     (tmp_path / "samples.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
 
     async def main() -> tuple[RolloutBatch, list[str]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
-        decode = made._batches.samples._decode
-        # No row before the others wait.
-        made._batches.samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
+        made = service(assets, generator, [str(assets.prompts)], samples=1.0, logs=tmp_path, max_staleness=1)
         try:
             await made.start()
+            slow_down(made)
             await made.begin(0, None, ignore_changes=False)
-            batch, _ = await made.take(0)
+            batch, _ = await made.lease(0)
             await made.write_samples()
             await made.state_dict()
             assert len(read_rows(tmp_path / "samples.jsonl")) == 8, "and none of an earlier run"
-            await made.take(1)  # before the evaluation after step 1, whose samples come first
+            await made.lease(1)  # before the evaluation after step 1, whose samples come first
             notable = await made.samples()
-            made.set_version(1)
+            await made.set_version(1)
             await made.evaluate()
             await made.write_samples()
             return batch, [name for sample in notable for name in sample.notable]
@@ -322,19 +326,17 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
 
 
 def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: Path) -> None:
-    settings = SampleSettings(folder=str(tmp_path), share=1.0, max_file_bytes=10**9, keep_files=2)
 
     async def main() -> None:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [str(assets.prompts)], samples=settings, max_staleness=1)
-        decode = made._batches.samples._decode
-        made._batches.samples._decode = lambda tokens: (time.sleep(0.02), decode(tokens))[1]
+        made = service(assets, generator, [str(assets.prompts)], samples=1.0, logs=tmp_path, max_staleness=1)
         try:
             await made.start()
+            slow_down(made)
             await made.begin(0, None, ignore_changes=False)
-            await made.take(0)
+            await made.lease(0)
             await made.write_samples()
-            await made.take(1)
+            await made.lease(1)
             assert len(read_rows(tmp_path / "samples.jsonl")) == 8
         finally:
             await made.close()

@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
 from core.launch import remote as object_store
-from core.launch import trainer_group
+from core.launch import rollout_actor, trainer_group
 from core.launch.remote import Remote
-from core.launch.rollout_actor import RolloutActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
@@ -34,7 +34,7 @@ from core.trainer import EngineRef, PPOTrainer
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.device import get_device
 from rollout.experience import Schedule
-from tools.bench.datapath import Clock, MockService, NullEngine, NullPush, Size, settings
+from tools.bench.datapath import Clock, MockRollout, NullEngine, NullPush, Size, settings
 
 RANKS, STEPS = 2, 2
 
@@ -117,13 +117,15 @@ class Rank(TrainerRank):
         return [ref.value if isinstance(ref, Ref) else ref for ref in refs]
 
 
-class Service(MockService):
+class Rollout(MockRollout):
     def __init__(self, store: Store, size: Size) -> None:
-        super().__init__(size)
-        self._store = store
+        self._size, self._rng, self._batch = size, np.random.default_rng(0), None
+        self._put, self._fetch, self._store = rollout_actor.put, object_store.fetch, store
 
     async def write_samples(self) -> None:
         self._store.calls["service.write_samples"] += 1
+
+    async def set_version(self, version: int) -> None: ...
 
 
 def run_steps(
@@ -137,8 +139,7 @@ def run_steps(
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=store.put))
     cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
-    service = RolloutActor.__new__(RolloutActor)
-    service._service = Service(store, Size(prompts=2, answers=4, tokens=tokens))  # type: ignore[assignment]
+    service = Rollout(store, Size(prompts=2, answers=4, tokens=tokens))
     vars(rollout).update(_cluster=cluster, _actor=Remote(store.actor(service)), _announced=[])
     ranks = [Remote(store.actor(Rank(store, i))) for i in range(RANKS)]
     vars(group).update(

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from core.config.runtime import SamplesConfig
 from core.monitoring.sample_file import SampleWriter, read_samples
-from core.monitoring.samples import SampleSettings
 from rollout.types import PROMPT_VERSION, Trajectory
 
-
-def settings(folder: Path) -> SampleSettings:
-    return SampleSettings(folder=str(folder), share=1.0, max_file_bytes=2**20, keep_files=2)
+CONFIG = SamplesConfig(share=1.0, max_file_mib=1, keep_files=2)
 
 
 def trajectory() -> Trajectory:
@@ -34,7 +32,7 @@ def test_everyone_who_waits_for_samples_waits_until_they_are_written(tmp_path: P
         return "text"
 
     async def run() -> list[int]:
-        writer = SampleWriter(settings(tmp_path), decode)
+        writer = SampleWriter(CONFIG, tmp_path, decode)
         writer.begin(0)
         await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
         cancelled, *waiting = [asyncio.create_task(writer.written()) for _ in range(3)]
@@ -58,7 +56,7 @@ def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tm
         raise OSError("no space left")
 
     async def run() -> None:
-        writer = SampleWriter(settings(tmp_path), decode)
+        writer = SampleWriter(CONFIG, tmp_path, decode)
         writer.begin(0)
         await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
         found = await asyncio.gather(writer.written(), writer.written(), return_exceptions=True)
