@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from core.runs.checkpoints import MARKER
+from core.runs.paths import sync
 from model_specs.untrusted import UntrustedFileError, read_json_object
 
 MANIFEST = "manifest.json"
@@ -46,25 +47,25 @@ def seal(folder: Path) -> int:
     with ThreadPoolExecutor(_THREADS) as pool:
         files = {}
         for path in _files(folder):
-            _sync(path)
+            sync(path)
             files[path.relative_to(folder).as_posix()] = _seal(path, pool)
         text = json.dumps({"files": {name: asdict(entry) for name, entry in files.items()}}, indent=1)
         (folder / MANIFEST).write_text(text)
-        _sync(folder / MANIFEST)
+        sync(folder / MANIFEST)
         unfinished = folder / f".{MARKER}"
         unfinished.write_text(json.dumps(asdict(_seal(folder / MANIFEST, pool))))
-    _sync(unfinished)
+    sync(unfinished)
     for inner in {path.parent for path in _files(folder)}:
-        _sync(inner)
+        sync(inner)
     os.rename(unfinished, folder / MARKER)
-    _sync(folder)
+    sync(folder)
     return sum(entry.size for entry in files.values())
 
 
 def move_into_place(folder: Path, target: Path) -> None:
     """Rename a sealed folder to `target`; what was there before goes."""
     os.rename(folder, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def verify(folder: Path, *, inside: str = "") -> None:
@@ -121,11 +122,3 @@ def _read_json(path: Path) -> dict[str, object]:
         raise DamagedError(f"{path.name} is missing: it was never committed") from None
     except (OSError, UntrustedFileError) as error:
         raise DamagedError(f"{path.name} cannot be read: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

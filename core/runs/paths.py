@@ -44,10 +44,7 @@ class RunPaths:
     def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> RunPaths:
         """Return absolute paths; `~` in `fileroot` is the home folder."""
         root = Path(fileroot).expanduser().absolute()
-        trial = Path(_user()) / experiment_name / trial_name
-        return cls(
-            logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
-        )
+        return cls._below(root, Path(_user()) / experiment_name / trial_name)
 
     @classmethod
     def of_folder(cls, folder: Path) -> RunPaths | None:
@@ -55,10 +52,20 @@ class RunPaths:
         parts = folder.expanduser().absolute().parts
         if len(parts) < 5 or parts[-4] not in ("logs", "checkpoints", "recover"):
             return None
-        root, trial = Path(*parts[:-4]), Path(*parts[-3:])
-        return cls(
-            logs=root / "logs" / trial, checkpoints=root / "checkpoints" / trial, recover=root / "recover" / trial
-        )
+        return cls._below(Path(*parts[:-4]), Path(*parts[-3:]))
+
+    @classmethod
+    def _below(cls, root: Path, trial: Path) -> RunPaths:
+        return cls(**{kind: root / kind / trial for kind in ("logs", "checkpoints", "recover")})
+
+
+def sync(path: Path) -> None:
+    """Return when the file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def step_file(folder: Path, step: int) -> Path:

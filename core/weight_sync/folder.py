@@ -12,24 +12,18 @@ claims first and then looks whether the name is there.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from safetensors.torch import load_file
-from torch import Tensor
-
-from core.weight_sync.disk import WholeWriter
-from rollout.bucket import FlatBucket
-from rollout.inference.versions import Published, ReplicaLost, Subscription, check_newer
-from rollout.types import Generator
+from core.runs.paths import sync
+from rollout.inference.versions import Published, ReplicaLost, check_newer
 
 LATEST = "LATEST"
 _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
@@ -59,30 +53,19 @@ class VersionFolder:
         self._replicas = self.path / "replicas"
         self._replicas.mkdir(parents=True, exist_ok=True)
 
-    def write(self, version: int, buckets: Iterable[Mapping[str, Tensor]], *, model_path: str | Path) -> Published:
-        """Write full tensors under their Hugging Face names and publish them; return what latest() returns then.
-        `model_path`: the folder whose config.json the written one gets. Raises OSError; latest() is as before then."""
-
-        def fill(folder: Path) -> None:
-            whole = WholeWriter(folder)
-            for tensors in buckets:
-                whole.add(tensors)
-            whole.finish(str(model_path), folder.name)
-
-        return self.write_with(version, fill)
-
-    def write_with(self, version: int, fill: Callable[[Path], None]) -> Published:
-        """Publish the Hugging Face folder that `fill(folder)` writes; otherwise as write()."""
+    def write(self, version: int, fill: Callable[[Path], None]) -> Published:
+        """Publish the Hugging Face folder that `fill(folder)` writes; return what latest() returns then. Raises
+        OSError; latest() is as before then."""
         check_newer(self.latest(), version)
         name = f"{_PREFIX}{version}-{uuid.uuid4().hex[:8]}"
         writing, target = self.path / f"{_WRITING}{name}", self.path / name
         writing.mkdir()
         fill(writing)
         for file in writing.iterdir():
-            _sync(file)
-        _sync(writing)
+            sync(file)
+        sync(writing)
         writing.rename(target)
-        _sync(self.path)
+        sync(self.path)
         self.publish(version, str(target))
         return Published(version=version, where=str(target))
 
@@ -90,7 +73,7 @@ class VersionFolder:
         """See Versions. Then remove what no replica needs."""
         check_newer(self.latest(), version)
         _replace(self.path / LATEST, {"version": version, "where": where})
-        _sync(self.path)
+        sync(self.path)
         self._remove_unneeded()
 
     def latest(self) -> Published | None:
@@ -226,20 +209,6 @@ class FolderSubscription:
                 os.utime(self._path)
 
 
-async def follow(subscription: Subscription, generator: Generator) -> int | None:
-    """Bring a generator to the latest version; return it, or None where the generator has it already. A file of the
-    folder is one bucket. After an error the generator stays paused."""
-    published = subscription.claim()
-    if published is None:
-        return None
-    await generator.pause()
-    for file in sorted(Path(published.where).glob("*.safetensors")):
-        await generator.update_weights(FlatBucket.of(await asyncio.to_thread(load_file, file)))
-    await generator.resume(published.version)
-    subscription.hold(published.version)
-    return published.version
-
-
 def _replace(path: Path, content: Mapping[str, object]) -> None:
     """Write a file whole or not at all."""
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -256,12 +225,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return content
-
-
-def _sync(path: Path) -> None:
-    """Return when the file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -36,7 +36,7 @@ class Publisher:
         is_due = version % self._interval == 0 or version == self._last_step
         num_bytes = 0
         if is_due and (latest is None or latest.version < version):
-            written = self._versions.write_with(version, self._save)
+            written = self._versions.write(version, self._save)
             num_bytes = sum(file.stat().st_size for file in Path(written.where).iterdir())
             logger.info("Published version %d in %s", version, written.where)
         seconds = time.perf_counter() - began

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.weight_sync import folder as weight_folder
-from core.weight_sync.folder import LATEST, VersionFolder, follow
-from helpers.embedded_models import bucket_of, make_model, write_model
-from rollout.inference.embedded.generator import EmbeddedGenerator
+from core.weight_sync.folder import LATEST, VersionFolder
 from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
-from rollout.types import Completion, GenerateRequest, SamplingParams
 
 LEASE = 3.0
 FORK = multiprocessing.get_context("fork")
@@ -36,7 +30,6 @@ def versions(request: pytest.FixtureRequest, tmp_path: Path) -> Versions:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> VersionFolder:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
     return VersionFolder(tmp_path / "versions", lease_seconds=LEASE)
 
 
@@ -44,9 +37,15 @@ def weights(version: int) -> dict[str, Tensor]:
     return {f"layer.{i}": torch.full((4,), float(version)) for i in range(3)}
 
 
-def write(folder: VersionFolder, version: int) -> Path:
-    buckets = ({name: tensor} for name, tensor in weights(version).items())
-    return Path(folder.write(version, buckets, model_path=folder.path.parent).where)
+def write(folder: VersionFolder, version: int, before_file: Callable[[int], None] = lambda number: None) -> Path:
+    """Publish a folder with a file for each weight."""
+
+    def fill(into: Path) -> None:
+        for number, (name, tensor) in enumerate(weights(version).items()):
+            before_file(number)
+            save_file({name: tensor}, into / f"model-{number:05d}.safetensors")
+
+    return Path(folder.write(version, fill).where)
 
 
 def test_a_replica_is_given_what_is_newer_than_what_it_holds(versions: Versions) -> None:
@@ -127,7 +126,7 @@ def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_remove
     folder.subscribe("a").close()
 
 
-@pytest.mark.parametrize("where", ["bucket 0", "bucket 2", "before LATEST", "after LATEST"])
+@pytest.mark.parametrize("where", ["file 0", "file 2", "before LATEST", "after LATEST"])
 def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
     before, here, replace = write(folder, 8), FORK.Event(), weight_folder._replace
 
@@ -136,11 +135,6 @@ def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFol
             here.set()
             time.sleep(600)
 
-    def buckets() -> Iterator[dict[str, torch.Tensor]]:
-        for i in range(3):
-            wait_at(f"bucket {i}")
-            yield {f"layer.{i}": torch.full((4,), 9.0)}
-
     def waiting(path: Path, content: Any) -> None:
         wait_at("before LATEST")
         replace(path, content)
@@ -148,7 +142,7 @@ def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFol
 
     def publish() -> None:
         weight_folder._replace = waiting
-        folder.write(9, buckets(), model_path=folder.path.parent)
+        write(folder, 9, lambda number: wait_at(f"file {number}"))
 
     publisher = FORK.Process(target=publish)
     publisher.start()
@@ -196,37 +190,3 @@ def test_a_missing_folder_is_named(folder: VersionFolder) -> None:
     folder.publish(1, "/no/such/folder")
     with pytest.raises(FileNotFoundError, match=f"{LATEST} names /no/such/folder, which does not exist"):
         folder.subscribe("a").claim()
-
-
-def logprobs(model: Any, completion: Completion) -> np.ndarray:
-    """Of the first token, by transformers."""
-    with torch.no_grad():
-        row = model(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-    return row[completion.token_ids].numpy()
-
-
-def test_a_generator_follows_the_folder(folder: VersionFolder, tmp_path: Path) -> None:
-    model = write_model("qwen2", tmp_path / "model", seed=0)
-    new = make_model("qwen2", seed=1)
-
-    def in_buckets() -> Iterator[dict[str, Tensor]]:
-        for name, tensor in bucket_of(new).tensors().items():
-            yield {name: tensor}
-
-    async def script() -> None:
-        generator = EmbeddedGenerator(tmp_path / "model")
-        request = GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=SamplingParams(max_new_tokens=1))
-        before = await generator.generate(request)
-        np.testing.assert_allclose(before.logprobs, logprobs(model, before), rtol=1e-4)
-        with folder.subscribe("a") as replica:
-            assert await follow(replica, generator) is None
-            folder.write(5, in_buckets(), model_path=folder.path.parent)
-            assert await follow(replica, generator) == 5
-            assert (await generator.health()).version == 5 and folder.holders() == {"a": 5}
-            assert await follow(replica, generator) is None
-        after = await generator.generate(request)
-        assert after.versions.tolist() == [5]
-        np.testing.assert_allclose(after.logprobs, logprobs(new, after), rtol=1e-4)
-        await generator.close()
-
-    asyncio.run(script())
