@@ -23,6 +23,7 @@ from allocation.layout import (
     ParallelLayout,
     UndecidedBackendError,
     layers_of_chunks,
+    stages_of_layers,
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
@@ -56,4 +57,5 @@ __all__ = [
     "nearest_minibatches",
     "parse",
     "parse_device_mappings",
+    "stages_of_layers",
 ]

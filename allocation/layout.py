@@ -112,6 +112,12 @@ def layers_of_chunks(num_layers: int, layout: ParallelLayout) -> list[range]:
     return [range(*pair) for pair in zip(starts, starts[1:], strict=False)]
 
 
+def stages_of_layers(num_layers: int, layout: ParallelLayout) -> list[int]:
+    """Return the pipeline stage of each layer."""
+    chunks = layers_of_chunks(num_layers, layout)
+    return [chunk % layout.pp for chunk, layers in enumerate(chunks) for _ in layers]
+
+
 def generator_layout_for(trainer: ParallelLayout, backend: Backend) -> ParallelLayout:
     """Return the generator's layout where one layout is given for every role: the same slots, without what is training
     only.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from allocation import ParallelLayout, layers_of_chunks
+from allocation import ParallelLayout, stages_of_layers
 from mcore_adapter.checkpoint.checkpoint import converted_common, small_files
 from mcore_adapter.checkpoint.files import mark_complete, write_small_files
 from mcore_adapter.checkpoint.restricted import METADATA_FILE, load_common
@@ -250,11 +250,7 @@ class _Holders:
     def __init__(self, model: ModelFile, layout: ParallelLayout) -> None:
         self._layout, moe = layout, model.config.moe
         self._experts_per_rank = moe.num_experts // layout.ep if moe else 0
-        self._stage_of_layer = {
-            layer: chunk % layout.pp
-            for chunk, layers in enumerate(layers_of_chunks(model.config.num_layers, layout))
-            for layer in layers
-        }
+        self._stage_of_layer = stages_of_layers(model.config.num_layers, layout)
         self._embedding = outer_table(model.config, is_critic=model.config.is_critic)[EMBEDDING]
 
     def of(self, conversion: Conversion) -> Sequence[int]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from allocation import layers_of_chunks
+from allocation import stages_of_layers
 from mcore_adapter.hf.loading import Shapes, numel, parts_of, shapes_of, unwrap
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, layer_table, outer_table
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
@@ -141,11 +141,7 @@ class _Owned:
 def _owners(model: ModelChunk, parallel: ParallelState) -> Iterator[_Owned]:
     """Yield every parameter of the whole model once, in the order of the network; the same on every rank."""
     config, layout = model.model_config, parallel.layout
-    stage_of_layer = {
-        layer: chunk % layout.pp
-        for chunk, layers in enumerate(layers_of_chunks(config.num_layers, layout))
-        for layer in layers
-    }
+    stage_of_layer = stages_of_layers(config.num_layers, layout)
     outer = outer_table(config, is_critic=model.is_critic)
     yield _Owned(outer.pop(EMBEDDING), 0)
     for layer in range(config.num_layers):
