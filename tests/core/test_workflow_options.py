@@ -54,7 +54,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problems(**keys: Any) -> list[str]:
-    return [f"{p.key}: {p.message}" for p in check_workflows(WorkflowConfig(**keys))]
+    return [f"{p.key}: {p.message}" for p in check_workflows(WorkflowConfig(**keys), {})]
 
 
 def test_options_reach_the_workflow_as_its_class_declares_them() -> None:
