@@ -94,6 +94,8 @@ class Prompt:
     token_ids: np.ndarray  # [n] int32
     solutions: tuple[str, ...]
     epoch: int = 0
+    question: str = ""
+    """The text of the row, where `text` is what a template made of it."""
     meta: Mapping[str, object] = field(default_factory=dict)
     task_set: str = ""
     """Name of the set that it is a row of."""

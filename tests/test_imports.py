@@ -59,7 +59,7 @@ ORDER = {
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",
         "inference.registry",
-        "sessions environments",
+        "sessions environments tools",
         "workflows",
         "producer evaluation",
     ),

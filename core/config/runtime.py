@@ -12,7 +12,7 @@ from core.config.parsing.masking import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue
-from rollout.rewards.load import join_spec
+from rollout.rewards.load import add_tasks, join_spec
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]
@@ -180,6 +180,9 @@ class RewardConfig(Section):
         "math", "math, a custom function as package.module:function, or a list of them, whose rewards are added"
     )
     weights: list[float] | None = key(None, "Factor of each function of a list. null: 1 each")
+    by_task: dict[str, str] = key(
+        {}, "Functions by the task of a row, as {task: function}; rows of other tasks use reward.function"
+    )
     right_at: float | None = key(
         None, "Reward from which an answer counts as right, in accuracies and groups/solved. null: 1 for math, and no "
         "accuracy for another function",
@@ -195,6 +198,9 @@ class RewardConfig(Section):
     def rules(self, at: str) -> Iterator[Violation]:
         """Yield a list of weights that is not as long as that of the functions."""
         count = len(self.functions)
+        for task in self.by_task:
+            if not task or set(task) & set("=;"):
+                yield Violation((f"{at}by_task",), f"has the task {task!r}; a task is a text without = and ;")
         if not count:
             yield Violation((f"{at}function",), "is an empty list; write at least one function")
         elif self.weights is not None and len(self.weights) != count:
@@ -210,7 +216,7 @@ class RewardConfig(Section):
     @property
     def spec(self) -> str:
         """The functions with their weights as one text (rollout/rewards/load.py)."""
-        return join_spec(self.functions, self.weights)
+        return add_tasks(join_spec(self.functions, self.weights), self.by_task)
 
     @property
     def threshold(self) -> float | None:

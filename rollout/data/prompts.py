@@ -191,6 +191,7 @@ def make_prompt(row: Row, text: str, token_ids: list[int], *, index: int) -> Pro
         index=index,
         task=row.task,
         text=text,
+        question="" if row.messages is not None or row.prompt == text else row.prompt,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         solutions=row.solutions,
         meta={**row.meta, **{name: value for name, value in chat.items() if value is not None}},

@@ -4,6 +4,8 @@
     (completions, **columns) -> list                               TRL's
     (data_source, solution_str, ground_truth, extra_info)          verl's
 
+Rows of some tasks may have functions of their own: "math; game=package.module:name".
+
 A result is a number, a bool, or a mapping with "score" and further numbers, which become metrics. Invariant: a spec is
 one text, "0.5*package.module:name + math", so that a run, its record and an evaluation name rewards in the same way.
 """
@@ -40,8 +42,20 @@ def _number(weight: float) -> str:
     return f"{weight:.15g}".replace("e+", "e")
 
 
+def add_tasks(spec: str, by_task: Mapping[str, str]) -> str:
+    """Return a spec with the specs of some tasks."""
+    return "; ".join([spec, *(f"{task}={own}" for task, own in by_task.items())])
+
+
+def specs_by_task(spec: str) -> dict[str, str]:
+    """Return the spec of each task, and under "" that of all others."""
+    default, *others = spec.split(";")
+    return {"": default, **{task.strip(): own for task, _, own in (other.partition("=") for other in others)}}
+
+
 def split_spec(spec: str) -> list[tuple[float, str]]:
-    """Return (weight, name) of each function of a spec. Raises PluginError."""
+    """Return (weight, name) of each function of a spec, those of single tasks left out. Raises PluginError."""
+    spec = specs_by_task(spec)[""]
     found = [_TERM.fullmatch(term) for term in spec.split("+")]
     if not all(found):
         raise PluginError(f"reward {spec!r}: write names as package.module:name, several as 0.5*first + second")
@@ -50,20 +64,35 @@ def split_spec(spec: str) -> list[tuple[float, str]]:
 
 def check_names(spec: str) -> None:
     """Check the names of a spec without importing anything. Raises PluginError."""
-    for _, name in split_spec(spec):
+    for _, name in _all_terms(spec):
         if name not in REWARDS and ":" not in name:
             raise PluginError(unknown_name(name, kind="reward", known=sorted(REWARDS), own="function"))
 
 
 def check_reward(spec: str) -> None:
     """Find every function of a spec and check its signature. Raises PluginError."""
-    for _, name in split_spec(spec):
+    for _, name in _all_terms(spec):
         _load(name)
 
 
+def uses_math(spec: str) -> bool:
+    """Return whether a function of a spec is one of REWARDS. Raises PluginError."""
+    return any(name in REWARDS for _, name in _all_terms(spec))
+
+
 def load_reward(spec: str) -> Callable[[Prompt, str], Score]:
-    """Return the weighted sum of the functions of a spec; the values of several, and the further figures of each, are
-    its parts. Raises PluginError."""
+    """Return the weighted sum of the functions of a spec, by the task of a prompt where it has one; the values of
+    several, and the further figures of each, are its parts. Raises PluginError."""
+    judges = {task: _load_sum(own) for task, own in specs_by_task(spec).items()}
+    default = judges.pop("")
+    return (lambda prompt, text: judges.get(prompt.task, default)(prompt, text)) if judges else default
+
+
+def _all_terms(spec: str) -> list[tuple[float, str]]:
+    return [term for own in specs_by_task(spec).values() for term in split_spec(own)]
+
+
+def _load_sum(spec: str) -> Callable[[Prompt, str], Score]:
     terms = [(weight, _short(name), _load(name)) for weight, name in split_spec(spec)]
 
     def judge(prompt: Prompt, text: str) -> Score:

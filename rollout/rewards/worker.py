@@ -23,9 +23,8 @@ from enum import IntEnum
 
 from rollout.plugins import PluginError, clarify
 from rollout.processes import die_with
-from rollout.rewards.load import load_reward, split_spec
+from rollout.rewards.load import load_reward, uses_math
 from rollout.rewards.math import WRONG, UnparsableAnswerError
-from rollout.rewards.registry import REWARDS
 from rollout.types import Prompt, Score
 
 RESULT = struct.Struct("<dBI")
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> None:
 
 def _prepare(spec: str) -> Callable[[Prompt, str], Score]:
     """Return the reward function, with the libraries that its first call would import already there."""
-    if any(name in REWARDS for _, name in split_spec(spec)):
+    if uses_math(spec):
         importlib.import_module("rollout.rewards.math_equality")
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     return load_reward(spec)

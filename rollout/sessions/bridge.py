@@ -77,6 +77,11 @@ class Bridge:
         end = bisect_left(range(len(token_ids)), True, key=lambda end: found(end) is not None)
         return end, found(end)
 
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template writes tool calls in a form that read() finds."""
+        return self._tool_format is not None
+
     @cached_property
     def _tool_format(self) -> ToolFormat | None:
         return self._encoder.chat.tool_format() if self._encoder.chat is not None else None

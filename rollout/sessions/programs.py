@@ -50,7 +50,7 @@ class Endpoint:
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return what a program gets of a prompt: its text or messages, its task, and the other columns of the row. The
     solutions are for the reward function."""
-    return {**prompt.meta, "query_id": prompt.query_id, "task": prompt.task, "prompt": prompt.text}
+    return {**prompt.meta, "query_id": prompt.query_id, "task": prompt.task, "prompt": prompt.question or prompt.text}
 
 
 async def run_command(command: str, *, input: str, environment: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ WORKFLOWS = {
     "math": "rollout.workflows.single_turn:SingleTurnMathWorkflow",
     "endpoint": "rollout.workflows.endpoint:EndpointWorkflow",
     "environment": "rollout.workflows.environment:EnvironmentWorkflow",
+    "tools": "rollout.workflows.tools:ToolsWorkflow",
 }
 """Import path of each name."""
 _METHODS = {"run": ("prompt", "generator")}

@@ -13,6 +13,7 @@ from rollout.environments.protocol import ADAPTERS
 from rollout.plugins import find_plugin
 from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
+from rollout.sessions.programs import row_of
 from rollout.trajectories import TrajectoryBuilder, sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows.samples import all_of
@@ -69,7 +70,7 @@ class EnvironmentWorkflow:
         self._pool.close()
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> Trajectory:
-        row = {**prompt.meta, "prompt": prompt.text, "task": prompt.task, "solutions": prompt.solutions}
+        row = {**row_of(prompt), "solutions": prompt.solutions}
         async with self._pool.open() as environment:
             observation = await environment.reset(row, sample_seed(self._seed, prompt.epoch, prompt.index, 0))
             sample = TrajectoryBuilder(prompt, number=number, start=self._opening(prompt, observation))

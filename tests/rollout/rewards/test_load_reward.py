@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from core.data.rollout_batch import pack_trajectories
 from rollout.plugins import PluginError
-from rollout.rewards.load import check_reward, join_spec, load_reward, split_spec
+from rollout.rewards.load import add_tasks, check_reward, join_spec, load_reward, split_spec
 from rollout.rewards.pool import RewardPool
 from rollout.trajectories import TrajectoryBuilder
 from rollout.types import Completion, Prompt, Score
@@ -74,6 +75,18 @@ def test_several_rewards_are_added_by_weight_and_each_is_a_part() -> None:
     assert judged("people:exact + 0.5*people:short", "4") == (1.5, {"exact": 1.0, "short": 1.0, "chars": 1.0})
     assert judged("math + 2*people:exact", "5") == (-1.0, {"math": -1.0, "exact": 0.0})
     assert judged("math + people:exact", "?")[0] == -1.0, "what cannot be parsed is wrong, and the others count"
+
+
+def test_rows_of_a_task_have_a_function_of_their_own() -> None:
+    spec = add_tasks("math", {"game": "people:short", "sums": "0.5*people:exact + people:exact"})
+    check_reward(spec)
+    reward = load_reward(spec)
+    assert reward(replace(prompt(), task="game"), "abcd") == 0.25
+    assert reward(replace(prompt(), task="sums"), "4") == 1.5
+    assert reward(replace(prompt(), task="other"), "\\boxed{4}") == 1.0
+    assert split_spec(spec) == [(1.0, "math")]
+    with pytest.raises(PluginError, match="unknown reward 'maths'"):
+        check_reward(add_tasks("math", {"game": "maths"}))
 
 
 def test_a_part_of_none_does_not_count_and_none_alone_is_an_error() -> None:

@@ -1,0 +1,88 @@
+"""What a tool is, and functions of the user as tools."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rollout.plugins import PluginError, find_plugin
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class ToolError(ValueError):
+    """A call that failed, with the text that the policy reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A tool with the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Raises ToolError."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool in OpenAI's form, as chat templates read it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+def function_tool(spec: str) -> Tool:
+    """Return the function at `spec`, "package.module:name", as a tool: its docstring and annotations describe it. It is
+    `async def`, or runs in a thread. Raises PluginError."""
+    function = find_plugin(spec, kind="tool")
+    name = spec.partition(":")[2]
+    if not callable(function):
+        raise PluginError(f"tool {spec}: must be a function, is of type {type(function).__name__}")
+    description = inspect.getdoc(function)
+    if not description:
+        raise PluginError(f"tool {spec}: needs a docstring, which the policy reads as its description")
+    try:
+        parameters = _parameters(function)
+    except (TypeError, NameError) as error:
+        raise PluginError(f"tool {spec}: {error}") from error
+
+    async def call(arguments: Mapping[str, Any]) -> str:
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{name}: {error}") from error
+        try:
+            if inspect.iscoroutinefunction(function):
+                return _text(await function(**arguments))
+            return _text(await asyncio.to_thread(function, **arguments))
+        except Exception as error:  # the policy reads what went wrong
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+    return Tool(name=name, description=description, parameters=parameters, call=call)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    properties: dict[str, dict[str, Any]] = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"its parameter {name} must have a name in each call")
+        hint = get_origin(hints.get(name)) or hints.get(name)
+        if hint not in _TYPES:
+            types = ", ".join(kind.__name__ for kind in _TYPES)
+            raise TypeError(f"its parameter {name} needs an annotation out of {types}")
+        properties[name] = {"type": _TYPES[hint]}
+        if hint is list and (of := get_args(hints[name])) and of[0] in _TYPES:
+            properties[name]["items"] = {"type": _TYPES[of[0]]}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

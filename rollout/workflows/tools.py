@@ -1,0 +1,196 @@
+"""The workflow of tools: the policy calls tools and answers, in one conversation in its chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import field_validator
+
+from config_schema.section import Section, key
+from rollout.data.encoder import Encoder
+from rollout.data.messages import Messages
+from rollout.journal import recorded
+from rollout.rewards.pool import RewardPool
+from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
+from rollout.sessions.bridge import Bridge
+from rollout.tools.mcp_server import McpServer, check_mcp
+from rollout.tools.python import python_tool
+from rollout.tools.tool import Tool, ToolError, function_tool
+from rollout.trajectories import TrajectoryBuilder
+from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.workflows.samples import all_of
+
+_MCP = "mcp:"
+_GRACE_SECONDS = 10.0
+"""The sandbox has limits of its own, and replaces a worker within this time."""
+
+
+class ToolsWorkflow:
+    """Lets the policy call tools until it answers without a call; the reward function scores that answer."""
+
+    class Config(Section):
+        """What workflow.options may contain."""
+
+        tools: list[str] = key(
+            ["python"],
+            "python (code in the sandbox), package.module:function, mcp:COMMAND or mcp:URL",
+            min_length=1,
+        )
+        max_turns: int = key(8, "Answers of the policy", ge=1)
+        context_tokens: int = key(4096, "Tokens of a conversation", ge=1)
+        tool_seconds: float = key(10.0, "Time limit of a call", gt=0)
+        result_chars: int = key(4000, "A longer result of a call is cut", ge=1)
+        sandbox: str = key("auto", f"Level of the sandbox: auto, or one of {', '.join(LEVELS)}")
+        memory_mib: int = key(256, "Memory of a call of python", ge=16)
+        modules: list[str] = key([], "Installed modules that python may import, such as numpy")
+        num_workers: int = key(2, "Calls of python at the same time", ge=1)
+
+        @field_validator("tools")
+        @classmethod
+        def _check_tools(cls, tools: list[str]) -> list[str]:
+            for spec in tools:
+                if spec.startswith(_MCP):
+                    check_mcp(spec.removeprefix(_MCP))
+                elif spec != "python":
+                    function_tool(spec)
+            return tools
+
+        @field_validator("sandbox")
+        @classmethod
+        def _check_level(cls, level: str) -> str:
+            if level not in ("auto", *LEVELS):
+                raise ValueError(f"write auto or one of {', '.join(LEVELS)}")
+            return level
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        reward_pool: RewardPool,
+        sampling: SamplingParams,
+        group_size: int,
+        seed: int,
+        options: Config,
+        encoder: Encoder | None = None,
+    ) -> None:
+        self._encoder = encoder or Encoder(tokenizer)
+        self._bridge = Bridge(self._encoder)
+        self._reward_pool, self._sampling = reward_pool, sampling
+        self._group_size, self._seed, self._options = group_size, seed, options
+        self._sandbox = Sandbox(
+            SandboxSettings(
+                level=options.sandbox, seconds=options.tool_seconds, memory_mib=options.memory_mib,
+                output_chars=options.result_chars, modules=tuple(options.modules), num_workers=options.num_workers,
+            )
+        )  # fmt: skip
+        self._servers: list[McpServer] = []
+        self._tools: asyncio.Task[dict[str, Tool]] | None = None
+
+    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
+        """Return one trajectory for each sample. Raises ValueError for a chat template without tool calls."""
+        if not self._bridge.writes_calls:
+            raise ValueError(
+                "workflow.type=tools: the model has no chat template that writes tool calls as JSON; set "
+                "prompt.chat_template to one that does (slipstream check-template shows it)"
+            )
+        if self._tools is None:
+            self._tools = asyncio.create_task(self._start_tools())
+        tools = await asyncio.shield(self._tools)
+        return await all_of(self._sample(prompt, generator, number, tools) for number in range(self._group_size))
+
+    async def close(self) -> None:
+        """End the sandbox and the MCP servers."""
+        self._sandbox.close()
+        for server in self._servers:
+            await server.close()
+
+    async def _start_tools(self) -> dict[str, Tool]:
+        tools: list[Tool] = []
+        for spec in self._options.tools:
+            if spec == "python":
+                tools.append(python_tool(self._sandbox))
+            elif spec.startswith(_MCP):
+                self._servers.append(McpServer(spec.removeprefix(_MCP)))
+                tools += await self._servers[-1].tools()
+            else:
+                tools.append(function_tool(spec))
+        return {tool.name: tool for tool in tools}
+
+    async def _sample(self, prompt: Prompt, generator: Sampler, number: int, tools: Mapping[str, Tool]) -> Trajectory:
+        schemas = tuple(tool.schema for tool in tools.values())
+        opening = self._bridge.prompt(self._messages(prompt), schemas)
+        sample = TrajectoryBuilder(prompt, number=number, start=opening)
+        room = self._options.context_tokens - len(opening)
+        if room < 1:
+            raise ValueError(
+                f"{prompt.query_id}: prompt and tools have {len(opening)} tokens, "
+                f"context_tokens={self._options.context_tokens} leaves none for an answer; raise it"
+            )
+        num_turns, results, said = 0, [], ""
+        while room > 0:
+            completion = await generator.generate(sample.request(self._sampling.at_most(room), seed=self._seed))
+            sample.sampled(completion)
+            num_turns += 1
+            sampled = completion.token_ids.tolist()
+            _, said, calls = self._bridge.read(self._bridge.text(sampled), tools=True)
+            if not calls or completion.finish_reason == "length" or num_turns == self._options.max_turns:
+                break
+            found = await all_of(
+                self._call(f"{number}.{num_turns}.{i}", tools, name, arguments)
+                for i, (name, arguments) in enumerate(calls)
+            )
+            results += found
+            added = self._bridge.following(_answer(said, calls), sampled, _as_messages(calls, found), schemas)
+            room = self._options.context_tokens - len(sample.token_ids) - len(added)
+            if room > 0:
+                sample.observed(added)
+        [reward] = await self._reward_pool.score_many(prompt, [said])
+        metrics = {
+            "num_turns": num_turns,
+            "num_tool_calls": len(results),
+            "num_tool_errors": sum(failed for _, failed in results),
+            "context_full": room < 1,
+        }
+        return sample.build(reward, {name: float(value) for name, value in metrics.items()})
+
+    def _messages(self, prompt: Prompt) -> Messages:
+        messages: Any = prompt.meta.get("messages")
+        return messages or self._encoder.turn(prompt.question or prompt.text)
+
+    async def _call(
+        self, place: str, tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]
+    ) -> tuple[str, bool]:
+        """Return (result, whether it failed) of a call, which is made once in an episode."""
+
+        async def call() -> list[Any]:
+            if name not in tools:
+                return [f"Error: there is no tool {name!r}; there are {', '.join(tools)}.", True]
+            try:
+                async with asyncio.timeout(self._options.tool_seconds + _GRACE_SECONDS):
+                    return [await tools[name].call(arguments), False]
+            except ToolError as error:
+                return [f"Error: {error}", True]
+            except TimeoutError:
+                return [f"Error: {name} took more than {self._options.tool_seconds:g} s.", True]
+
+        text, failed = await recorded(f"{name} {place}", call, asked=json.dumps(arguments, sort_keys=True))
+        limit = self._options.result_chars
+        return (text if len(text) <= limit else f"{text[:limit]}\n[cut]"), failed
+
+
+def _answer(said: str, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    found = [
+        {"id": f"call{i:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": said, "tool_calls": found}
+
+
+def _as_messages(calls: list[tuple[str, dict[str, Any]]], results: list[tuple[str, bool]]) -> Messages:
+    return tuple(
+        {"role": "tool", "name": name, "content": text, "tool_call_id": f"call{i:05}"}
+        for i, ((name, _), (text, _)) in enumerate(zip(calls, results, strict=True))
+    )

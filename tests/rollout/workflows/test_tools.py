@@ -1,0 +1,193 @@
+"""workflow.type=tools: the policy calls tools, their results are context, and the last answer is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
+from rollout.journal import JournaledSampler
+from rollout.plugins import PluginError
+from rollout.tools.tool import function_tool
+from rollout.types import Prompt, SamplingParams, Trajectory
+from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
+
+TOKENIZER = chat_tokenizer()
+PROMPT = Prompt(
+    query_id="q", index=1, task="t", text="<|im_start|>", token_ids=np.array([5], np.int32), solutions=("2",),
+    question="What is 6 * 7?",
+)  # fmt: skip
+MODULE = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    with open(__file__ + ".calls", "a") as file:
+        file.write("x")
+    return a + b
+
+async def shout(text: str, times: list[int] = ()) -> str:
+    """Shout."""
+    return text.upper()
+
+def fails(a: int) -> int:
+    """Fail."""
+    raise KeyError(a)
+
+def silent(a: int) -> int:
+    return a
+
+def vague(a) -> int:
+    """Take anything."""
+    return a
+'''
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(n: int) -> int:
+    "Double a number."
+    return 2 * n
+
+server.run()
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_tools.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_tools", None)
+
+
+class Pool:
+    """A reward pool without processes: the length of each text."""
+
+    async def score_many(self, prompt: Prompt, texts: list[str]) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def converse(*answers: str, journal: JournaledSampler | None = None, **options: Any) -> tuple[Trajectory, str]:
+    """Run one sample whose policy answers so; return its trajectory and what it read, trained parts in brackets."""
+    turns = iter(answers)
+    generator = journal or Scripted(TOKENIZER, lambda _: f"{next(turns)}<|im_end|>")
+    workflow: Any = make_workflow(
+        WorkflowChoice(type="tools", options={"tools": options}),
+        tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=600), group_size=1, seed=1,
+    )  # fmt: skip
+
+    async def main() -> list[Trajectory]:
+        if journal is not None:
+            journal.enter()
+        try:
+            return await workflow.run(PROMPT, generator)
+        finally:
+            await close_workflow(workflow)
+
+    [t] = asyncio.run(main())
+    shown, last = "", False
+    for token, trained in zip(t.token_ids.tolist(), t.loss_mask.tolist(), strict=True):
+        shown += ("[" if trained else "]") * (trained != last) + TOKENIZER.decode([token])
+        last = trained
+    return t, shown
+
+
+def test_the_policy_runs_code_and_its_last_answer_is_scored() -> None:
+    t, shown = converse(f"I compute.{call('python', code='6 * 7')}", "It is 42.")
+    assert '"name": "python"' in shown and "<|im_start|>user\nWhat is 6 * 7?<|im_end|>" in shown
+    assert shown.endswith(
+        "</tool_call><|im_end|>]\n<|im_start|>user\n<tool_response>\n42\n\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[It is 42.<|im_end|>"
+    )
+    assert t.reward == len("It is 42.")
+    assert t.metrics == {"num_turns": 2.0, "num_tool_calls": 1.0, "num_tool_errors": 0.0, "context_full": 0.0}
+
+
+def test_calls_of_one_turn_are_made_together_and_errors_are_read_by_the_policy() -> None:
+    calls = [call("add", a=1, b=2), call("shout", text="hi"), call("fails", a=3), call("nothing"), call("add", c=1)]
+    t, shown = converse(
+        "".join(calls), "Done.", tools=["own_tools:add", "own_tools:shout", "own_tools:fails"], result_chars=60
+    )
+    results = [part.partition("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]
+    assert results[:3] == ["3", "HI", "Error: KeyError: 3"]
+    assert results[3] == "Error: there is no tool 'nothing'; there are add, shout, fai\n[cut]"
+    assert results[4].startswith("Error: add: missing a required argument: 'a'")
+    assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (5.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "turns", "full"),
+    [
+        ([call("python", code="1")] * 3, {"max_turns": 2}, 2.0, 0.0),
+        ([call("python", code="1")] * 9, {"context_tokens": 700}, 3.0, 1.0),
+        (["<tool_call>\n{broken}\n</tool_call>"], {}, 1.0, 0.0),
+    ],
+)
+def test_a_conversation_ends_at_its_limits(answers: list[str], options: Any, turns: float, full: float) -> None:
+    t, _ = converse(*answers, **options)
+    assert (t.metrics["num_turns"], t.metrics["context_full"]) == (turns, full)
+    assert t.loss_mask[-1] and len(t.token_ids) <= options.get("context_tokens", 4096)
+
+
+def test_after_a_restart_a_call_is_not_made_again(module: Path) -> None:
+    answers = [call("add", a=1), "two"]
+    store = MemoryExperience()
+    tags = Tags(id="train/q/0", group_id="train/q/0", task="t", row="q", epoch=0, version=0)
+    assert store.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0)) == "open"
+    for _ in range(2):
+        generator = Scripted(TOKENIZER, lambda prompt: answers["<tool_response>" in prompt] + "<|im_end|>")
+        _, shown = converse(journal=JournaledSampler(generator, store, "train/q/0"), tools=["own_tools:add"])
+        assert "<tool_response>\n2\n" in shown
+        restarted = MemoryExperience()
+        restarted.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+        store = restarted
+    assert (module / "own_tools.py.calls").read_text() == "x"
+
+
+def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(SERVER)
+    spec = f"mcp:{sys.executable} {tmp_path / 'server.py'}"
+    t, shown = converse(call("double", n=21), "42", tools=[spec])
+    assert "Double a number." in shown and "<tool_response>\n42\n" in shown
+    t, shown = converse(call("double", n="x"), "42", tools=[spec])
+    assert t.metrics["num_tool_errors"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("own_tools:silent", "needs a docstring"),
+        ("own_tools:vague", "its parameter a needs an annotation out of str, int"),
+        ("own_tools:MODULE", "has no 'MODULE'"),
+        ("bash", "write it as package.module:Name"),
+    ],
+)
+def test_what_is_no_tool_is_refused(spec: str, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        function_tool(spec)
+
+
+def test_a_template_without_tool_calls_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    workflow: Any = make_workflow(
+        WorkflowChoice(type="tools", options={"tools": {}}),
+        tokenizer=tokenizer, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=9), group_size=1, seed=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="has no chat template that writes tool calls as JSON"):
+        asyncio.run(workflow.run(PROMPT, None))
