@@ -149,7 +149,8 @@ def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **op
     code = _run("tools.eval", [*words, *_flags(options)])
     if code:
         raise RunError(f"evaluation of {model} ended with exit code {code}", code)
-    return json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
+    return rows
 
 
 def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Path:

@@ -11,9 +11,9 @@ from typing import Literal
 
 from config_schema.needs import above, equals, given, refused_without, unlike
 from config_schema.section import Section, key
-from core.config.models import FlagValue
 from core.config.ppo import CLIPPED, REFERENCE, PPOKeys
 from core.config.presets import PRESETS
+from rollout.inference.backend import FlagValue
 
 Advantage = Literal["gae", "returns", "group", "leave_one_out", "logavgexp", "maxrl"]
 Credit = Literal["outcome", "turn_rewards", "turn_gae", "step_groups"]

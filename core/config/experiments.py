@@ -23,7 +23,7 @@ from core.config.common import (
     too_small_microbatches,
     untrained_model,
 )
-from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     DPOHyperparameters,
     PreferenceDatasetConfig,
@@ -32,6 +32,7 @@ from core.config.ppo import (
 from core.config.ppo_experiment import PPOMATHConfig
 from core.config.runtime import Judged, PushConfig, RewardConfig, Summary, WorkflowConfig
 from rollout.data.source import DataSource
+from rollout.inference.backend import FlagValue
 
 
 class SFTOptions(Section):
@@ -234,6 +235,8 @@ class DPOConfig(SFTConfig):
         """Longest possible pair in tokens: its two sequences run in one microbatch."""
         return 2 * self.dataset.max_seqlen
 
+
+__all__ = ["EXPERIMENTS", "DPOConfig", "ExperimentConfig", "PPOMATHConfig", "SFTConfig"]
 
 ExperimentConfig = PPOMATHConfig | SFTConfig | DPOConfig
 

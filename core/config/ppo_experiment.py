@@ -23,7 +23,7 @@ from core.config.common import (
     untrained_model,
 )
 from core.config.experience import APART, BenchConfig, ExperienceConfig, SynchronizerConfig
-from core.config.models import FlagValue, GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     CRITIC,
     REFERENCE,
@@ -45,7 +45,7 @@ from core.config.runtime import (
 from core.config.task_sets import TaskSetConfig
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
-from rollout.inference.backend import GeneratorConfig, WeightFormat
+from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
 from rollout.rewards.load import split_spec
 from rollout.types import SamplingParams
 

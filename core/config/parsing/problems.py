@@ -60,4 +60,4 @@ def broken_bound(error: Mapping[str, Any]) -> str:
     """Return an error of pydantic about one field in the words of a message."""
     # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
     bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
-    return _BOUNDS.get(error["type"], error["msg"]).format(**bounds, input=error["input"])
+    return str(_BOUNDS.get(error["type"], error["msg"]).format(**bounds, input=error["input"]))
