@@ -15,6 +15,7 @@ from rollout.data.chat_template import ChatTemplate
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
+from rollout.sessions.tool_calls import tool_format
 from tools import arguments as cli
 
 Message = dict[str, Any]
@@ -101,11 +102,11 @@ def lines(chat: ChatTemplate) -> Iterator[tuple[str, str]]:
             yield name, check(chat, messages) or "append-only"
         except DatasetError as error:
             yield name, f"not possible: {str(error).lstrip(': ')}"
-    form = chat.tool_format()
+    form = tool_format(chat)
     if form is None:
-        yield "calls of tools", "not written as JSON: they are not read, and are text of the answer"
+        yield "calls of tools", "not written in a form that is known: they are not read, and are text of the answer"
     else:
-        yield "calls of tools", f"JSON with {form.name} and {form.arguments} after {form.opening!r}"
+        yield "calls of tools", form.about
 
 
 def main() -> int:

@@ -33,8 +33,6 @@ _SECONDS = 10
 _BYTES = 2**30
 """Memory limit of rendering one conversation."""
 _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "name_of_an_argument"
-_NAME = "name_of_a_tool"
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 """Contents that are looked for in rendered text."""
 _MISWRITTEN = re.compile(rf"['\\\\]\"?{_ARGUMENT}")
 """An argument in Python's notation, or in JSON in a JSON text."""
@@ -52,14 +50,6 @@ class Turn(NamedTuple):
     before: str
     written: str
     """What the assistant writes after `before`, up to the end of its turn."""
-
-
-class ToolFormat(NamedTuple):
-    """How a tool call is written: JSON with these keys after the text `opening`."""
-
-    opening: str
-    name: str
-    arguments: str
 
 
 class ChatTemplate:
@@ -147,20 +137,15 @@ class ChatTemplate:
         """Return whether the text of an answer ends with an end token."""
         return written.rstrip().endswith(tuple(self._ends))
 
-    def tool_format(self) -> ToolFormat | None:
-        """Return how the template writes tool calls; None where it writes none as JSON."""
-        function = {"name": _NAME, "arguments": {_ARGUMENT: "x"}}
-        call = {"id": "call00001", "type": "function", "function": function}
-        turns: Messages = (
-            {"role": "user", "content": _USER},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        )
+    def calls_as_written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return what the template makes of an answer of these tool calls; None where it does not take them."""
+        turns = ({"role": "user", "content": _USER}, {"role": "assistant", "content": "", "tool_calls": list(calls)})
         try:
             opened = self._render(self.prepare(turns[:1], place=_PLACE), place=_PLACE)
             text = self._render(self.prepare(turns, place=_PLACE), place=_PLACE, opens=False)
         except DatasetError:
             return None
-        return _find_format(text[len(os.path.commonprefix((text, opened))) :])
+        return text[len(os.path.commonprefix((text, opened)).rstrip("<")) :]  # marks stay whole
 
     def continues(self, written: str, text: str) -> bool:
         """Return whether rendered text goes on after an answer, at whose end a generator stops."""
@@ -308,21 +293,6 @@ class ChatTemplate:
         if (text, what) not in self._warned:
             self._warned.add((text, what))
             logger.warning(text, what, *others)
-
-
-def _find_format(written: str) -> ToolFormat | None:
-    """Return how the tool call _NAME is written in an assistant's turn."""
-    for found in re.finditer(r"\{", written):
-        try:
-            call, _ = json.JSONDecoder().raw_decode(written, found.start())
-        except ValueError:
-            continue
-        name = next((key for key, value in call.items() if value == _NAME), None)
-        arguments = next((key for key, value in call.items() if _ARGUMENT in str(value)), None)
-        if name is not None and arguments is not None:
-            opening = _THOUGHTS.sub("", written[: found.start()]).strip().removesuffix("[").strip()
-            return ToolFormat(opening, name, arguments)
-    return None
 
 
 def _with_thoughts(content: str | list[Message] | None, opening: str, written: str) -> str | None:

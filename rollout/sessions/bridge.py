@@ -6,17 +6,17 @@ after it, only new messages are.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from rollout.data.chat_template import ToolFormat, Tools
+from rollout.data.chat_template import Tools
 from rollout.data.encoder import Encoder
 from rollout.data.messages import Messages
 from rollout.data.source import DatasetError
 from rollout.sessions.calls import CallError
+from rollout.sessions.tool_calls import ToolFormat, split_calls, tool_format
 
 _PLACE = "the request"
 
@@ -56,13 +56,13 @@ class Bridge:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def read(self, text: str, *, tools: bool) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+    def read(self, text: str, tools: Tools) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
         """Return (thoughts, text, calls of tools) of an answer. What is not written as the template writes tool calls
         is text, and so are calls where the client offered no `tools`."""
         thoughts, closing, said = text.rpartition("</think>")
         thoughts = thoughts.strip().removeprefix("<think>").strip() if closing else ""
         form = self._tool_format if tools else None
-        said, calls = (said, []) if form is None else _split_calls(said, form)
+        said, calls = (said, []) if form is None else split_calls(said, form, tools or ())
         return thoughts, said.strip(), calls
 
     def cut(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str | None]:
@@ -84,37 +84,7 @@ class Bridge:
 
     @cached_property
     def _tool_format(self) -> ToolFormat | None:
-        return self._encoder.chat.tool_format() if self._encoder.chat is not None else None
+        return tool_format(self._encoder.chat) if self._encoder.chat is not None else None
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._encoder.tokenise([text])[0])
-
-
-def _split_calls(text: str, form: ToolFormat) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    """Return the text before the first tool call, and the calls; all of the text where one of them is malformed."""
-    before, opening, after = text.partition(form.opening) if form.opening else ("", "", text)
-    if form.opening and not opening:
-        return text, []
-    calls: list[tuple[str, dict[str, Any]]] = []
-    try:
-        for value in _json_values(after):
-            arguments = value[form.arguments]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            if not isinstance(arguments, dict) or not isinstance(value[form.name], str):
-                return text, []
-            calls.append((value[form.name], arguments))
-    except (ValueError, KeyError, TypeError):
-        return text, []
-    return (before, calls) if calls else (text, [])
-
-
-def _json_values(text: str) -> Iterator[Any]:
-    """Yield the JSON objects in a text, those of lists one by one. Raises ValueError for text that begins one and is
-    none."""
-    decoder, at = json.JSONDecoder(), 0
-    while (at := min((i for i in (text.find("{", at), text.find("[", at)) if i >= 0), default=-1)) >= 0:
-        if text[at] == "[" and not text[at + 1 :].lstrip().startswith("{"):  # a mark such as [TOOL_CALLS]
-            at += 1
-            continue
-        value, at = decoder.raw_decode(text, at)
-        yield from value if isinstance(value, list) else [value]

@@ -141,7 +141,7 @@ class Session:
         text = self._bridge.text(completion.token_ids.tolist())
         if stopped_at is not None:
             text = text[: text.index(stopped_at)]
-        reasoning, text, calls = self._bridge.read(text, tools=bool(call.tools))
+        reasoning, text, calls = self._bridge.read(text, call.tools)
         tool_calls = [ToolCall(id=f"call{name[:16]}{i}", name=n, arguments=a) for i, (n, a) in enumerate(calls)]
         answer = Answer(
             id=name,

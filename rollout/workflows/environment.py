@@ -91,7 +91,7 @@ class EnvironmentWorkflow:
                     room = 0
                     break
                 text = self._bridge.text(completion.token_ids.tolist())
-                state, action = observation, self._bridge.read(text, tools=False)[1]
+                state, action = observation, self._bridge.read(text, None)[1]
                 observation, step_reward, done = await environment.step(action)
                 sample.sampled(completion, reward=step_reward, state=state)
                 reward += step_reward

@@ -93,7 +93,7 @@ class ToolsWorkflow:
         """Return one trajectory for each sample. Raises ValueError for a chat template without tool calls."""
         if not self._bridge.writes_calls:
             raise ValueError(
-                "workflow.type=tools: the model has no chat template that writes tool calls as JSON; set "
+                "workflow.type=tools: the model has no chat template that writes tool calls; set "
                 "prompt.chat_template to one that does (slipstream check-template shows it)"
             )
         if self._tools is None:
@@ -135,7 +135,7 @@ class ToolsWorkflow:
             sample.sampled(completion)
             num_turns += 1
             sampled = completion.token_ids.tolist()
-            _, said, calls = self._bridge.read(self._bridge.text(sampled), tools=True)
+            _, said, calls = self._bridge.read(self._bridge.text(sampled), schemas)
             if not calls or completion.finish_reason == "length" or num_turns == self._options.max_turns:
                 break
             found = await all_of(

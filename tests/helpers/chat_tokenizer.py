@@ -48,15 +48,17 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 """Leaves out the thoughts of earlier answers, as Qwen3's does: it is not append-only."""
 
 
-def chat_tokenizer() -> Any:
+def chat_tokenizer(end: str = SPECIALS[0]) -> Any:
+    """Return the tokenizer, whose turns end with the token `end`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
+    specials = [end, *SPECIALS[1:]]
+    vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIALS))
+    backend.add_special_tokens(specials)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=SPECIALS[0], pad_token=SPECIALS[2], chat_template=TEMPLATE
+        tokenizer_object=backend, eos_token=end, pad_token=SPECIALS[2], chat_template=TEMPLATE
     )
 
 
