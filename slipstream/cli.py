@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "compare": ("tools.eval", ("compare",), "compare two evaluations"),
     "runs": ("tools.runs", (), "list runs with state, step and reward"),
     "watch": ("tools.watch", (), "watch a run: reward curve, last steps, answers"),
+    "studio": ("tools.studio", (), "configure, watch and understand runs in a browser"),
     "samples": ("tools.samples", (), "show what a run sampled in training"),
     "experience": ("tools.experience", (), "look into a store of episodes, copy it, drop tokens"),
     "ledger": ("tools.experience.ledger", (), "account for every prompt of a run"),

@@ -38,6 +38,8 @@ DISTRIBUTION = {
     "math_verify": "math-verify",
     "mlflow": "mlflow-skinny",
     "pydantic_monty": "pydantic-monty",
+    "uplot": "uplot-python",
+    "ruamel": "ruamel-yaml",
     "deep_gemm": "sglang",  # which requires sgl-deep-gemm
 }
 """Where the name to import and the name to install differ."""

@@ -115,8 +115,9 @@ ORDER = {
         "experience",
         "eval watch",
         "mutants conformance",
-        "chaos bench",
+        "chaos bench studio",
     ),
+    "tools.studio": ("folders lines table guard", "series sampled", "server", "__main__"),
     "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox", "gpu", "__main__"),
     "tools.bench.gpu": (
         "shapes lanes",

@@ -1,0 +1,84 @@
+"""The pages of the studio in a real browser."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helpers.studio_runs import make_run
+
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
+
+
+@pytest.fixture(scope="module")
+def base(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root, "sums/good")
+    make_run(root, "sums/second", steps=20)
+    make_run(
+        root, "sums/hostile", steps=3, answer=lambda step, index: HOSTILE,
+        change=lambda step, steps: {HOSTILE: 1.0, "__proto__": 2.0},
+    )  # fmt: skip
+    return start(root)
+
+
+def wait(page: Any, holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds. The content policy of the page forbids page.wait_for_function()."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come"
+        page.wait_for_timeout(50)
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    found: list[str] = page.locator(selector).all_inner_texts()
+    return found
+
+
+def test_from_the_list_to_the_curves_of_two_runs(page: Any, base: str) -> None:
+    page.goto(base)
+    page.get_by_label("choose sums/second").check()
+    page.get_by_label("choose sums/good").check()
+    page.get_by_role("button", name="Compare 2 runs").click()
+    page.locator(".chart canvas").first.wait_for()
+    assert sorted(text.rstrip("×") for text in texts(page, ".legend span")) == ["sums/good", "sums/second"]
+    page.get_by_label("filter metrics").fill("reward/mean")
+    wait(page, lambda: page.locator(".chart").count() == 1)
+    assert page.evaluate("document.documentElement.scrollWidth") == 1280
+    page.keyboard.press("Escape")
+    page.locator("h1").click()
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+
+
+def test_the_longest_answer_of_step_7_is_found_by_clicks_alone(page: Any, base: str) -> None:
+    page.goto(base)
+    page.get_by_role("link", name="sums/good").click()
+    page.get_by_role("link", name="Samples").click()
+    page.get_by_label("step from").fill("7")
+    page.locator(".field", has_text="to").locator("input").first.fill("7")
+    page.get_by_role("button", name="tokens").click()
+    wait(page, lambda: texts(page, ".samples tbody tr:first-child td:nth-child(3)") == ["512"])
+    page.locator(".samples tbody tr").first.click()
+    page.locator(".group article").nth(3).wait_for()
+    assert "cut off" in texts(page, ".group article.chosen")[0]
+    page.locator("h1").click()
+    page.keyboard.press("j")
+    page.locator(".turn.environment").or_(page.locator(".answer")).first.wait_for()
+
+
+def test_texts_and_names_are_never_markup(page: Any, base: str) -> None:
+    page.goto(base)
+    page.get_by_role("link", name="sums/hostile").click()
+    page.locator(".chart canvas").first.wait_for()
+    assert HOSTILE in texts(page, ".chart .name")
+    page.get_by_role("link", name="Samples").click()
+    page.locator(".samples tbody tr").first.click()
+    page.locator(".group article").first.wait_for()
+    assert HOSTILE in page.locator(".detail .text").nth(1).inner_text()
+    assert page.locator("main img, main script").count() == 0
+    assert page.title() != "broken"

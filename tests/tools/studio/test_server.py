@@ -1,0 +1,201 @@
+"""What the studio answers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import HTTPCookieProcessor, Request, build_opener, urlopen
+
+import numpy as np
+import pytest
+
+from helpers.studio_runs import make_run
+from tools.studio.folders import Folders
+from tools.studio.guard import same_user
+from tools.studio.sampled import Query, SampleIndex
+from tools.studio.series import Series, downsampled, smoothed
+
+
+def get(base: str, path: str, **headers: str) -> Any:
+    with urlopen(Request(base + path, headers=headers)) as answer:
+        return json.load(answer)
+
+
+def status(base: str, path: str, **headers: str) -> int:
+    try:
+        with urlopen(Request(base + path, headers=headers)) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root, "sums/good")
+    make_run(root, "sums/other", steps=20)
+    secret = root.parent / "secret.jsonl"
+    secret.write_text('{"step": 1, "secret": 1}\n')
+    linked = make_run(root, "sums/linked", steps=1).logs
+    (linked / "metrics.jsonl").unlink()
+    (linked / "metrics.jsonl").symlink_to(secret)
+    (root / "logs" / "outside").symlink_to(root.parent)
+    return root
+
+
+@pytest.fixture(scope="module")
+def base(start: Callable[..., str], root: Path) -> str:
+    return start(root)
+
+
+def ids(base: str) -> dict[str, str]:
+    return {run["name"]: run["id"] for run in get(base, "api/runs")["runs"]}
+
+
+def test_runs_have_their_last_step_and_curves_of_several_lie_over_each_other(base: str) -> None:
+    runs = {run["name"]: run for run in get(base, "api/runs")["runs"]}
+    assert runs.keys() == {"sums/good", "sums/other", "sums/linked"}
+    assert (runs["sums/good"]["step"], runs["sums/good"]["state"]) == (40, "complete")
+    assert runs["sums/good"]["tokens_per_second"] == 6400
+    good, other = (runs[f"sums/{name}"]["id"] for name in ("good", "other"))
+    answer = get(base, f"api/series?run={good}&run={other}&metric=reward/mean&metric=eval/accuracy&x=tokens")
+    first, second = answer["curves"]["reward/mean"]
+    assert first["x"] == [12800.0 * (i + 1) for i in range(40)]
+    assert len(second["x"]) == 20
+    assert [len(one["x"]) for one in answer["curves"]["eval/accuracy"]] == [4, 2]
+
+
+def test_the_longest_answer_of_a_step_is_found_and_stands_with_its_group(base: str) -> None:
+    run = ids(base)["sums/good"]
+    found = get(base, f"api/run/{run}/samples?first_step=7&last_step=7&sort=answer_tokens")
+    assert (found["matched"], found["rows"][0]["answer_tokens"]) == (8, 512)
+    sample = get(base, f"api/run/{run}/sample?at={found['rows'][0]['at']}")
+    assert len(sample["answer"]) > 500
+    assert [one["index"] for one in sample["group"]] == [0, 1, 2, 3]
+    text = get(base, f"api/run/{run}/samples?text=AGAIN&count=5")
+    assert [row["step"] for row in text["rows"]] == [7]
+    assert get(base, f"api/run/{run}/samples?least_reward=1&finish=stop&notable=best")["matched"] == 40
+
+
+def test_files_outside_the_given_folders_are_not_read(base: str, root: Path) -> None:
+    linked = ids(base)["sums/linked"]
+    assert get(base, f"api/run/{linked}")["metrics"] == []
+    assert "secret" not in json.dumps(get(base, "api/runs"))
+    for path in (
+        "static/../server.py",
+        "static/%2e%2e%2fserver.py",
+        "static/index.html%00",
+        "api/run/..",
+        "api/run/%2e%2e/row",
+    ):
+        assert status(base, path) in (400, 404), path
+    assert status(base, f"api/run/{linked}/sample?at=1:0") == 404
+
+
+def test_other_origins_other_names_and_other_users_are_refused(base: str, tmp_path: Path) -> None:
+    assert status(base, "api/runs") == 200
+    assert status(base, "api/runs", Origin="http://elsewhere.example") == 403
+    assert status(base, "api/runs", Host="rebound.example") == 403
+    assert status(base, "api/runs", **{"Sec-Fetch-Site": "cross-site"}) == 403
+    table = tmp_path / "tcp"
+    row = "   1: 0100007F:1234 0100007F:1F90 01 00000000:00000000 00:00000000 00000000 {uid} 0 1 1\n"
+
+    class Connection:
+        def get_extra_info(self, name: str) -> tuple[str, int]:
+            return ("127.0.0.1", 0x1234)
+
+    for uid, mine in ((os.getuid(), True), (0, True), (os.getuid() + 4711, False)):
+        table.write_text("header\n" + row.format(uid=uid))
+        assert same_user(Connection(), table) is mine
+
+
+def test_a_token_is_asked_for_and_leaves_the_address(start: Callable[..., str], root: Path) -> None:
+    address = start(root, "--host", "0.0.0.0")
+    base, _, token = address.partition("?token=")
+    assert len(token) > 20
+    assert status(base, "api/runs") == 403
+    assert status(base, "api/runs?token=wrong") == 403
+    opener = build_opener(HTTPCookieProcessor(CookieJar()))
+    with opener.open(address.replace("0.0.0.0", "127.0.0.1")) as answer:
+        assert "token" not in answer.url
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    with opener.open(base.replace("0.0.0.0", "127.0.0.1") + "api/runs") as answer:
+        assert json.load(answer)["runs"]
+
+
+def test_damaged_lines_are_left_out_and_counted_and_a_half_line_waits(tmp_path: Path) -> None:
+    logs = make_run(tmp_path, steps=6).logs
+    file = logs / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]) + "\0\0{half\n" + "".join(lines[2:5]) + lines[5][:100])
+    (run,) = Folders([tmp_path]).runs()
+    series = Series(run)
+    series.refresh()
+    found = series.status()
+    assert (found["rows"], found["last_step"]) == (5, 5)
+    assert found["notes"] == ["metrics.jsonl: 1 line of 6 cannot be read, the first is line 3; the others are shown"]
+    with open(file, "a") as end:
+        end.write(lines[5][100:])
+    series.refresh()
+    assert series.status()["last_step"] == 6
+    file.rename(logs / "old")
+    file.write_text("".join(lines[:3]))  # a recovery writes the file anew
+    series.refresh()
+    assert series.status()["last_step"] == 3
+
+
+def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
+    monkeypatch.setattr("tools.studio.sampled.CACHED_BYTES", 0)
+    logs = make_run(tmp_path / "runs").logs
+    (run,) = Folders([tmp_path / "runs"]).runs()
+    first, samples = Series(run), SampleIndex(run)
+    first.refresh()
+    samples.refresh()
+    assert samples.status()["samples"] == 320
+    with open(logs / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "reward/mean": 9, "new": 1}\n')
+    again, samples = Series(run), SampleIndex(run)
+    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 64)  # pieces shorter than a line
+    again.refresh()
+    (logs / "samples.jsonl").rename(logs / "samples-000099.jsonl")
+    (logs / "samples.jsonl").touch()
+    samples.refresh()
+    assert samples.status()["samples"] == 320
+    assert again.curve("reward/mean", "step")[1].tolist() == [*first.curve("reward/mean", "step")[1], 9.0]
+    assert [values.tolist() for values in again.curve("new", "step")] == [[41.0], [1.0]]
+    assert again.heat("staleness/ages")["labels"] == ["0", "1", "2"]
+
+
+def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() -> None:
+    y = np.random.default_rng(0).normal(size=100_003)
+    y[777], y[99_000] = 50, -50
+    x = np.arange(len(y))
+    shown_x, shown_y = downsampled(x, y, 500)
+    assert len(shown_x) <= 500
+    assert (shown_y.max(), shown_y.min()) == (50, -50)
+    assert (np.diff(shown_x) > 0).all()
+    assert np.array_equal(y[shown_x], shown_y)
+    assert smoothed(np.full(20, 3.0), 5).tolist() == [3.0] * 20
+    assert smoothed(np.array([0.0, 3.0, 6.0]), 3)[1] == 3.0
+
+
+def test_a_text_is_searched_page_by_page_without_losing_an_answer(tmp_path: Path) -> None:
+    make_run(tmp_path, answer=lambda step, index: "Needle." if index == 0 else "hay")
+    (run,) = Folders([tmp_path]).runs()
+    index = SampleIndex(run)
+    index.refresh()
+    found, start = [], 0
+    while start is not None:
+        answer = index.find(Query(text="needle", start=start, count=7))
+        found += [(row["step"], row["query_id"]) for row in answer["rows"]]
+        start = answer["next"]
+    assert sorted(found) == sorted({(step, f"prompts-{row}") for step in range(1, 41) for row in range(2)})

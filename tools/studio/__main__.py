@@ -1,0 +1,78 @@
+"""Configure, watch and understand runs in a browser.
+
+    slipstream studio [FOLDER ...] [--port 8080]
+
+FOLDER is the log folder of a run or a folder above some, default: runs. The studio listens on this host alone unless
+--host names another address; then the address that it shows has a token. It reads the files that runs write; runs do
+not know of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from tools.arguments import integer, program
+from tools.studio.folders import Folders
+from tools.studio.guard import is_loopback
+from tools.studio.server import Missing, application
+
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted; return the exit code."""
+    given = _parser().parse_args(argv)
+    for folder in given.folders:
+        if not folder.expanduser().is_dir():
+            print(f"error: {folder}: no such folder; give the fileroot or the log folder of a run", file=sys.stderr)
+            return BAD_INPUT
+    token = secrets.token_urlsafe(24) if given.token or not is_loopback(given.host) else None
+    try:
+        app = application(Folders(given.folders), host=given.host, port=given.port, token=token)
+    except Missing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        asyncio.run(_serve(app, given.host, given.port, token))
+    except OSError as error:
+        print(f"error: --port {given.port}: {error.strerror}; choose another one", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def _serve(app: web.Application, host: str, port: int, token: str | None) -> None:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        shown = f"[{host}]" if ":" in host else host
+        print(f"studio: http://{shown}:{port}/" + (f"?token={token}" if token else ""), flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("tools.studio"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders", nargs="*", type=Path, default=[Path("runs")], metavar="FOLDER", help="where runs are"
+    )
+    parser.add_argument("--port", type=integer(least=1, most=65535), default=8080, help="default: 8080")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this host alone")
+    parser.add_argument("--token", action="store_true", help="ask for a token on this host, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Tables made of the lines of files that grow: read once, from where the last reading ended.
+
+Invariant: a line that cannot be read is left out and counted; one that is not complete yet is read when it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+PIECE_BYTES = 4 << 20
+"""Read at once; the lock of a table is held for the time that this takes to parse."""
+
+
+@dataclass
+class Source:
+    """What has been read of a file."""
+
+    path: Path
+    inode: int
+    offset: int = 0
+    """Bytes that were read, whole lines."""
+    size: int = 0
+    lines: int = 0
+    damaged: int = 0
+    first_damaged: int = 0
+    """Number of the first line that cannot be read."""
+
+    def is_same(self) -> bool:
+        """Return whether the file still has what was read, and note its size."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        self.size = found.st_size
+        return found.st_ino == self.inode and found.st_size >= self.offset
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a reader should know of the file."""
+        notes = []
+        if self.damaged:
+            some = "1 line" if self.damaged == 1 else f"{self.damaged:,} lines"
+            notes.append(
+                f"{self.path.name}: {some} of {self.lines:,} cannot be read, the first is line "
+                f"{self.first_damaged:,}; the others are shown"
+            )
+        return notes
+
+
+def source_of(path: Path) -> Source:
+    """Return a file of which nothing was read yet. Raises OSError."""
+    found = path.stat()
+    return Source(path=path, inode=found.st_ino, size=found.st_size)
+
+
+def next_rows(source: Source) -> list[tuple[int, dict[str, Any]]]:
+    """Read the next piece of a file; return (offset, row) of its lines. Empty at the end. Raises OSError."""
+    with open(source.path, "rb") as file:
+        file.seek(source.offset)
+        data = file.read(PIECE_BYTES)
+        while data and b"\n" not in data:
+            more = file.read(PIECE_BYTES)
+            if not more:
+                return []
+            data += more
+    rows = []
+    end = data.rfind(b"\n") + 1
+    offset = source.offset
+    for line in data[:end].split(b"\n")[:-1]:
+        source.lines += 1
+        row = parsed(line)
+        if row is not None:
+            rows.append((offset, row))
+        else:
+            source.damaged += 1
+            source.first_damaged = source.first_damaged or source.lines
+        offset += len(line) + 1
+    source.offset += end
+    return rows
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None where it is none."""
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        try:
+            row = json.loads(line)  # reads NaN and infinities, too
+        except ValueError:
+            return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def row_at(path: Path, offset: int) -> dict[str, Any] | None:
+    """Return the row of the line that begins at a byte of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return parsed(file.readline().rstrip(b"\n"))
+
+
+def spread_rows(path: Path, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset, row) of lines spread evenly over a file, without reading the rest. Raises OSError."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        last = -1
+        for i in range(count):
+            file.seek(max(0, size * i // count - 1))
+            if i:
+                file.readline()
+            offset = file.tell()
+            row = parsed(file.readline().rstrip(b"\n"))
+            if row is not None and offset > last:
+                last = offset
+                yield offset, row

@@ -1,0 +1,96 @@
+// The frame: which page the address names, its navigation, keys, and light or dark.
+
+import { address, api, h, message, place } from "./ui.js";
+import { runsPage } from "./runs.js";
+import { metricsPage } from "./metrics.js";
+import { samplesPage } from "./samples.js";
+
+const RUN_PAGES = {
+  metrics: ["Metrics", metricsPage],
+  samples: ["Samples", samplesPage],
+};
+const PAGES = { "": ["Runs", runsPage] };
+let leave = null;
+let ordinal = 0;
+
+async function show() {
+  const { parts, query } = place();
+  const mine = ++ordinal;
+  if (leave) leave();
+  leave = null;
+  const main = document.getElementById("main");
+  const isRun = parts[0] === "run" && parts[1];
+  const [, page] = isRun ? RUN_PAGES[parts[2] || "metrics"] || RUN_PAGES.metrics : PAGES[parts[0] || ""] || PAGES[""];
+  navigation(parts);
+  const content = h("div", { class: "page" });
+  main.replaceChildren(content);
+  const alive = () => mine === ordinal;
+  try {
+    let run = null;
+    if (isRun) {
+      run = await api(`run/${encodeURIComponent(parts[1])}`);
+      if (!alive()) return;
+      navigation(parts, run);
+    }
+    document.title = run ? `${run.name} · studio` : "Slipstream studio";
+    const ended = await page({ content, query, run, parts, alive });
+    if (alive()) leave = ended || null;
+    else if (ended) ended();
+  } catch (error) {
+    if (alive()) content.replaceChildren(message(error.message, "error"));
+  }
+}
+
+function navigation(parts, run = null) {
+  const here = parts[0] || "";
+  const links = Object.entries(PAGES).map(([name, [title]]) => link(name ? [name] : [], title, here === name));
+  if (run) {
+    const page = parts[2] || "metrics";
+    links.push(h("span", { class: "crumb", title: run.logs }, run.name));
+    links.push(...Object.entries(RUN_PAGES).map(([name, [title]]) => link(["run", run.id, name], title, page === name)));
+  }
+  document.getElementById("nav").replaceChildren(...links);
+}
+
+function link(parts, title, current) {
+  return h("a", { href: address(parts), "aria-current": current ? "page" : null }, title);
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  document.getElementById("theme").textContent = name === "dark" ? "Light" : "Dark";
+  document.dispatchEvent(new CustomEvent("theme"));
+}
+
+function otherTheme() {
+  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem("theme", name);
+  setTheme(name);
+}
+
+const KEYS = [
+  ["1 … 9", "page of the navigation"], ["/", "search"], ["j, k", "next, previous answer"],
+  ["s", "star an answer"], ["d", "dark or light"], ["?", "these keys"],
+];
+
+document.addEventListener("keydown", (event) => {
+  if (event.target.closest("input, textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const links = [...document.querySelectorAll("#nav a")];
+  if (/^[1-9]$/.test(event.key) && links[event.key - 1]) links[event.key - 1].click();
+  else if (event.key === "/") {
+    const search = document.querySelector("input[type=search]");
+    if (!search) return;
+    event.preventDefault();
+    search.focus();
+  } else if (event.key === "d") otherTheme();
+  else if (event.key === "?") {
+    const dialog = document.getElementById("keys");
+    dialog.replaceChildren(h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)]).flat()),
+      h("button", { type: "button", onclick: () => dialog.close() }, "Close"));
+    dialog.showModal();
+  }
+});
+document.getElementById("theme").addEventListener("click", otherTheme);
+setTheme(localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+addEventListener("hashchange", show);
+show();

@@ -1,0 +1,282 @@
+"""The samples of a run: an index of their lines with what is filtered and sorted by; texts are read when shown.
+
+Invariant: a search returns how many of the answers were compared, so that a part is never taken for all.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.studio.folders import NotFound, Run
+from tools.studio.lines import Source, next_rows, row_at, source_of
+from tools.studio.table import CACHED_BYTES, Columns, cache_folder, forget_state, read_state, write_state
+
+_CURRENT, _CLOSED = "samples.jsonl", "samples-*.jsonl"
+_SHORT_CHARS = 300
+_SEARCH_SECONDS = 1.5
+_NOTABLE = ("best", "worst", "longest")
+_FINISHES = ("", "stop", "length", "abort")
+SORTS = ("step", "reward", "answer_tokens", "prompt_tokens", "oldest_version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """What is asked for; None and empty: anything."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    finish: str = ""
+    notable: str = ""
+    of: str = ""
+    """training, evaluation, or a name of an evaluation set."""
+    query_id: str = ""
+    episode: str = ""
+    text: str = ""
+    """Must occur in prompt, answer or reference, in any case."""
+    sort: str = "step"
+    descending: bool = True
+    start: int = 0
+    """Matches of the index to leave out, as `next` of the answer before."""
+    count: int = 50
+
+
+class SampleIndex:
+    """The samples of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._files: dict[int, Source] = {}
+        """By inode: a file that is closed keeps it under its new name."""
+        self._columns = _new_columns()
+        self._sets: list[str] = [""]
+        self._saved_at = 0
+        self._loaded = False
+
+    def refresh(self, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Read what is new, in the background; the newest file first. `stop`: asked between pieces."""
+        if not self._loaded:
+            self._load()
+        paths = [*self._run.files(_CURRENT), *reversed(self._run.files(_CLOSED))]
+        present = {}
+        for path in paths:
+            with suppress(OSError):
+                found = source_of(path)
+                present[found.inode] = found
+        with self._lock:
+            changed = False
+            for inode, known in list(self._files.items()):
+                now = present.get(inode)
+                if now is None or now.size < known.offset:
+                    del self._files[inode]
+                    changed = True
+                else:
+                    known.path, known.size = now.path, now.size
+            if changed:  # a file was deleted, or written anew after a recovery
+                self._files, self._columns = {}, _new_columns()
+            for inode, source in present.items():
+                self._files.setdefault(inode, source)
+        for source in [self._files[inode] for inode in present]:
+            while not stop() and (rows := next_rows(source)):
+                plain = [self._entry(source.inode, offset, row) for offset, row in rows]
+                with self._lock:
+                    self._columns.append(plain)
+        if sum(s.offset for s in self._files.values()) - self._saved_at > CACHED_BYTES:
+            self._save()
+
+    def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> dict[str, float]:
+        evaluation = str(row.get("evaluation") or "")
+        if evaluation not in self._sets:
+            self._sets.append(evaluation)
+        notable = row.get("notable") or ()
+        finish = str(row.get("finish_reason", ""))
+        return {
+            "file": inode,
+            "offset": offset,
+            "step": row["step"],
+            "reward": _number(row.get("reward"), float("nan")),
+            "answer_tokens": _number(row.get("answer_tokens")),
+            "prompt_tokens": _number(row.get("prompt_tokens")),
+            "oldest_version": _number(row.get("oldest_version")),
+            "finish": _FINISHES.index(finish) if finish in _FINISHES else 0,
+            "notable": sum(1 << i for i, name in enumerate(_NOTABLE) if name in notable),
+            "set": self._sets.index(evaluation),
+            "query": _checksum(row.get("query_id")),
+            "episode": _checksum(row.get("episode")),
+        }
+
+    @property
+    def _folder(self) -> Any:
+        return cache_folder(f"{self._run.id}-samples")
+
+    def _load(self) -> None:
+        self._loaded = True
+        state = read_state(self._folder)
+        files = state.get("files")
+        columns = _new_columns()
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            if not isinstance(files, list):
+                return
+            columns.load(self._folder)
+            sources = [Source(**{**kept, "path": self._run.logs / kept["path"]}) for kept in files]
+            self._sets = [str(name) for name in state["sets"]]  # type: ignore[attr-defined]
+            self._columns, self._files = columns, {source.inode: source for source in sources}
+            self._saved_at = sum(source.offset for source in sources)
+
+    def _save(self) -> None:
+        with self._lock, suppress(OSError):
+            forget_state(self._folder)
+            self._columns.save(self._folder)
+            files = [{**vars(source), "path": source.path.name} for source in self._files.values()]
+            write_state(self._folder, {"files": files, "sets": self._sets})
+            self._saved_at = sum(source.offset for source in self._files.values())
+
+    def status(self) -> dict[str, Any]:
+        """Return the number of samples, their steps and sets, what is damaged, and how much of the files was read."""
+        with self._lock:
+            columns = self._columns
+            steps = columns["step"] if columns.num_rows else np.zeros(0)
+            size = sum(source.size for source in self._files.values())
+            return {
+                "samples": columns.num_rows,
+                "first_step": int(steps.min()) if steps.size else None,
+                "last_step": int(steps.max()) if steps.size else None,
+                "sets": [name for name in self._sets if name],
+                "read": sum(s.offset for s in self._files.values()) / size if size else 1.0,
+                "notes": [note for source in self._files.values() for note in source.notes],
+            }
+
+    def find(self, query: Query) -> dict[str, Any]:
+        """Return {rows, matched, next, looked_at, of}: at most query.count answers. `matched`: answers that the
+        conditions keep, without the text; `next`: start of the following page, None at the end. Raises ValueError."""
+        with self._lock:
+            matches = self._matches(query)
+            files = self._columns["file"][matches] if matches.size else np.zeros(0, int)
+            offsets = self._columns["offset"][matches] if matches.size else np.zeros(0, int)
+        wanted = re.compile(re.escape(query.text), re.IGNORECASE) if query.text else None
+        rows: list[dict[str, Any]] = []
+        until = time.monotonic() + _SEARCH_SECONDS
+        at = query.start
+        while at < len(matches) and len(rows) < query.count and (wanted is None or time.monotonic() < until):
+            row = self._read(int(files[at]), int(offsets[at]))
+            at += 1
+            if row is not None and (wanted is None or any(wanted.search(text) for text in _texts(row))):
+                rows.append(_short(row, wanted))
+        return {
+            "rows": rows,
+            "matched": len(matches),
+            "looked_at": at,
+            "next": at if at < len(matches) else None,
+        }
+
+    def _matches(self, query: Query) -> np.ndarray:
+        columns = self._columns
+        if not columns.num_rows:
+            return np.zeros(0, int)
+        keep = np.ones(columns.num_rows, bool)
+        for name, least, most in (
+            ("step", query.first_step, query.last_step),
+            ("reward", query.least_reward, query.most_reward),
+        ):
+            if least is not None:
+                keep &= columns[name] >= least
+            if most is not None:
+                keep &= columns[name] <= most
+        if query.finish:
+            keep &= columns["finish"] == _FINISHES.index(query.finish)
+        if query.notable:
+            keep &= (columns["notable"] & (1 << _NOTABLE.index(query.notable))) > 0
+        if query.of in ("training", "evaluation"):
+            keep &= (columns["set"] == 0) == (query.of == "training")
+        elif query.of:
+            keep &= columns["set"] == (self._sets.index(query.of) if query.of in self._sets else -1)
+        if query.query_id:
+            keep &= columns["query"] == _checksum(query.query_id)
+        if query.episode:
+            keep &= columns["episode"] == _checksum(query.episode)
+        if query.sort not in SORTS:
+            raise ValueError(f"sort={query.sort}: one of {', '.join(SORTS)}")
+        found = np.flatnonzero(keep)
+        values = columns[query.sort][found].astype(np.float64)
+        values = np.nan_to_num(-values if query.descending else values, nan=np.inf)
+        order = np.lexsort((columns["offset"][found], -columns["step"][found], values))
+        return found[order]
+
+    def _read(self, inode: int, offset: int) -> dict[str, Any] | None:
+        source = self._files.get(inode)
+        if source is None:
+            return None
+        with suppress(OSError):
+            row = row_at(source.path, offset)
+            if row is not None:
+                return {**row, "at": f"{inode}:{offset}"}
+        return None
+
+    def sample(self, at: str) -> dict[str, Any]:
+        """Return an answer in full, with `group`: all that were kept of its prompt in this step. Raises NotFound."""
+        inode, _, offset = at.partition(":")
+        row = self._read(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else None
+        if row is None:
+            raise NotFound("there is no such answer any more; the oldest files of samples are deleted")
+        query = Query(
+            first_step=row["step"], last_step=row["step"], of=row.get("evaluation") or "training",
+            query_id=str(row.get("query_id", "")), sort="step", descending=False,
+        )  # fmt: skip
+        with self._lock:
+            matches = self._matches(query)
+            places = [(int(self._columns["file"][i]), int(self._columns["offset"][i])) for i in matches[:256]]
+        group = [found for place in places if (found := self._read(*place))]
+        group = [one for one in group if (one["query_id"], one["episode"]) == (row["query_id"], row["episode"])]
+        return {**row, "group": sorted(group, key=lambda one: _number(one.get("index")))}
+
+    def all(self, query: Query) -> Iterator[dict[str, Any]]:
+        """Yield every answer that a query keeps, in full."""
+        with self._lock:
+            matches = self._matches(query)
+            places = [(int(self._columns["file"][i]), int(self._columns["offset"][i])) for i in matches]
+        wanted = re.compile(re.escape(query.text), re.IGNORECASE) if query.text else None
+        for place in places:
+            row = self._read(*place)
+            if row is not None and (wanted is None or any(wanted.search(text) for text in _texts(row))):
+                yield row
+
+
+def _new_columns() -> Columns:
+    wide = dict.fromkeys(("file", "offset", "query", "episode"), "i8")
+    return Columns(dtype="i4", dtypes={**wide, "reward": "f4", "finish": "i1", "notable": "i1", "set": "i2"})
+
+
+def _number(value: object, otherwise: float = 0) -> float:
+    return value if isinstance(value, int | float) else otherwise
+
+
+def _checksum(value: object) -> int:
+    return zlib.crc32(str(value or "").encode(errors="replace"))
+
+
+def _texts(row: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("prompt", "answer", "reference"):
+        yield str(row.get(name) or "")
+
+
+def _short(row: dict[str, Any], wanted: re.Pattern[str] | None) -> dict[str, Any]:
+    """Return a row with the part of its texts that a table shows: their end, or the place that was searched."""
+    short = {**row, "turns": len(row.get("turns") or ())}
+    for name in ("prompt", "answer"):
+        text = str(row.get(name) or "")
+        found = wanted.search(text) if wanted else None
+        begin = max(0, found.start() - 80) if found else 0
+        cut = text[begin : begin + _SHORT_CHARS]
+        short[name] = ("…" if begin else "") + cut + ("…" if begin + _SHORT_CHARS < len(text) else "")
+    return short

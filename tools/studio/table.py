@@ -1,0 +1,102 @@
+"""Columns of numbers that grow, and their copy in the cache of the user, so that a large file is read once.
+
+The cache is `$XDG_CACHE_HOME/slipstream/studio`, by default below ~/.cache; a run's folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+CACHED_BYTES = 16 << 20
+"""Files of which less was read are read again instead."""
+
+
+class Columns:
+    """Columns of equal length; what a row lacks is NaN in a column of floats and 0 in one of integers."""
+
+    def __init__(self, dtype: str = "f4", dtypes: Mapping[str, str] | None = None) -> None:
+        """`dtypes`: of the columns that have another one than `dtype`."""
+        self._dtype, self._dtypes = dtype, dict(dtypes or {})
+        self._parts: dict[str, list[np.ndarray]] = {}
+        self._starts: dict[str, int] = {}
+        self.num_rows = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names in the order in which they appeared."""
+        return list(self._parts)
+
+    def append(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Add rows."""
+        names = {name: None for row in rows for name in row}
+        for name in [*self._parts, *(n for n in names if n not in self._parts)]:
+            if name not in self._parts:
+                self._parts[name], self._starts[name] = [], self.num_rows
+            dtype = np.dtype(self._dtypes.get(name, self._dtype))
+            lacking = np.nan if dtype.kind == "f" else 0
+            self._parts[name].append(np.array([row.get(name, lacking) for row in rows], dtype))
+        self.num_rows += len(rows)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return a column [num_rows]. Raises KeyError."""
+        parts = self._parts[name]
+        dtype = np.dtype(self._dtypes.get(name, self._dtype))
+        if self._starts[name]:
+            before = np.full(self._starts[name], np.nan if dtype.kind == "f" else 0, dtype)
+            parts.insert(0, before)
+            self._starts[name] = 0
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]
+        return parts[0] if parts else np.zeros(0, dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def save(self, folder: Path) -> None:
+        """Write the columns into a folder. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for number, name in enumerate(self.names):
+            np.save(folder / f"{number}.npy", self[name])
+        (folder / "names.json").write_text(json.dumps([self.num_rows, self.names]))
+
+    def load(self, folder: Path) -> None:
+        """Read columns that save() wrote. Raises OSError and ValueError."""
+        self.num_rows, names = json.loads((folder / "names.json").read_text())
+        for number, name in enumerate(names):
+            column = np.load(folder / f"{number}.npy", mmap_mode="r")
+            if column.shape != (self.num_rows,):
+                raise ValueError(f"{folder}: a column of another length")
+            self._parts[name], self._starts[name] = [column], 0
+
+
+def cache_folder(key: str) -> Path:
+    """Return the folder of the cache for an index."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "slipstream" / "studio" / key
+
+
+def read_state(folder: Path) -> dict[str, object]:
+    """Return what write_state() has written; empty where there is nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "state.json").read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def write_state(folder: Path, state: Mapping[str, object]) -> None:
+    """Record what the columns in this folder are of, once they are whole. Raises OSError."""
+    new = folder / "state.json.new"
+    new.write_text(json.dumps(state))
+    new.replace(folder / "state.json")
+
+
+def forget_state(folder: Path) -> None:
+    """Mark the columns in this folder as not whole. Raises OSError."""
+    (folder / "state.json").unlink(missing_ok=True)
