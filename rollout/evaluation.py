@@ -134,17 +134,20 @@ class EvaluationSampler:
             return await self._generator.generate(request)
 
 
+_outcomes: ContextVar[list[Outcome]] = ContextVar("outcomes")
+"""Of the episode of this task."""
+
+
 class RecordedRewards:
     """A reward pool that remembers how judging ended in each episode. Give it to the workflow of an evaluation."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._outcomes: ContextVar[list[Outcome]] = ContextVar("outcomes")
 
     def begin(self) -> list[Outcome]:
         """Begin an episode in this task; return the list that its outcomes will be in."""
         found: list[Outcome] = []
-        self._outcomes.set(found)
+        _outcomes.set(found)
         return found
 
     async def score(self, prompt: Prompt, text: str) -> float:
@@ -155,7 +158,7 @@ class RecordedRewards:
 
     async def judge_many(self, prompt: Prompt, texts: Sequence[str]) -> list[tuple[float, Outcome]]:
         judged = await self._pool.judge_many(prompt, texts)
-        self._outcomes.get([]).extend(outcome for _, outcome in judged)
+        _outcomes.get([]).extend(outcome for _, outcome in judged)
         return judged
 
 

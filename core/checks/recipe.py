@@ -15,8 +15,9 @@ from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.parsing.problems import Problem
+from core.config.task_sets import TaskSetConfig
 from core.data.offline import open_sample, opener, report_steps
-from core.explore.workflow import check_workflows
+from core.explore.workflow import Set, check_workflows
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import read_stream
@@ -138,7 +139,8 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     model, longest = Path(config.actor.path), config.dataset.max_prompt_len
-    of_sets = {one.source(one.path): one for one in config.task_sets.values()}
+    of_sets: dict[DataSource, Set] = {one.source(one.path): one for one in config.task_sets.values()}
+    of_sets |= {config.held_out(one): one for one in config.evaluation.sets.values()}
     written = config.prompt_format
     trained: list[Row] = []
     chats: set[bool] = set()
@@ -148,7 +150,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
         one = of_sets.get(source)
         judged = config.reward.spec if one is None or one.reward is None else one.reward
         rows = scan_rows(source, solved="math" in (name for _, name in split_spec(judged)))
-        if one is not None and ":" not in one.curriculum and one.curriculum:
+        if isinstance(one, TaskSetConfig) and ":" not in one.curriculum and one.curriculum:
             by_column(rows, one.curriculum, source.path)
         chats.update(row.messages is not None for row in rows)
         if not trained:
@@ -238,12 +240,18 @@ def _of_data(key: str, error: DatasetError) -> Problem:
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
     specs = {"reward.function": config.reward.spec}
-    specs |= {f"task_sets.{name}.reward": one.reward for name, one in config.task_sets.items() if one.reward}
+    specs |= {f"{at}.reward": one.reward for at, one in _sets(config).items() if one.reward}
     for key, spec in specs.items():
         try:
             check_reward(spec)
         except PluginError as error:
             yield Problem(key=key, message=str(error))
+
+
+def _sets(config: PPOMATHConfig) -> dict[str, Set]:
+    """Return every set with settings of its own by its section."""
+    train = {f"task_sets.{name}": one for name, one in config.task_sets.items()}
+    return {**train, **{f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}}
 
 
 def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
@@ -256,7 +264,7 @@ def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
-    yield from check_workflows(config.workflow, config.task_sets)
+    yield from check_workflows(config.workflow, _sets(config))
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:

@@ -29,6 +29,12 @@ class ExperienceConfig(Section):
         ge=0,
         needs=unlike("experience.store", "memory"),
     )
+    max_read_timeout: float | None = key(
+        None,
+        "Train what is ready of a batch, at least one prompt, after waiting so many seconds for the rest. What cannot "
+        "be trained within the staleness bound then is dropped as late. null: wait for whole batches",
+        gt=0,
+    )
 
     @property
     def is_durable(self) -> bool:

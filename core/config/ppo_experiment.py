@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalCo
 from core.config.ppo import (
     CRITIC,
     REFERENCE,
+    DataSection,
     DemonstrationConfig,
     PPOHyperparameters,
     PromptOnlyDatasetConfig,
@@ -35,6 +37,7 @@ from core.config.ppo import (
 from core.config.presets import PRESETS, with_preset
 from core.config.runtime import (
     EvaluationConfig,
+    EvaluationSetConfig,
     Judged,
     PushConfig,
     RewardConfig,
@@ -91,7 +94,7 @@ class PPOMATHOptions(Section):
     evaluation: EvaluationConfig = section(
         EvaluationConfig,
         "Evaluation during training",
-        needs=given("evaluation.path") & fact("an evaluation that is due"),
+        needs=(given("evaluation.path") | given("evaluation.sets")) & fact("an evaluation that is due"),
     )
 
 
@@ -357,8 +360,43 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         }
         return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
 
-    def set_format(self, one: TaskSetConfig) -> PromptFormat:
-        """Return how the prompts of one of `sets` are written."""
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
+        """Every evaluation set by the name of its metrics, numbered where two are the same, with what its nulls stand
+        for but `workflow` and `system`."""
+        given, found = self.evaluation, dict[str, EvaluationSetConfig]()
+        data = given.model_dump(include=set(DataSection.model_fields))
+        for path in given.paths:
+            one = EvaluationSetConfig.model_validate({**data, "path": path})
+            name = self.held_out(one).name
+            names = chain([name], (f"{name}-{number}" for number in count(len(found))))
+            found[next(free for free in names if free not in found)] = self._measured(one)
+        return found | {name: self._measured(one) for name, one in given.sets.items()}
+
+    def _place(self, name: str) -> str:
+        """Return the section of an evaluation set, below `evaluation`."""
+        return f"sets.{name}." if name in self.evaluation.sets else ""
+
+    def _measured(self, one: EvaluationSetConfig) -> EvaluationSetConfig:
+        given = self.evaluation
+        of_all: dict[str, Value] = {
+            "num_prompts": given.num_prompts,
+            "repeat": given.repeat,
+            "max_new_tokens": given.max_new_tokens or self.ppo.gen.max_new_tokens,
+            "temperature": given.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "reward": self.reward.spec,
+            "right_at": None if one.reward else self.reward.threshold,
+        }
+        return one.model_copy(update={name: value for name, value in of_all.items() if getattr(one, name) is None})
+
+    def held_out(self, one: EvaluationSetConfig) -> DataSource:
+        """Return the source of an evaluation set."""
+        return replace(one.source(one.path), hints=self.dataset.columns, prefer="test")
+
+    def set_format(self, one: TaskSetConfig | EvaluationSetConfig) -> PromptFormat:
+        """Return how the prompts of one of `sets` or `evaluation_sets` are written."""
         assert one.reward is not None, "filled"
         written = self.prompt.prompt_format(boxed="math" in [name for _, name in split_spec(one.reward)])
         return written if one.system is None else replace(written, system=one.system)
@@ -368,11 +406,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
         return SamplingParams(**own, min_new_tokens=self.ppo.gen.min_new_tokens, stop_token_ids=stop_token_ids)
 
-    def evaluation_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Return the same for evaluation."""
-        given = self.evaluation
-        longest = given.max_new_tokens or self.ppo.gen.max_new_tokens
-        return SamplingParams(max_new_tokens=longest, temperature=given.temperature, stop_token_ids=stop_token_ids)
+    def evaluation_sampling(self, one: EvaluationSetConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return the same for one of `evaluation_sets`."""
+        own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
+        return SamplingParams(**own, stop_token_ids=stop_token_ids)
 
     @property
     def sampling(self) -> PPOMATHConfig:
@@ -404,7 +441,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def evaluates(self) -> bool:
-        return bool(self.evaluation.paths)
+        return bool(self.evaluation.paths or self.evaluation.sets)
 
     @property
     def summary(self) -> Summary:
@@ -423,17 +460,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
+        evaluated = self.evaluation_sets
         sets = {f"task_sets.{name}.path": one.source(one.path) for name, one in self.task_sets.items()}
         return (
             *(sets or {"dataset.path": self.dataset.source(self.dataset.path)}).items(),
-            *(("evaluation.path", source) for source in self.evaluation_sources),
+            *((f"evaluation.{self._place(name)}path", self.held_out(one)) for name, one in evaluated.items()),
         )
-
-    @property
-    def evaluation_sources(self) -> tuple[DataSource, ...]:
-        """The held-out data sets."""
-        given = self.evaluation
-        return tuple(replace(given.source(path), hints=self.dataset.columns, prefer="test") for path in given.paths)
 
     @property
     def demonstrations_per_step(self) -> int:

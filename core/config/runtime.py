@@ -224,6 +224,23 @@ class RewardConfig(Section):
         return 1.0 if self.right_at is None and self.spec == "math" else self.right_at
 
 
+class EvaluationSetConfig(DataSection):
+    """A held-out set. Keys that are null have the values of `evaluation`, and workflow and reward those of the run."""
+
+    path: str = key(description="Held-out prompts, as dataset.path")
+    num_prompts: int | None = key(None, "Use only the first N prompts", ge=1)
+    repeat: int | None = key(None, "Completions of each prompt", ge=1)
+    max_new_tokens: int | None = key(None, "Maximum tokens per completion", ge=1)
+    temperature: float | None = key(None, "Sampling temperature; 0: greedy", ge=0)
+    top_p: float | None = key(None, "As ppo.gen.top_p. null: 1", gt=0, le=1)
+    top_k: int | None = key(None, "As ppo.gen.top_k. null: -1", ge=-1)
+    system: str | None = key(None, "System message of conversations that have none. null: prompt.system")
+    workflow: str | None = key(None, "As workflow.type. null: workflow.type and workflow.by_task")
+    workflow_options: dict[str, FlagValue] = key({}, "As workflow.options, for `workflow`")
+    reward: str | None = key(None, "As reward.function")
+    right_at: float | None = key(None, "As reward.right_at")
+
+
 class EvaluationConfig(DataSection):
     """Evaluation during training. Columns that are not given are those of `dataset`, where they exist, or detected."""
 
@@ -231,6 +248,13 @@ class EvaluationConfig(DataSection):
     max_new_tokens: int | None = key(None, "Maximum tokens per completion. null: ppo.gen.max_new_tokens", ge=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
     num_prompts: int | None = key(None, "Use only the first N prompts of each file. null: all", ge=1)
+    repeat: int = key(1, "Completions of each prompt", ge=1)
+    sets: dict[str, EvaluationSetConfig] = key({}, "Held-out sets by name, with settings of their own, beside `path`")
+    beside: bool = key(
+        True,
+        "With several generators that share no GPU with the trainer, evaluate on one of them, which keeps its weights "
+        "meanwhile, while the others sample and the trainer trains. false: the trainer waits",
+    )
 
     @property
     def paths(self) -> list[str]:

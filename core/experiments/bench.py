@@ -27,7 +27,7 @@ def bench(config: PPOMATHConfig, context: RunContext) -> None:
             screen.begin(f"evaluating {model}")
             weights.current = Published(version=number, where=str(Path(model).expanduser()))
             push.push(number)
-            figures = {f"eval/{name}": value for name, value in rollout.evaluate(push.sync_rejoined).items()}
+            figures = {f"eval/{name}": value for name, value in rollout.evaluate(number, push.sync_rejoined).items()}
             journal.write(number, {"model": model, **figures})
             rows.append((model, figures))
         screen.end_phase()

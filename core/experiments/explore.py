@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING
 from core.experiments.common import wait_facts
 from core.experiments.workers import make_push, start_generators
 from core.launch.published import PublishedWeights, follow, transport_of
+from core.launch.remote import has_ended
+from core.monitoring.journal import Journal, read_rows
 from core.monitoring.logs import NOTICE
 from core.placement.allocation import resolve_allocation
+from core.train.due import DueTimer, evaluation_frequency
+from core.train.evaluations import Evaluations
 from core.weight_sync.folder import VersionFolder
 
 if TYPE_CHECKING:
@@ -63,8 +67,10 @@ def explore(config: PPOMATHConfig, context: RunContext) -> None:
         logger.info("Following the weights in %s.", folder.path)
         with folder.subscribe(f"{context.paths.logs.name}-{socket.gethostname()}-{os.getpid()}") as subscription:
             version = None
+            evaluations = _Evaluations(config, context, schedule, rollout, push)
             while version is None or version < schedule.total_steps:
                 rollout.check()
+                evaluations.look()
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
                     time.sleep(_LOOK_EVERY_SECONDS)
@@ -75,5 +81,57 @@ def explore(config: PPOMATHConfig, context: RunContext) -> None:
                 else:
                     rollout.set_version(newer)
                 version = newer
+                evaluations.begin_if_due(version)
                 context.attempt.report(step=version)
                 logger.info("Sampling with version %d of %d.", version, schedule.total_steps, extra=NOTICE)
+            evaluations.close()
+
+
+class _Evaluations:
+    """Those of an explore job: of the versions that are due, as in a train job with its generators."""
+
+    def __init__(
+        self, config: PPOMATHConfig, context: RunContext, schedule: Schedule, rollout: RolloutClient, push: WeightPush
+    ) -> None:
+        self._schedule, self._evaluates = schedule, config.evaluates
+        self._at_start = config.exp_ctrl.eval_at_start
+        self._journal = Journal(context.paths.logs / "metrics.jsonl", continue_after=None)
+        self._done = {row["step"] for row in read_rows(context.paths.logs / "metrics.jsonl")}
+        self._timer = DueTimer(evaluation_frequency(config.exp_ctrl), now=time.monotonic())
+        self._last = 0
+        self._running = Evaluations(
+            rollout,
+            push.generators if config.evaluation.beside else None,
+            report=self._report,
+            is_done=has_ended,
+            meanwhile=push.sync_rejoined,
+        )
+
+    def _report(self, step: int, figures: Mapping[str, float]) -> None:
+        row = {f"eval/{name}": value for name, value in figures.items()}
+        logger.info("Evaluation of version %d: %s", step, row)
+        self._journal.write(step, row)
+
+    def look(self) -> None:
+        """File an evaluation that has ended."""
+        self._running.look()
+
+    def begin_if_due(self, version: int) -> None:
+        """Evaluate a version that every generator has, if one has been due since the last evaluation."""
+        if not self._evaluates or self._running.step is not None:
+            return
+        due = version == 0 and self._at_start
+        for step in range(self._last + 1, version + 1):  # versions that were not followed count as well
+            epoch, within = self._schedule.position(step)
+            due |= self._timer.due(
+                step=step, ends_epoch=within == self._schedule.steps_per_epoch, epoch=epoch, now=time.monotonic(),
+                is_last=step == self._schedule.total_steps,
+            )  # fmt: skip
+        self._last = version
+        if due and version not in self._done:
+            self._running.begin(version)
+
+    def close(self) -> None:
+        """Wait for the last evaluation."""
+        self._running.finish()
+        self._journal.close()

@@ -21,11 +21,13 @@ from core.experiments.workers import (
     start_generators,
     start_trainer,
 )
+from core.launch.remote import has_ended
 from core.launch.rollout_actor import BatchActor
 from core.launch.rollout_client import RolloutClient
 from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
+from core.train.evaluations import Evaluations
 from core.trainer import PPOTrainer
 from core.weight_sync.folder import VersionFolder
 from core.weight_sync.publisher import Publisher
@@ -70,7 +72,7 @@ def both(config: PPOMATHConfig, context: RunContext) -> None:
         ranks = trainer.actor.group
         weights = make_push(config, allocation, ranks, generators, rollout, requested=config.push.type, folder=folder)
         load_beside(generators, weights, config, trainer, context, schedule, takes_turns=allocation.shares_gpus)
-        _train(config, context, trainer, rollout, weights, schedule, facts)
+        _train(config, context, trainer, rollout, weights, schedule, facts, generators)
         rollout.close()
         weights.close()
         generators.close()
@@ -152,13 +154,14 @@ def _train(
     weights: WeightUpdates,
     schedule: Schedule,
     facts: DataFacts,
+    generators: GeneratorPool | None = None,
 ) -> None:
-    """Run the loop with its monitor."""
+    """Run the loop with its monitor. `generators`: those of this job."""
     forget_modules()
     sample_steps = config.samples.log_freq_steps if config.samples.share else None
     context.screen.begin("sampling and training the first step")
     with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
-        _run_loop(config, context, workers, rollout, weights, schedule, monitor, facts)
+        _run_loop(config, context, workers, rollout, weights, schedule, monitor, facts, generators)
 
 
 def _run_loop(
@@ -170,6 +173,7 @@ def _run_loop(
     schedule: Schedule,
     monitor: Monitor,
     facts: DataFacts,
+    generators: GeneratorPool | None,
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
     algorithm, start, timer = _algorithm(config, context), context.start, context.timer()
@@ -192,23 +196,32 @@ def _run_loop(
         mean_batch_tokens=facts.mean_prompt_tokens * config.dataset.train_bs_n_seqs,
     )
 
-    def evaluate(step: int) -> None:
-        monitor.evaluation(step, rollout.evaluate(weights.sync_rejoined))
-
-    evaluates = bool(config.evaluation.paths) and config.mode != "train"
+    evaluations = Evaluations(
+        rollout,
+        generators if config.evaluation.beside else None,
+        report=monitor.evaluation,
+        is_done=has_ended,
+        meanwhile=weights.sync_rejoined,
+    )
+    evaluates = config.evaluates and config.mode != "train"
     periodic = context.periodic(
         schedule,
         engines=workers.trained,
         tokenizer_from=config.actor.path,
-        evaluate=evaluate if evaluates else None,
+        evaluate=evaluations.begin if evaluates else None,
+        evaluations=evaluations if evaluates else None,
         rollout_state=rollout.state_dict,
-        driver_state=lambda: (monitor.elapsed_seconds, trainer.state),
+        driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}),
     )
     weights.push(start.state.version)
-    if evaluates and start.checkpoint is None and config.exp_ctrl.eval_at_start:
+    is_due = start.checkpoint is None and config.exp_ctrl.eval_at_start
+    continues = start.checkpoint is not None and start.state.extra.get("evaluating") == start.state.step
+    if evaluates and is_due:
         with timer("evaluate"):
-            evaluate(0)
+            evaluations.begin(0)
     rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
+    if evaluates and continues:
+        evaluations.begin(start.state.step)
     with context.recover, periodic.saved_at_interrupt():
         trainer.run(start.state, periodic)
 

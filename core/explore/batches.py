@@ -68,6 +68,7 @@ class BatchService:
                 name=lessee,
                 until_saved=config.experience.is_durable and config.recovers,
                 keep_steps=config.experience.keep_steps,
+                timeout_seconds=config.experience.max_read_timeout,
                 right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
             ),
             self._samples,

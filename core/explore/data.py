@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +13,12 @@ from core.data.answers import AnswerDataset, Demonstrations
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import LeftOut
 from rollout.data.prompts import PromptDataset, first_prompt
-from rollout.data.source import DataSource
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
 from rollout.experience import Rules, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+    from core.config.runtime import EvaluationSetConfig
     from core.config.task_sets import TaskSetConfig
 
 
@@ -53,19 +52,27 @@ class RunData:
             batch_size=config.dataset.train_bs_n_seqs,
         )
         eval_sets = {
-            name: self._load(source, encoder=self.encoder, solved=config.reward.spec == "math")
-            for name, source in named(config.evaluation_sources).items()
+            name: self._load(config.held_out(one), encoder=self._encoder(one), solved=one.reward == "math")
+            for name, one in config.evaluation_sets.items()
         }
-        self.eval_prompts = {name: read.prompts[: config.evaluation.num_prompts] for name, read in eval_sets.items()}
+        self.eval_prompts = {
+            name: eval_sets[name].prompts[: one.num_prompts] for name, one in config.evaluation_sets.items()
+        }
         read = [*(one.dataset for one in sets.values()), *eval_sets.values()]
         self._left_out = [one.left_out for one in read if one.left_out is not None]
 
+    def _encoder(self, one: TaskSetConfig | EvaluationSetConfig) -> Encoder:
+        written = self._config.set_format(one)
+        if written == self._config.prompt_format:
+            return self.encoder
+        return Encoder(self.tokenizer, written, folder=self._config.actor.path)
+
     def _task_set(self, name: str, one: TaskSetConfig) -> TaskSet:
         """Read a set of prompts to train on."""
-        config, by_function = self._config, ":" in one.curriculum
+        by_function = ":" in one.curriculum
         dataset = self._load(
             one.source(one.path),
-            encoder=Encoder(self.tokenizer, config.set_format(one), folder=config.actor.path),
+            encoder=self._encoder(one),
             shuffle=one.order == "shuffled",
             solved=one.reward == "math",
             column="" if by_function else one.curriculum,
@@ -111,12 +118,3 @@ class RunData:
             max_seqlen=config.max_seqlen,
         )
         return Demonstrations(rows, config.demonstrations_per_step)
-
-
-def named(sets: Sequence[DataSource]) -> dict[str, DataSource]:
-    """Return the evaluation sets by the names of their metrics; numbered where two are the same."""
-    by_name: dict[str, DataSource] = {}
-    for source in sets:
-        numbers = (f"{source.name}-{number}" for number in count(len(by_name)))
-        by_name[next(name for name in chain([source.name], numbers) if name not in by_name)] = source
-    return by_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
-from core.explore.workflow import task_set_workflow, workflow_choice
+from core.explore.workflow import task_set_workflow
 from model_specs.hf_config import read_config
 from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
@@ -23,7 +24,6 @@ from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardWorkerError
 from rollout.rewards.pools import RewardPools
 from rollout.trajectory_checks import GroupLimits
-from rollout.types import Prompt
 from rollout.workflows import by_task_set, close_workflow, make_workflow
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class RolloutService(BatchService):
     ) -> None:
         super().__init__(config, logs, put=put, fetch=fetch)
         self._generators = generators
+        self._answers: dict[tuple[str, int, int], Episode] = {}  # of the evaluation of step _answers_of
+        self._answers_of: int | None = None
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
@@ -50,10 +52,13 @@ class RolloutService(BatchService):
         facts = await super().start()
         self._failed_scores = FailedScores(max_share=reward.max_failed_share, max_batches=reward.max_failed_batches)
         specs = {name: one.reward or reward.spec for name, one in config.sets.items()}
+        held_out = {name: one.reward or reward.spec for name, one in config.evaluation_sets.items()}
         self._rewards = RewardPools(
-            {reward.spec, *specs.values()}, num_workers=reward.num_workers, timeout_seconds=reward.timeout_seconds
+            {*specs.values(), *held_out.values()},
+            num_workers=reward.num_workers,
+            timeout_seconds=reward.timeout_seconds,
         )
-        self._eval_rewards = RecordedRewards(self._rewards.of(reward.spec))
+        self._eval_rewards = {name: RecordedRewards(self._rewards.of(spec)) for name, spec in held_out.items()}
         self.router = Router(
             self._generators,
             health_interval_seconds=generator.health_interval_seconds,
@@ -64,19 +69,22 @@ class RolloutService(BatchService):
         stop = self._data.encoder.end_token_ids
         self._workflow = by_task_set({
             name: make(
-                task_set_workflow(config.workflow, name, one),
+                task_set_workflow(config.workflow, f"task_sets.{name}", one),
                 reward_pool=self._rewards.of(specs[name]),
                 sampling=config.set_sampling(one, stop),
                 group_size=one.group_size,
             )
             for name, one in config.sets.items()
         })  # fmt: skip
-        self._eval_workflow = make(
-            workflow_choice(config.workflow),
-            reward_pool=self._eval_rewards,
-            sampling=config.evaluation_sampling(stop),
-            group_size=1,
-        )
+        self._eval_workflows = {
+            name: make(
+                task_set_workflow(config.workflow, f"evaluation.sets.{name}", one),
+                reward_pool=self._eval_rewards[name],
+                sampling=config.evaluation_sampling(one, stop),
+                group_size=1,
+            )
+            for name, one in config.evaluation_sets.items()
+        }
         self._producer = self._make_producer()
         await self._rewards.start()
         return facts
@@ -115,6 +123,9 @@ class RolloutService(BatchService):
 
     def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
         super()._load(version, state, ignore_changes)
+        evaluation = state.get("evaluation") or {"step": None, "answers": []}
+        self._answers_of = evaluation["step"]
+        self._answers = {(name, i, n): Episode(**episode) for name, i, n, episode in evaluation["answers"]}
         if state["producer"]["version"] != version:
             self._producer.begin_at(version, reason="Batches are cut in another way")
             return
@@ -153,47 +164,70 @@ class RolloutService(BatchService):
         batches = await self._leased.state_dict()
         await self._producer.record_partial()
         # From here on nothing is awaited: the store and the rest are of one moment.
+        answers = [(*key, asdict(replace(episode, outcomes=()))) for key, episode in self._answers.items()]
         return {
             "group_size": self._config.group_size,
             "producer": self._producer.state_dict(),
             "experience": self._experience.state_dict(),
             "batches": batches,
+            "evaluation": {"step": self._answers_of, "answers": answers},
         }
 
-    async def evaluate(self) -> dict[str, float]:
-        """Run the workflow once on each evaluation prompt: mean reward and length in tokens, share of completions cut
-        off by the limit, and the share of right ones where the reward of a right answer is known. Of several sets:
-        {set}/{figure}. Samples of the answers are written."""
-        ended: dict[tuple[str, int], tuple[Prompt, Episode]] = {}
-        prompts_of, skips = self._data.eval_prompts, self._config.workflow.on_error == "skip"
-        generators = {name: EvaluationSampler(self.router, f"eval-{name}", context_tokens=2**31) for name in prompts_of}
+    async def evaluate(self, step: int, on: str | None = None) -> dict[str, float]:
+        """Run the workflow of each evaluation set on its prompts: mean reward and length in tokens, share of
+        completions cut off by the limit, and where the reward of a right answer is known, the share of right ones and
+        of prompts with one. Of several sets: {set}/{figure}. Samples of the answers are written.
+
+        `step`: of the version that is measured. `on`: the generator that was reserved for it. None: all. An evaluation
+        of the same step that a recover checkpoint has in part continues."""
+        if self._answers_of != step:
+            self._answers_of, self._answers = step, {}
+        ended, sets, of_run = self._answers, self._config.evaluation_sets, self._config.workflow
+        sampler = self.router if on is None else self.router.reserved(on)
+        generators = {name: EvaluationSampler(sampler, f"eval-{name}", context_tokens=2**31) for name in sets}
+        asked = {
+            (name, i, number): replace(prompt, epoch=number)  # another number is another seed
+            for name, one in sets.items()
+            for i, prompt in enumerate(self._data.eval_prompts[name])
+            for number in range(one.repeat or 1)
+        }
         questions = [
-            ((name, i), prompt, self._eval_workflow, generators[name])
-            for name, of in prompts_of.items()
-            for i, prompt in enumerate(of)
+            (key, prompt, self._eval_workflows[key[0]], generators[key[0]])
+            for key, prompt in asked.items()
+            if key not in ended
         ]
         try:
             await run_episodes(
                 questions,
-                self._eval_rewards,
+                next(iter(self._eval_rewards.values())),
                 self._data.tokenizer,
                 max_in_flight=len(questions),
-                timeout_seconds=self._config.workflow.timeout_seconds,
-                fatal=_NOT_OF_A_PROMPT if skips else (Exception,),
-                on_done=lambda key, prompt, episode: ended.update({key: (prompt, episode)}),
+                timeout_seconds=of_run.timeout_seconds,
+                fatal=_NOT_OF_A_PROMPT if of_run.on_error == "skip" else (Exception,),
+                on_done=lambda key, prompt, episode: ended.update({key: episode}),
             )
+        except NoGeneratorError as lost:
+            if on is None:
+                raise
+            logger.warning("The evaluation of step %d ends without a result: %s", step, lost)
+            return {}
         except Exception as error:
-            if skips or isinstance(error, _NOT_OF_A_PROMPT):
+            if of_run.on_error == "skip" or isinstance(error, _NOT_OF_A_PROMPT):
                 raise
             raise evaluation_failure(error, _NOT_OF_A_PROMPT) from None
         results = {}
-        for name, prompts in prompts_of.items():
-            answers = [ended[name, i] for i in range(len(prompts))]
-            results[name] = _figures([episode for _, episode in answers], self._config.reward.threshold)
-            await self._samples.write_evaluation(name, answers, step=self._version)
+        for name, one in sets.items():
+            answers = [(prompt, ended[key]) for key, prompt in asked.items() if key[0] == name]
+            results[name] = _figures([episode for _, episode in answers], one.right_at, repeat=one.repeat or 1)
+            await self._samples.write_evaluation(name, answers, step=step)
+        self._answers_of, self._answers = None, {}
         if len(results) == 1:
             return next(iter(results.values()))
         return {f"{name}/{figure}": value for name, result in results.items() for figure, value in result.items()}
+
+    async def release_generator(self, name: str) -> None:
+        """Let a generator that evaluated, and has the current weights again, sample for training."""
+        self.router.release(name)
 
     async def check(self) -> None:
         """Raise what ended the sampling, if anything has."""
@@ -210,17 +244,22 @@ class RolloutService(BatchService):
     async def close(self) -> None:
         """Cancel what runs, and end what workflows have started and the reward workers."""
         await self._producer.__aexit__(None, None, None)
-        for workflow in (self._workflow, self._eval_workflow):
+        for workflow in (self._workflow, *self._eval_workflows.values()):
             await close_workflow(workflow)
         await super().close()
         await self.router.close()
         await self._rewards.close()
 
 
-def _figures(episodes: Sequence[Episode], right_at: float | None) -> dict[str, float]:
-    right = {} if right_at is None else {"accuracy": float(np.mean([e.is_right(right_at) for e in episodes]))}
-    return right | {
+def _figures(episodes: Sequence[Episode], right_at: float | None, *, repeat: int) -> dict[str, float]:
+    """Return the figures of the answers to a set, `repeat` for each prompt in a row."""
+    figures = {
         "reward": float(np.mean([e.score for e in episodes])),
         "mean_length_tokens": float(np.mean([e.tokens for e in episodes])),
         "no_eos_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
     }
+    if right_at is None:
+        return figures
+    right = np.array([e.is_right(right_at) for e in episodes], np.float64).reshape(-1, repeat)
+    best = {} if repeat == 1 else {f"pass@{repeat}": float(right.max(axis=1).mean())}
+    return {"accuracy": float(right.mean()), **best, **figures}

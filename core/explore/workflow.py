@@ -8,7 +8,7 @@ from typing import Any
 
 from core.config.load import bind
 from core.config.parsing.problems import ConfigError, Problem
-from core.config.runtime import WorkflowConfig
+from core.config.runtime import EvaluationSetConfig, WorkflowConfig
 from core.config.task_sets import TaskSetConfig
 from rollout.plugins import PluginError
 from rollout.workflows import WorkflowChoice, check_workflow
@@ -38,24 +38,27 @@ def workflow_choice(config: WorkflowConfig) -> WorkflowChoice:
     )
 
 
-def task_set_workflow(config: WorkflowConfig, name: str, one: TaskSetConfig) -> WorkflowChoice:
-    """Return the workflow of task set `name`. Raises ConfigError with every problem there is."""
+Set = TaskSetConfig | EvaluationSetConfig
+
+
+def task_set_workflow(config: WorkflowConfig, at: str, one: Set) -> WorkflowChoice:
+    """Return the workflow of a set whose section is `at`. Raises ConfigError with every problem there is."""
     if one.workflow is None:
         return workflow_choice(config)
     try:
         return workflow_choice(_of_set(config, one))
     except ConfigError as error:
-        raise ConfigError([_in_set(name, problem) for problem in error.problems]) from None
+        raise ConfigError([_in_set(at, problem) for problem in error.problems]) from None
 
 
-def _of_set(config: WorkflowConfig, one: TaskSetConfig) -> WorkflowConfig:
+def _of_set(config: WorkflowConfig, one: Set) -> WorkflowConfig:
     return config.model_copy(update={"type": one.workflow, "by_task": {}, "options": one.workflow_options})
 
 
-def _in_set(name: str, problem: Problem) -> Problem:
+def _in_set(at: str, problem: Problem) -> Problem:
     """Return a problem of workflow.* as one of the set whose keys it is about."""
     key = problem.key.replace("workflow.options", "workflow_options", 1).replace("workflow.type", "workflow", 1)
-    return replace(problem, key=f"task_sets.{name}.{key}")
+    return replace(problem, key=f"{at}.{key}")
 
 
 def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
@@ -64,12 +67,12 @@ def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
     return bind(own, given, "workflow.options.").model_dump()
 
 
-def check_workflows(config: WorkflowConfig, task_sets: Mapping[str, TaskSetConfig]) -> Iterator[Problem]:
-    """Yield what is wrong with workflow.*, and with the workflows of task sets."""
+def check_workflows(config: WorkflowConfig, sets: Mapping[str, Set]) -> Iterator[Problem]:
+    """Yield what is wrong with workflow.*, and with the workflows of sets, by their sections."""
     yield from _check(config)
-    for name, one in task_sets.items():
+    for at, one in sets.items():
         if one.workflow is not None:
-            yield from (_in_set(name, problem) for problem in _check(_of_set(config, one)))
+            yield from (_in_set(at, problem) for problem in _check(_of_set(config, one)))
 
 
 def _check(config: WorkflowConfig) -> Iterator[Problem]:

@@ -42,7 +42,8 @@ _END_SECONDS = 60.0
 _MAX_RESTARTS = 3
 """Of one replica, without a second push that reached it; then the run continues without it."""
 
-State = Literal["starting", "waiting for weights", "serving", "gone"]
+State = Literal["starting", "waiting for weights", "serving", "pinned", "unpinned", "gone"]
+"""pinned: it keeps its weights for an evaluation. unpinned: it takes part from the next push on."""
 
 
 class Judge(Protocol):
@@ -166,6 +167,9 @@ class GeneratorPool:
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
         self._ending = True  # a replica that ends from now on is not lost
+        for replica in self._replicas:
+            if replica.state in ("pinned", "unpinned"):
+                replica.state = "serving"
         if not self._participants():
             return
         try:
@@ -197,9 +201,31 @@ class GeneratorPool:
         except RayError:  # the driver's own calls have the error
             return {}
 
+    def pin(self) -> str | None:
+        """Let a replica keep its weights until unpin(); return its name. None where no other one would be left, or
+        where they share GPUs with the trainer."""
+        free = [replica for replica in self._participants() if replica.in_use]
+        if not self._restarts or len(free) < 2:
+            return None
+        free[-1].state = "pinned"
+        self._membership_changed = True
+        return free[-1].name
+
+    def unpin(self, name: str) -> None:
+        """Let a replica take part in pushes again, unless it was lost meanwhile."""
+        for replica in self._replicas:
+            if replica.name == name and replica.state == "pinned":
+                replica.state = "unpinned"
+
+    def has_current_weights(self, name: str) -> bool:
+        """Return whether a replica takes part in pushes."""
+        return any(replica.name == name and replica.state == "serving" for replica in self._replicas)
+
     def admit(self) -> int:
         """Include the replicas that have started from now on; return the number of participating replicas."""
         for replica in self._replicas:
+            if replica.state == "unpinned":
+                replica.state, self._membership_changed = "serving", True
             if replica.state == "waiting for weights":
                 replica.state = "serving"
                 self._membership_changed = True

@@ -52,6 +52,11 @@ def fetch(placed: Sequence[Any]) -> list[Any]:
     return [next(found) if isinstance(value, ray.ObjectRef) else value for value in placed]
 
 
+def has_ended(call: Any) -> bool:
+    """Return whether a call has ended, with a result or an error."""
+    return bool(ray.wait([call], timeout=0)[0])
+
+
 A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -120,11 +120,22 @@ class RolloutClient:
         """Return the best, worst and longest answer of the last batch as text; empty if samples.share=0."""
         return self._call(RolloutActor.samples)
 
-    def evaluate(self, meanwhile: Callable[[], None]) -> dict[str, float]:
-        """Return accuracy and completion length over the evaluation set. `meanwhile`: see wait_taken()."""
-        call = self._actor.send(RolloutActor.evaluate)
+    def evaluate(self, step: int, meanwhile: Callable[[], None]) -> dict[str, float]:
+        """Return the figures of the evaluation sets under the weights of `step`. `meanwhile`: see wait_taken()."""
+        return self.wait_evaluated(self._actor.send(RolloutActor.evaluate, step, None), meanwhile)
+
+    def begin_evaluation(self, step: int, on: str) -> ObjectRef[dict[str, float]]:
+        """Let the generator `on`, which keeps the weights of `step`, evaluate while others sample; return at once."""
+        return self._actor.send(RolloutActor.evaluate, step, on)
+
+    def wait_evaluated(self, call: ObjectRef[dict[str, float]], meanwhile: Callable[[], None]) -> dict[str, float]:
+        """Return the result of an evaluation."""
         figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
         return figures
+
+    def release_generator(self, name: str) -> None:
+        """Let a generator that evaluated sample for training again; it has the current weights."""
+        self._announced.append(self._actor.send(RolloutActor.release_generator, name))
 
     def check(self) -> None:
         """Raise what ended the sampling, if anything has."""

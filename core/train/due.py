@@ -42,6 +42,11 @@ class Frequency:
     seconds: float | None
 
 
+def evaluation_frequency(control: ExperimentSaveEvalControl) -> Frequency:
+    """Return when evaluations are due."""
+    return Frequency(epochs=control.eval_freq_epochs, steps=control.eval_freq_steps, seconds=control.eval_freq_secs)
+
+
 class DueTimer:
     """Computes when a `Frequency` is due again. Nothing is due before `first_step`, which is itself due whatever the
     frequency (None: no such step). `at_end`: the last step of a run is due, whatever the frequency; otherwise it is due

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
-from core.train.due import DueTimer, Frequency
+from core.train.due import DueTimer, Frequency, evaluation_frequency
+from core.train.evaluations import Evaluations
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Actions:
     """(finished steps); always due: reports the progress to the process that supervises the run"""
     evaluate: Callable[[int], None] | None
     """(finished steps); None: there is nothing to evaluate on."""
+    evaluations: Evaluations | None = None
+    """Those that may run beside training."""
     save_model: Callable[[str], None]
     """(name of the saved model's folder)"""
     has_model: Callable[[str], bool]
@@ -46,11 +49,10 @@ class Actions:
 
 
 def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTimer]:
-    evaluate = Frequency(epochs=control.eval_freq_epochs, steps=control.eval_freq_steps, seconds=control.eval_freq_secs)
     save = Frequency(epochs=control.save_freq_epochs, steps=control.save_freq_steps, seconds=control.save_freq_secs)
     ckpt = Frequency(epochs=control.ckpt_freq_epochs, steps=control.ckpt_freq_steps, seconds=control.ckpt_freq_secs)
     return {
-        "eval": DueTimer(evaluate, now=now),
+        "eval": DueTimer(evaluation_frequency(control), now=now),
         "save": DueTimer(save, now=now, at_end=True),
         # The tutorial's rule: the first recover checkpoint follows the second step.
         "ckpt": DueTimer(ckpt, now=now, first_step=2, at_end=True),
@@ -72,6 +74,8 @@ class PeriodicActions:
     _timers: dict[str, DueTimer] = field(init=False)
     _last: dict[str, int] = field(init=False)
     """Step of the last one, by kind."""
+    _waits: dict[str, bool] = field(init=False)
+    """What is due and has to wait, by kind."""
     _finished: int = field(init=False)
     """Steps whose records are all written."""
 
@@ -81,6 +85,7 @@ class PeriodicActions:
         for name, state in self.start.extra.get("timers", {}).items():  # type: ignore[attr-defined]
             self._timers[name].load_state_dict(state, now=now)
         self._finished = self.start.step
+        self._waits = {"eval": False, "ckpt": False}
         self._last = {"save": self.start.step, "ckpt": self.start.step}
 
     @contextmanager
@@ -111,9 +116,8 @@ class PeriodicActions:
         self.actions.report_step(step)
         if self.control.benchmark_steps is not None:
             return
-        if self.actions.evaluate is not None and self._is_due("eval", step):
-            with timer("evaluate"):
-                self._evaluate(self.actions.evaluate, step)
+        if self.actions.evaluate is not None:
+            self._evaluate_if_due(self.actions.evaluate, step, timer)
         saves = self.control.save_hf_checkpoint
         if self._is_due("save", step) and (
             saves == "always" or (saves == "last" and step == self.schedule.total_steps)
@@ -128,9 +132,33 @@ class PeriodicActions:
         if self.control.benchmark_steps is not None or self.recover is None:
             return
         self.recover.raise_if_failed()
-        if self._is_due("ckpt", step):
+        self._waits["ckpt"] |= self._is_due("ckpt", step)
+        if self._waits["ckpt"] and self._can_repeat_evaluation(step):
+            self._waits["ckpt"] = False
             with timer("recover checkpoint"):
                 self._checkpoint(self.recover, step)
+
+    def _evaluate_if_due(self, evaluate: Callable[[int], None], step: int, timer: StepTimer) -> None:
+        """Evaluate when due; where another evaluation or a recover checkpoint has to end first, after that."""
+        others, is_last = self.actions.evaluations, step == self.schedule.total_steps
+        if others is not None:
+            others.look()
+        self._waits["eval"] |= self._is_due("eval", step)
+        if others is not None and is_last and others.step is not None:
+            with timer("evaluate"):
+                others.finish()
+        busy = others is not None and (others.step is not None or self._waits["ckpt"])
+        if self._waits["eval"] and (is_last or not busy):
+            self._waits["eval"] = False
+            with timer("evaluate"):
+                self._evaluate(evaluate, step)
+                if others is not None and is_last:
+                    others.finish()
+
+    def _can_repeat_evaluation(self, step: int) -> bool:
+        """Return whether a run that continues from a checkpoint of `step` has the weights again that are evaluated."""
+        others = self.actions.evaluations
+        return others is None or others.step in (None, step) or step == self.schedule.total_steps
 
     def _evaluate(self, evaluate: Callable[[int], None], step: int) -> None:
         """Evaluate, unless a signal comes: the step is saved without its evaluation then."""

@@ -97,6 +97,9 @@ class Replicas(Protocol):
     def lose_named(self, names: Collection[str], why: str) -> bool: ...
     def participated(self) -> Sequence[tuple[str, object]]: ...
     def joined(self, name: str) -> None: ...
+    def pin(self) -> str | None: ...
+    def unpin(self, name: str) -> None: ...
+    def has_current_weights(self, name: str) -> bool: ...
     def raise_if_all_gone(self) -> None: ...
     def failures(self) -> str: ...
     def look(self) -> None: ...
@@ -125,7 +128,7 @@ class WeightPush:
         patience_seconds: float,
     ) -> None:
         """`slots`: of the trainer. `patience_seconds`: how long a push waits while there is no generator."""
-        self._trainer, self._generators, self._rollout = trainer, generators, rollout
+        self._trainer, self.generators, self._rollout = trainer, generators, rollout
         self._plan, self._slots, self._shares_gpus = plan, slots, shares_gpus
         self._verify, self._patience, self._timeout = verify, patience_seconds, plan.timeout_seconds
         self._num_pushes = 0
@@ -135,7 +138,7 @@ class WeightPush:
     def connect(self) -> None:
         """Make a sender in each of the trainer's ranks, and let it join the generators, which are up."""
         if self._plan.type != "local":
-            self._trainer.push_connect(self._plan, self._generators.endpoints(self._slots))
+            self._trainer.push_connect(self._plan, self.generators.endpoints(self._slots))
 
     def close(self) -> None:
         """Leave the generators, and remove what a push left on disk."""
@@ -148,8 +151,8 @@ class WeightPush:
         if not self._shares_gpus:
             return
         start = time.perf_counter()
-        self._generators.pause(self._timeout)
-        self._generators.release_memory(_CACHE + _WEIGHTS, self._timeout)
+        self.generators.pause(self._timeout)
+        self.generators.release_memory(_CACHE + _WEIGHTS, self._timeout)
         released = time.perf_counter()
         self._trainer.reload()
         logger.info(
@@ -168,7 +171,7 @@ class WeightPush:
         while True:
             self._wait_for_generators()
             try:
-                if self._generators.membership_changed() or failure is not None:
+                if self.generators.membership_changed() or failure is not None:
                     self.close()
                     self.connect()
                     self._num_pushes = 0
@@ -176,15 +179,15 @@ class WeightPush:
                 break
             except LaunchError as error:
                 failure = error
-                if self._generators.mark_dead_generators():
+                if self.generators.mark_dead_generators():
                     logger.warning(
                         "The push of version %d failed (%s); retrying with the remaining generators", version, error
                     )
                     continue
                 repeated = self._repeat(error, version, repeated)
-        for name, actor in self._generators.participated():
+        for name, actor in self.generators.participated():
             self._rollout.replace_generator(name, actor)
-            self._generators.joined(name)
+            self.generators.joined(name)
         logger.debug("Pushed version %d: %s", version, report)
         return report
 
@@ -194,17 +197,17 @@ class WeightPush:
         start = time.perf_counter()
         if self._shares_gpus:
             self._trainer.offload(PUSHED)
-            self._generators.resume_memory(_WEIGHTS, self._timeout)
+            self.generators.resume_memory(_WEIGHTS, self._timeout)
         limit, resumed = self._timeout + SENDER_GRACE_SECONDS, time.perf_counter()
         self._trainer.push_prepare(PUSHED, self._plan.bucket_bytes, verify=self._is_verified(), timeout_seconds=limit)
         gather_seconds = time.perf_counter() - resumed
         if not self._shares_gpus:  # else offload_generators() has paused them
-            self._generators.pause(self._timeout)
+            self.generators.pause(self._timeout)
         sent = self._trainer.push_send(limit)
         if self._shares_gpus:
             self._trainer.offload(PUSHED)  # now what the buckets took
-            self._generators.resume_memory(_CACHE, self._timeout)
-        pauses = self._generators.resume(version, self._timeout)
+            self.generators.resume_memory(_CACHE, self._timeout)
+        pauses = self.generators.resume(version, self._timeout)
         self._num_pushes += 1
         return _report(version, sent, pauses, start=start, gather_seconds=gather_seconds)
 
@@ -213,7 +216,7 @@ class WeightPush:
         start = time.perf_counter()
         buckets, num_bytes = self._trainer.export_weights(PUSHED, self._plan.bucket_bytes, self._timeout)
         exported = time.perf_counter()
-        pauses = self._generators.receive(buckets, version, self._timeout)
+        pauses = self.generators.receive(buckets, version, self._timeout)
         end = time.perf_counter()
         return PushReport(
             seconds=end - start,
@@ -236,7 +239,7 @@ class WeightPush:
             logger.warning("The push of version %d failed (%s); repeating it", version, failure)
             return frozenset(failure.servers)
         again = named_before.intersection(failure.servers)
-        if not self._generators.lose_named(again, str(failure)):
+        if not self.generators.lose_named(again, str(failure)):
             raise failure
         logger.warning("The push of version %d failed again (%s); restarting %s", version, failure, ", ".join(again))
         return frozenset()
@@ -246,24 +249,24 @@ class WeightPush:
         while it waits for the generators."""
         if self._version is None:
             return
-        self._generators.raise_if_all_gone()
-        if self._generators.waiting:
+        self.generators.raise_if_all_gone()
+        if self.generators.waiting:
             report = self.push(self._version)
             logger.info("Pushed version %d to the restarted generators in %.2f s", self._version, report.seconds)
 
     def _wait_for_generators(self) -> None:
         deadline = time.monotonic() + self._patience
-        self._generators.raise_if_all_gone()
-        while not self._generators.admit():
-            self._generators.raise_if_all_gone()
+        self.generators.raise_if_all_gone()
+        while not self.generators.admit():
+            self.generators.raise_if_all_gone()
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"no generator restarted within generator.patience_seconds={self._patience:g}: "
-                    f"{self._generators.failures()}"
+                    f"{self.generators.failures()}"
                 )
             raise_if_interrupted()
             time.sleep(_LOOK_EVERY_SECONDS)
-            self._generators.look()
+            self.generators.look()
 
 
 def _report(

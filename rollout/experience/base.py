@@ -52,6 +52,10 @@ class Outstanding(Protocol):
         """Return the episodes that were opened first, at most `count`, and whether each is ready."""
         ...
 
+    def oldest_open(self, count: int) -> list[str]:
+        """Return the episodes in flight of the lowest versions, at most `count`; those of one version as opened."""
+        ...
+
 
 class Admission(Protocol):
     """Decides whether another episode may be opened."""
@@ -79,6 +83,11 @@ class Selection(Protocol):
         """Return the ids of the step's batch, in the order of the batch."""
         ...
 
+    def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
+        """Return the ids of what is ready of the step's batch, and of the episodes in flight that no later step could
+        train within the bound then."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
@@ -88,7 +97,7 @@ class Lease:
     tags: Sequence[Tags]
     """Of the episodes, in the order of the batch."""
     dropped: Sequence[Tags]
-    """Of those that were dropped or skipped since the lease before."""
+    """Of those that were dropped, skipped or late since the lease before."""
 
     @property
     def ids(self) -> list[str]:
@@ -163,9 +172,12 @@ class Experience(Protocol):
         """Become the one trainer of the store. Raises LesseeError where another one has leases."""
         ...
 
-    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+    async def lease(
+        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
+    ) -> Lease:
         """Wait until the batch of `step` can be chosen, and lease it to the trainer named `lessee`. Steps increase by
-        one; a repeated call returns the same lease.
+        one; a repeated call returns the same lease. After `timeout_seconds`, lease what is ready of it, at least one
+        episode. A store that is called without it need not have it.
 
         Raises StalenessError when no batch can keep the bound, LesseeError where another trainer has leases, ValueError
         for another step than the next, and as fail()."""

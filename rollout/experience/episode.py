@@ -13,9 +13,10 @@ import numpy as np
 
 from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
-Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped"]
+Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
 """open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
-trainer gets it, as all its rewards are equal. skipped: its workflow kept failing."""
+trainer gets it, as all its rewards are equal. skipped: its workflow kept failing. late: it was not finished when its
+step had waited long enough."""
 
 
 def episode_id(prompt: Prompt, *, run: str = "") -> str:

@@ -22,13 +22,13 @@ class Lessee:
     def __init__(
         self, experience: Experience, rules: Rules, *,
         name: str = "trainer", until_saved: bool = False, keep_steps: int = 0,
-        right_at: Mapping[str, float | None] | None = None,
+        right_at: Mapping[str, float | None] | None = None, timeout_seconds: float | None = None,
     ) -> None:  # fmt: skip
         """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
         checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
         their values when they are trained. `right_at`: task sets with the reward from which an answer is right, for
-        figures of each; None: there is one set."""
-        self._right_at = right_at or {}
+        figures of each; None: there is one set. `timeout_seconds`: train what is ready of a batch after so long."""
+        self._right_at, self._timeout_seconds = right_at or {}, timeout_seconds
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
         self._until_saved, self._keep_steps = until_saved, keep_steps
@@ -45,13 +45,18 @@ class Lessee:
             raise ValueError(f"take({step}): the run has {self._rules.schedule.total_steps} steps")
         self.trained(step)
         clock = _Clock(self._rules.selection)
-        lease = await self._experience.lease(clock, step, self._name)
+        limit = {} if self._timeout_seconds is None else {"timeout_seconds": self._timeout_seconds}
+        lease = await self._experience.lease(clock, step, self._name, **limit)
         waits = clock.seconds()
         self._leases.append(lease)
         episodes = self._experience.values(lease.ids)
         if self._rules.over_age == "mask":
             episodes = [self._masked_episode(episode, step) for episode in episodes]
         self._figures = waits | self._ages(episodes, step) | self._of_task_sets(lease.tags)
+        if self._timeout_seconds is not None:
+            late = sum(tags.fate == "late" for tags in lease.dropped)
+            missing = self._rules.schedule.batch_of(step) - len(lease.tags)
+            self._figures |= {"rollout/num_late": float(late), "rollout/num_missing": float(missing)}
         if self._rules.spread is not None:
             self._figures |= self._rules.spread.metrics(lease)
         return episodes
@@ -144,6 +149,9 @@ class _Clock:
         if not self._is_enough:
             self._is_enough, self._enough = True, time.perf_counter()
         return self._selection.is_ready(outstanding, step)
+
+    def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
+        return self._selection.partial(outstanding, step)
 
     def choose(self, outstanding: Outstanding, step: int) -> list[str]:
         return self._selection.choose(outstanding, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -73,7 +74,8 @@ class MemoryExperience:
         return len(self._in_flight) + len(self._ready)
 
     def reopen(self, id: str, version: int) -> None:
-        tags = self._in_flight[id]
+        if (tags := self._in_flight.get(id)) is None:
+            return
         _decrease(self._by_version, tags.version)
         self._by_version[version] += 1
         self._in_flight[id] = replace(tags, version=version)
@@ -85,7 +87,7 @@ class MemoryExperience:
             self._journals[id][event.key] = event
 
     def events(self, id: str) -> list[Event]:
-        return list(self._journals[id].values())
+        return list(self._journals.get(id, {}).values())
 
     def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
         tags = episode.tags
@@ -146,23 +148,40 @@ class MemoryExperience:
         first = sorted([*self._in_flight, *self._ready], key=self._numbers.__getitem__)[:count]
         return [(id, id in self._ready) for id in first]
 
+    def oldest_open(self, count: int) -> list[str]:
+        return sorted(self._in_flight, key=lambda id: (self._in_flight[id].version, self._numbers[id]))[:count]
+
     def enroll(self, lessee: str) -> None:
         if self._lessee and lessee != self._lessee:
             raise LesseeError(f"{lessee!r} cannot lease: {self._lessee!r} trains on the episodes of this store")
         self._lessee = lessee
 
-    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+    async def lease(
+        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
+    ) -> Lease:
         self.enroll(lessee)
         if step in self._leases:
             return self._leases[step]
         if step != self._next_step:
             raise ValueError(f"lease({step}): the next step is {self._next_step}")
+        clock = asyncio.get_running_loop().time
+        deadline = None if timeout_seconds is None else clock() + timeout_seconds
         while self._error is None:
             if len(self._ready) >= selection.batch_of(step) and selection.is_ready(self, step):
                 return self._lease(selection.choose(self, step), step)
+            if deadline is not None and clock() >= deadline and (lease := self._lease_part(selection, step)):
+                return lease
             self._changed.clear()
-            await self._changed.wait()
+            left = None if deadline is None or clock() >= deadline else deadline - clock()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
         raise self._error
+
+    def _lease_part(self, selection: Selection, step: int) -> Lease | None:
+        ids, late = selection.partial(self, step)
+        for id in late:
+            self._end(id, replace(self._in_flight[id], fate="late"))
+        return self._lease(ids, step) if ids else None
 
     def _lease(self, ids: Sequence[str], step: int) -> Lease:
         for id in ids:

@@ -6,6 +6,8 @@ the step waits for. The wait always ends: under the invariant the b_i outstandin
 the condition once they are finished, and episodes in flight finish. No episode is dropped, and none overtakes an older
 one for being short: a slow one is waited for, within its slack.
 FirstFinished waits for no particular episode; the lessee masks tokens sampled before version i - S.
+A step that has waited long enough leases what is ready (`partial`). The oldest episodes in flight are late then, as
+many as the invariant needs.
 InOrder: step i leases the b_i outstanding episodes that were opened first. By the rule of admission the j-th episode
 that was opened and not dropped was opened at i - S or later, where i is the step that leases it, so the bound holds;
 and every run has the same batches.
@@ -27,6 +29,22 @@ class _OfSchedule:
 
     def batch_of(self, step: int) -> int:
         return self.schedule.batch_of(step)
+
+    def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
+        """Return what is ready of a batch, and the oldest episodes in flight that keep the others from the invariant:
+        for every deadline d > i, those of deadline <= d that stay behind fit into the leases of steps i+1..d."""
+        ids = outstanding.oldest_ready(self.schedule.batch_of(step))
+        if not ids:
+            return [], []
+        to_lease, due, num_late = len(ids), 0, 0
+        for version in sorted(outstanding.by_version):
+            leased = min(to_lease, outstanding.ready_by_version.get(version, 0))
+            to_lease -= leased
+            due += outstanding.by_version[version] - leased
+            end = version + self.max_staleness + 1
+            room = self.schedule.consumed_before(end) - self.schedule.consumed_before(step + 1)
+            num_late = max(num_late, due - max(room, 0))
+        return ids, outstanding.oldest_open(num_late)
 
 
 class OldestFirst(_OfSchedule):
@@ -64,6 +82,10 @@ class FirstFinished(_OfSchedule):
     def choose(self, outstanding: Outstanding, step: int) -> list[str]:
         return outstanding.oldest_ready(self.schedule.batch_of(step))
 
+    def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
+        """Return what is ready of the batch; nothing is late, as old tokens are masked."""
+        return outstanding.oldest_ready(self.schedule.batch_of(step)), []
+
 
 class InOrder(_OfSchedule):
     """Leases episodes as they were opened, whichever finished first."""
@@ -72,6 +94,12 @@ class InOrder(_OfSchedule):
         size = self.schedule.batch_of(step)
         first = outstanding.first_opened(size)
         return len(first) == size and all(ready for _, ready in first)
+
+    def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
+        """Return what is ready of the batch, and the rest of it."""
+        first = outstanding.first_opened(self.schedule.batch_of(step))
+        ready = [id for id, is_ready in first if is_ready]
+        return ready, [id for id, is_ready in first if not is_ready] if ready else []
 
     def choose(self, outstanding: Outstanding, step: int) -> list[str]:
         return [id for id, _ in outstanding.first_opened(self.schedule.batch_of(step))]

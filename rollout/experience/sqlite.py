@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import math
 import os
 import sqlite3
 import uuid
@@ -60,11 +61,12 @@ CREATE VIEW IF NOT EXISTS success AS
     WHERE reward IS NOT NULL GROUP BY task_set, prompt;
 CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
-CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped');
+CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped', 'late');
 CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
 CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
 """
+_GONE = "fate IN ('dropped', 'skipped', 'late')"
 _LAYOUT = 2
 """Version of the tables."""
 _OUTSTANDING = "fate IN ('open', 'ready')"
@@ -275,17 +277,25 @@ class SQLiteExperience:
         rows = self._db.execute(f"SELECT id, fate FROM episodes WHERE {_OUTSTANDING} ORDER BY number LIMIT ?", (count,))
         return [(id, fate == "ready") for id, fate in rows]
 
-    async def lease(self, selection: Selection, step: int, lessee: str) -> Lease:
+    def oldest_open(self, count: int) -> list[str]:
+        where = f"{_OPEN} ORDER BY version, number LIMIT ?"
+        return [id for (id,) in self._db.execute(f"SELECT id FROM episodes WHERE {where}", (count,))]
+
+    async def lease(
+        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
+    ) -> Lease:
         self.enroll(lessee)
         if not self._settled:
             self._settle(step)
+        clock = asyncio.get_running_loop().time
+        deadline = math.inf if timeout_seconds is None else clock() + timeout_seconds
         seen = None
         while True:
-            changes = self._changes()
-            if changes != seen:
-                seen = changes
+            changes, in_part = self._changes(), clock() >= deadline
+            if (changes, in_part) != seen:
+                seen = changes, in_part
                 with self._transaction():
-                    lease = self._try_lease(selection, step)
+                    lease = self._try_lease(selection, step, in_part=in_part)
                 if lease is not None:
                     return lease
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
@@ -331,11 +341,9 @@ class SQLiteExperience:
             self._set_meta("next_step", first)
             self._set_meta("behind_leased", min(number, self._meta("behind_leased")))
             self._db.execute("UPDATE episodes SET fate = 'ready', step = NULL WHERE fate = 'leased'")
-            self._db.execute(
-                "UPDATE episodes SET step = NULL WHERE fate IN ('dropped', 'skipped') AND step >= ?", (first,)
-            )
+            self._db.execute(f"UPDATE episodes SET step = NULL WHERE {_GONE} AND step >= ?", (first,))
 
-    def _try_lease(self, selection: Selection, step: int) -> Lease | None:
+    def _try_lease(self, selection: Selection, step: int, *, in_part: bool) -> Lease | None:
         next_step, error = self._meta("next_step"), self._meta("error")
         if self._db.execute("SELECT 1 FROM episodes WHERE fate = 'leased' AND step = ?", (step,)).fetchone():
             return self._leased(step)
@@ -346,16 +354,23 @@ class SQLiteExperience:
             )
         if error is not None:
             raise ExploreError(error)
-        if self._count(f"{_OUTSTANDING} AND fate = 'ready'") < selection.batch_of(step):
+        is_whole = self._count(f"{_OUTSTANDING} AND fate = 'ready'") >= selection.batch_of(step)
+        if is_whole and selection.is_ready(self, step):
+            ids = selection.choose(self, step)
+        elif in_part:
+            ids, late = selection.partial(self, step)
+            for id in late:
+                self._db.execute("UPDATE episodes SET fate = 'late' WHERE id = ?", (id,))
+                self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
+        else:
             return None
-        if not selection.is_ready(self, step):
+        if not ids:
             return None
-        ids = selection.choose(self, step)
         self._db.executemany(
             "UPDATE episodes SET fate = 'leased', step = ?, place = ? WHERE id = ?",
             [(step, place, id) for place, id in enumerate(ids)],
         )
-        self._db.execute("UPDATE episodes SET step = ? WHERE fate IN ('dropped', 'skipped') AND step IS NULL", (step,))
+        self._db.execute(f"UPDATE episodes SET step = ? WHERE {_GONE} AND step IS NULL", (step,))
         (last,) = self._db.execute("SELECT max(number) FROM episodes WHERE fate = 'leased'").fetchone()
         self._set_meta("behind_leased", max(last + 1, self._meta("behind_leased") or 0))
         self._set_meta("next_step", step + 1)
@@ -365,7 +380,7 @@ class SQLiteExperience:
         return Lease(
             step=step,
             tags=self._tags(f"fate = 'leased' AND step = {step} ORDER BY place"),
-            dropped=self._tags(f"fate IN ('dropped', 'skipped') AND step = {step} ORDER BY number"),
+            dropped=self._tags(f"{_GONE} AND step = {step} ORDER BY number"),
         )
 
     def values(self, ids: Sequence[str]) -> list[Episode]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rollout.inference.versions import MemoryVersions
-from rollout.types import Completion, GenerateRequest, Health, ReportingSampler
+from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
 from tracing import frequent_span
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Router:
             generators = {f"generator-{i}": generator for i, generator in enumerate(generators)}
         self.versions = MemoryVersions()
         self._members: dict[str, _Member] = {}
+        self._reserved: set[str] = set()
         self._one_lost = asyncio.Event()
         for name, generator in generators.items():
             self._add(name, generator)
@@ -183,6 +184,7 @@ class Router:
     def replace(self, name: str, generator: Routed) -> None:
         """Add a generator in place of the lost one of this name. It must have the current weights."""
         self._lose(self._members[name], "replaced")
+        self._reserved.discard(name)
         self._add(name, generator)
         self._none_since = None
         self._replaced.set()
@@ -191,6 +193,34 @@ class Router:
     def _add(self, name: str, generator: Routed) -> None:
         self.versions.subscribe(name)
         self._members[name] = _Member(generator, name)
+
+    def reserved(self, name: str) -> Sampler:
+        """Return the generator of this name, which gets no other requests from now on but those that it has. What it
+        samples raises NoGeneratorError when it is lost."""
+        self._reserved.add(name)
+        return _Reserved(self, self._members[name])
+
+    def release(self, name: str) -> None:
+        """Send requests to a reserved generator again. It must have the current weights."""
+        self._reserved.discard(name)
+
+    async def sample_on(self, member: _Member, request: GenerateRequest) -> Completion:
+        """Sample one completion to its end on one generator. Raises as generate()."""
+        num_retries = 0
+        while True:
+            try:
+                completion = await self._attempt(member, request)
+            except _AttemptFailed as e:
+                num_retries += 1
+                if e.generator_died:
+                    raise NoGeneratorError(f"{member.name}, which was reserved, is lost") from None
+                if num_retries > _MAX_RETRIES:
+                    assert e.__cause__ is not None, "raised from what the generator raised"
+                    raise e.__cause__ from None
+                continue
+            if completion.finish_reason != "abort":
+                return completion
+            request = replace(request, output=completion)
 
     async def wait_lost(self, known: Collection[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""
@@ -237,6 +267,10 @@ class Router:
     def _alive(self) -> list[_Member]:
         return [self._members[name] for name in self.versions.holders()]
 
+    def _free(self) -> list[_Member]:
+        """Return the working generators that take any request."""
+        return [member for member in self._alive() if member.name not in self._reserved]
+
     def _is_lost(self, member: _Member) -> bool:
         return self._members[member.name] is not member or member.name in self.versions.lost()
 
@@ -245,7 +279,7 @@ class Router:
         own."""
         name = request.group_id or f"request {request.request_id}"
         if name not in self._groups:
-            self._groups[name] = _Group(self._least_loaded() if self._alive() else None)
+            self._groups[name] = _Group(self._least_loaded() if self._free() else None)
         self._groups[name].num_in_flight += 1
         return self._groups[name]
 
@@ -256,16 +290,16 @@ class Router:
             del self._groups[name]
 
     def _least_loaded(self) -> _Member:
-        alive = self._alive()
-        if not alive:
+        free = self._free()
+        if not free:
             failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.versions.lost().items()))
             raise NoGeneratorError(f"no generator is left: {failures}")
-        return min(alive, key=lambda member: member.outstanding_tokens)
+        return min(free, key=lambda member: member.outstanding_tokens)
 
     async def _member_of(self, group: _Group) -> _Member:
         """Return the group's generator; another one where that is dead. Waits where there is none at all."""
         while group.member is None or self._is_lost(group.member):
-            if self._alive():
+            if self._free():
                 group.member = self._least_loaded()
                 break
             if self._none_since is None:
@@ -342,6 +376,16 @@ class Router:
         while True:
             await asyncio.sleep(self._interval)
             await asyncio.gather(*(self._check(member) for member in self._alive()))
+
+
+class _Reserved:
+    """One generator of a router."""
+
+    def __init__(self, router: Router, member: _Member) -> None:
+        self._router, self._member = router, member
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._router.sample_on(self._member, request)
 
 
 def _num_given(request: GenerateRequest) -> int:

@@ -28,7 +28,7 @@ from tools.arguments import BadRequest, program, run_with
 
 _FATES = {
     "trained": "trained", "leased": "leased by the trainer", "ready": "ready", "open": "in flight",
-    "skipped": "skipped: the workflow kept failing",
+    "skipped": "skipped: the workflow kept failing", "late": "dropped: late",
 }  # fmt: skip
 _REASONS = {"all_right": "dropped: every answer right", "all_wrong": "dropped: every answer wrong"}
 

@@ -17,11 +17,10 @@ from transformers import AutoTokenizer
 
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
-from core.explore.data import RunData, named
+from core.explore.data import RunData
 from core.explore.service import RolloutService
 from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import read_samples
-from rollout.data.source import DataSource
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
@@ -71,7 +70,7 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
         try:
             facts = await made.start()
             assert facts.num_eval_prompts == (7 if len(paths) == 2 else 6)
-            return await made.evaluate()
+            return await made.evaluate(0)
         finally:
             await made.close()
             await generator.close()
@@ -114,7 +113,7 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
         made = service(assets, generator, [str(assets.prompts)], reward="helpers.rewards:zero")
         try:
             await made.start()
-            return await made.evaluate()
+            return await made.evaluate(0)
         finally:
             await made.close()
 
@@ -143,7 +142,7 @@ def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(a
         made = service(assets, generator, [str(assets.prompts)], workflow=f"{__name__}:Praising")
         try:
             await made.start()
-            return await made.evaluate()
+            return await made.evaluate(0)
         finally:
             await made.close()
 
@@ -165,7 +164,7 @@ def test_a_workflow_that_fails_in_an_evaluation_counts_as_wrong_or_ends_the_run(
         made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, on_error=on_error)
         try:
             await made.start()
-            return await made.evaluate()
+            return await made.evaluate(0)
         finally:
             await made.close()
 
@@ -186,7 +185,7 @@ def test_a_generator_that_is_lost_in_an_evaluation_is_no_failure_of_the_workflow
         made = service(assets, Gone(), [str(assets.prompts)], on_error=on_error)
         try:
             await made.start()
-            return await made.evaluate()
+            return await made.evaluate(0)
         finally:
             await made.close()
 
@@ -299,7 +298,7 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
             await made.lease(1)  # before the evaluation after step 1, whose samples come first
             notable = await made.samples()
             await made.set_version(1)
-            await made.evaluate()
+            await made.evaluate(1)
             await made.write_samples()
             return batch, [name for sample in notable for name in sample.notable]
         finally:
@@ -344,10 +343,10 @@ def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: 
     asyncio.run(main())
 
 
-def test_sets_are_called_after_their_files_or_folders() -> None:
+def test_sets_are_called_after_their_files_or_folders(assets) -> None:
     paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl", "math-ai/aime25", "d/train-00000.parquet"]
-    sets = [DataSource(path=path) for path in paths]
-    assert list(named(sets)) == ["aime24", "amc23", "amc23-2", "aime25", "train-00000"]
-    assert list(named(sets).values()) == sets
-    taken = [DataSource(path=path) for path in ("x/a.jsonl", "x/a-2.jsonl", "y/a.jsonl")]
-    assert list(named(taken)) == ["a", "a-2", "a-3"], "no set takes the place of another"
+    found = config_of(assets, paths).evaluation_sets
+    assert list(found) == ["aime24", "amc23", "amc23-2", "aime25", "train-00000"]
+    assert [one.path for one in found.values()] == paths
+    taken = config_of(assets, ["x/a.jsonl", "x/a-2.jsonl", "y/a.jsonl"]).evaluation_sets
+    assert list(taken) == ["a", "a-2", "a-3"], "no set takes the place of another"

@@ -63,5 +63,5 @@ def test_a_batch_waits_for_its_own_call_and_any_other_call_for_all_that_were_ann
 
 def test_an_evaluation_waits_for_what_was_announced(client: RolloutClient) -> None:
     client.write_samples()
-    client.evaluate(meanwhile=lambda: None)
+    client.evaluate(1, meanwhile=lambda: None)
     assert client._cluster.waiter.waits == [(["write_samples", "evaluate"], [])]  # type: ignore[attr-defined]

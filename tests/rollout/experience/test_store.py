@@ -716,3 +716,60 @@ def test_many_episodes_pass_through_in_time_that_grows_no_faster_than_their_numb
 
     seconds = asyncio.run(main())
     assert sum(seconds[-20:]) < 3 * sum(seconds[10:30])
+
+
+def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(stores: Stores) -> None:
+    """Batches of 3, bound 1: of the episodes of version 0, steps 0 and 1 can train six."""
+    store, rules = stores.new(), make_rules(num_prompts=99, batch_size=3, max_staleness=1)
+    lessee = Lessee(store, rules, timeout_seconds=0.05)
+    for number in range(6):
+        begin(store, number, version=0)
+    finish(store, 4, 0)
+
+    async def main() -> None:
+        assert names(await lessee.take(0)) == ["q4"]
+        assert lessee.stats()["rollout/num_late"] == 2.0 and lessee.stats()["rollout/num_missing"] == 2.0
+        for number in (0, 1, 2, 3, 5):
+            finish(store, number, 0)  # the first two are late: no effect
+        assert names(await lessee.take(1)) == ["q2", "q3", "q5"]
+        lessee.trained(2)
+        begin(store, 6, version=1)
+        waiting = asyncio.ensure_future(lessee.take(2))
+        await asyncio.sleep(0.2)
+        assert not waiting.done(), "a step trains at least one episode"
+        finish(store, 6, 1)
+        assert names(await waiting) == ["q6"]
+
+    asyncio.run(main())
+    assert store.status().num_outstanding == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12), st.integers(0, 2), st.integers(1, 4))
+def test_a_partial_lease_keeps_the_bound_and_drops_no_more_than_it_needs(
+    begun: list[tuple[int, bool]], max_staleness: int, batch_size: int
+) -> None:
+    """Episodes as admission lets them begin at step 2, each with whether it is finished."""
+    schedule = Schedule(num_prompts=1000, batch_size=batch_size)
+    store, admission = MemoryExperience(), StalenessAdmission(schedule, max_staleness)
+    store.begin_at(2, num_opened=0)
+    kept: dict[int, tuple[int, bool]] = {}
+    for number, (version, finished) in enumerate(begun):
+        if store.open(tags(number, version), admission) == "open":
+            kept[number] = version, finished
+            if finished:
+                finish(store, number, version)
+    selection = make_rules(num_prompts=1000, batch_size=batch_size, max_staleness=max_staleness).selection
+    ids, late = selection.partial(store, 2)
+
+    def broken(gone: set[str]) -> bool:
+        left = [version + max_staleness for number, (version, _) in kept.items() if f"q{number}" not in gone]
+        return any(
+            sum(deadline <= d for deadline in left) > schedule.consumed_before(d + 1) - schedule.consumed_before(3)
+            for d in range(2, 8)
+        )
+
+    assert len(ids) == min(batch_size, sum(finished for _, finished in kept.values()))
+    if ids:
+        assert not broken({*ids, *late})
+        assert not late or broken({*ids, *late[:-1]})
