@@ -117,7 +117,12 @@ ORDER = {
         "mutants conformance",
         "chaos bench studio",
     ),
-    "tools.studio": ("folders lines table guard", "series sampled", "server", "__main__"),
+    "tools.studio": (
+        "folders lines table guard",
+        "series sampled notes timeline processes tokens",
+        "server",
+        "__main__",
+    ),
     "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox", "gpu", "__main__"),
     "tools.bench.gpu": (
         "shapes lanes",

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import psutil
+import yaml
+
+from core.monitoring.health import History, Metrics
 from core.monitoring.journal import read_rows
+from core.monitoring.memory import DRIVER, ROLLOUT, TRAINER, TRAINER_GPU
 from core.runs.paths import RUNNING
-from core.runs.record import COMPLETE, STARTS
+from core.runs.record import COMPLETE, CONFIG, STARTS, leaves
+from rollout.inference.gpus import query_gpus
 from tools import arguments
 
 BAD_INPUT = 2
@@ -78,6 +86,34 @@ def steps_of(logs: Path) -> list[dict[str, float]]:
     """Return the rows of the steps of a run, without those of evaluations."""
     file = logs / "metrics.jsonl"
     return [row for row in read_rows(file) if "time/step" in row] if file.exists() else []
+
+
+def settings_of(logs: Path) -> dict[str, object]:
+    """Return the configuration of a run by dotted key; empty where it cannot be read."""
+    try:
+        found = yaml.safe_load((logs / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(leaves(found)) if isinstance(found, dict) else {}
+
+
+def history_of(logs: Path, metrics: Metrics) -> History:
+    """Return what the rules of health read of a run. The memory of this host is the limit of runs of this host."""
+    limits: dict[str, float] = {}
+    if last_start(logs).get("host") == socket.gethostname():
+        total = psutil.virtual_memory().total / 2**30
+        limits = {name: total for name in (DRIVER, ROLLOUT, TRAINER)}
+        if gpus := query_gpus():
+            limits[TRAINER_GPU] = min(gpu.total_mib for gpu in gpus) / 1024
+    return History(metrics, settings_of(logs), limits)
+
+
+def last_start(logs: Path) -> dict[str, Any]:
+    """Return the newest row of starts.jsonl; empty where there is none."""
+    try:
+        return read_rows(logs / STARTS)[-1]
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def state_of(logs: Path) -> str:

@@ -18,13 +18,15 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from core.monitoring.health import Rows, judge
+from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import last_samples
 from core.monitoring.samples import Sample
 from core.monitoring.screen import duration
 from core.monitoring.step_table import StepTable
 from core.runs.paths import RunPaths
 from tools import arguments
-from tools.runs import state_of, steps_of
+from tools.runs import history_of, state_of, steps_of
 
 BAD_INPUT = 2
 _BARS = "▁▂▃▄▅▆▇█"
@@ -67,7 +69,11 @@ def view(logs: Path, width: int) -> RenderableType:
     curve = f"{name} {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values, width - 40)}  {duration(seconds)}"
     table = StepTable(rows[-1], total_steps=None, width=width)
     steps = [table.line(int(row["step"]), row) for row in rows[-_STEPS:]]
-    return Group(title, Text(curve), Text(""), table.header(), *steps, *_answers(logs, width))
+    found = judge(history_of(logs, Rows(read_rows(logs / "metrics.jsonl"))))
+    health = [
+        Text(f"{one.rule.title}: {one.reason}", style="yellow") for one in found if one.light in ("bad", "warning")
+    ]
+    return Group(title, Text(curve), *health, Text(""), table.header(), *steps, *_answers(logs, width))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

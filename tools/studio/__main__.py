@@ -18,6 +18,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from core.monitoring.health import RULES, Rule
+from rollout.plugins import PluginError, find_plugin
 from tools.arguments import integer, program
 from tools.studio.folders import Folders
 from tools.studio.guard import is_loopback
@@ -33,10 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not folder.expanduser().is_dir():
             print(f"error: {folder}: no such folder; give the fileroot or the log folder of a run", file=sys.stderr)
             return BAD_INPUT
-    token = secrets.token_urlsafe(24) if given.token or not is_loopback(given.host) else None
+    needs_token = given.token or given.allow_run or not is_loopback(given.host)
+    token = secrets.token_urlsafe(24) if needs_token else None
     try:
-        app = application(Folders(given.folders), host=given.host, port=given.port, token=token)
-    except Missing as error:
+        app = application(
+            Folders(given.folders),
+            host=given.host,
+            port=given.port,
+            token=token,
+            rules=_rules(given.rules),
+            may_run=given.allow_run,
+        )
+    except (Missing, PluginError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     try:
@@ -47,6 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def _rules(spec: str | None) -> Sequence[Rule]:
+    """Return the rules of health, those of the user last. Raises PluginError."""
+    if spec is None:
+        return RULES
+    own = find_plugin(spec, kind="rules")
+    if not isinstance(own, list | tuple) or not all(isinstance(rule, Rule) for rule in own):
+        raise PluginError(f"--rules {spec}: must be a list of core.monitoring.health.Rule")
+    return [*RULES, *own]
 
 
 async def _serve(app: web.Application, host: str, port: int, token: str | None) -> None:
@@ -71,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=integer(least=1, most=65535), default=8080, help="default: 8080")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this host alone")
     parser.add_argument("--token", action="store_true", help="ask for a token on this host, too")
+    parser.add_argument(
+        "--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; asks for a token"
+    )
+    parser.add_argument("--rules", metavar="MODULE:NAME", help="rules of health to add, a list of Rule")
     return parser
 
 

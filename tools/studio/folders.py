@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from core.monitoring.health import History, Metrics
 from core.monitoring.logs import DRIVER_LOG
-from core.runs.record import STARTS
-from tools.runs import state_of
+from core.runs.record import CONFIG, STARTS
+from tools.runs import history_of, settings_of, state_of
 
 METRICS = "metrics.jsonl"
 _DEPTH = 6
 """Levels of folders below a given one that are searched for runs, FILEROOT/logs/USER/EXPERIMENT/TRIAL and more."""
 _WITHOUT_RUNS = ("checkpoints", "recover")
+_SMALL_BYTES = 4 << 20
 _TAIL_BYTES = 1 << 18
 _STEP = re.compile(r"\(global step \d+\) finishes")
 _LEFT = re.compile(r"Estimated remaining time: ([\d.]+)s")
@@ -47,6 +49,13 @@ class Run:
         """running, complete or stopped."""
         return state_of(self.logs)
 
+    @property
+    def small(self) -> bool:
+        """Whether its metrics are read in a moment."""
+        with suppress(NotFound):
+            return self.path(METRICS).stat().st_size < _SMALL_BYTES
+        return False
+
     def path(self, name: str) -> Path:
         """Return the path of a regular file of the run, which may lie in a folder of it. Raises NotFound."""
         path = self.logs / name
@@ -61,6 +70,21 @@ class Run:
     def open(self, name: str) -> IO[bytes]:
         """Open a file of the run for reading. Raises NotFound."""
         return open(self.path(name), "rb")
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The configuration by dotted key; empty where it cannot be read."""
+        with suppress(NotFound):
+            self.path(CONFIG)
+            return settings_of(self.logs)
+        return {}
+
+    def history(self, metrics: Metrics) -> History:
+        """Return what the rules of health read."""
+        for name in (CONFIG, STARTS):
+            if (self.logs / name).is_symlink():
+                return History(metrics)
+        return history_of(self.logs, metrics)
 
     def files(self, pattern: str) -> list[Path]:
         """Return the regular files of the run that match a pattern, by name."""
@@ -83,6 +107,10 @@ class Folders:
         found = {logs: None for root in self._roots for logs in _logs_below(root, _DEPTH)}
         self._runs = {run.id: run for run in map(_run, found)}
         return sorted(self._runs.values(), key=lambda run: _changed(run.logs), reverse=True)
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a path, with symbolic links followed, lies in one of the folders."""
+        return any(path.resolve().is_relative_to(root) for root in self._roots)
 
     def run(self, id: str) -> Run:
         """Return a run by its id. Raises NotFound."""

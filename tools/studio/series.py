@@ -102,6 +102,11 @@ class Series:
         done = self._source is None or self._source.offset >= 0.999 * self._source.size
         return self._columns if done or self._preview is None else self._preview
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a step was read."""
+        return self._shown.num_rows > 0
+
     def status(self) -> dict[str, Any]:
         """Return names, steps, what is damaged, and how much of the file was read."""
         with self._lock:

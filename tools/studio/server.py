@@ -10,9 +10,10 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,16 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from core.monitoring.health import RULES, Rule, judge
+from rollout.plugins import ROOT
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
+from tools.studio.notes import add_note, notes
+from tools.studio.processes import log_lines, processes, stacks
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
+from tools.studio.timeline import timeline
+from tools.studio.tokens import answer_tokens, explain, saved_steps
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +39,9 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".
 _MOST_POINTS = 2000
 _FRESH_SECONDS = 1.0
 _NICE = 10
+_JUDGED_RUNS = 50
+_EXPORTED = 200
+"""Rows of an export that are read at once."""
 
 
 class Missing(RuntimeError):
@@ -48,6 +58,10 @@ def static_files() -> dict[str, Path]:
     return {**files, "uplot.js": charts / "uPlot.iife.js", "uplot.css": charts / "uPlot.min.css"}
 
 
+class NotAllowed(PermissionError):
+    """The studio was not started for what a request asks."""
+
+
 class Indices:
     """The index of each run that was looked at; a thread of low priority reads what is new."""
 
@@ -61,6 +75,11 @@ class Indices:
     def series(self, run: Run) -> Series:
         """Return the metrics of a run."""
         return self._series.setdefault(run.id, Series(run))
+
+    def known(self, run: Run) -> Series | None:
+        """Return the metrics of a run if they were read."""
+        series = self._series.get(run.id)
+        return series if series is not None and series.has_rows else None
 
     def samples(self, run: Run) -> SampleIndex:
         """Return the samples of a run."""
@@ -88,29 +107,95 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
+Read = Callable[[Run, Mapping[str, str]], Any]
+Change = Callable[[Run, Mapping[str, Any]], Any]
+READS: dict[str, Read] = {
+    "timeline": timeline,
+    "processes": processes,
+    "log": log_lines,
+    "notes": notes,
+    "saved": saved_steps,
+}
+"""What is read of a run besides its metrics and samples: name in the address -> (run, query) -> JSON."""
+CHANGES: dict[str, Change] = {"note": add_note}
+COMMANDS: dict[str, Change] = {"explain": explain, "stacks": stacks}
+"""What starts a process or asks one for something; only with --allow-run."""
+
+
 class Studio:
     """The handlers of one server."""
 
-    def __init__(self, folders: Folders) -> None:
+    def __init__(self, folders: Folders, *, rules: Sequence[Rule], may_run: bool) -> None:
+        """`may_run`: requests may start processes."""
         self.folders, self.indices = folders, Indices()
+        self._rules, self._may_run = rules, may_run
         self._files = static_files()
 
     def routes(self) -> list[web.RouteDef]:
         """Return every route."""
         get = {
+            "/api/studio": self.studio,
             "/api/runs": self.runs,
             "/api/series": self.curves,
             "/api/run/{run}": self.run,
             "/api/run/{run}/row": self.row,
             "/api/run/{run}/heat": self.heat,
+            "/api/run/{run}/health": self.health,
             "/api/run/{run}/samples": self.samples,
             "/api/run/{run}/sample": self.sample,
+            "/api/run/{run}/tokens": self.tokens,
+            **{f"/api/run/{{run}}/{name}": self._reading(read) for name, read in READS.items()},
         }
+        post = {f"/api/run/{{run}}/{name}": self._changing(change) for name, change in {**CHANGES, **COMMANDS}.items()}
         return [
             web.get("/", self.page),
             web.get("/static/{name}", self.static),
+            web.get("/docs/{name}", self.docs),
+            web.get("/api/run/{run}/export", self.export),
             *(web.get(path, answered(handler)) for path, handler in get.items()),
+            *(web.post(path, answered(handler)) for path, handler in post.items()),
         ]
+
+    def _reading(self, read: Read) -> Callable[[web.Request], Awaitable[Any]]:
+        return lambda request: asyncio.to_thread(read, self._run(request), request.query)
+
+    def _changing(self, change: Change) -> Callable[[web.Request], Awaitable[Any]]:
+        async def changing(request: web.Request) -> Any:
+            if change in COMMANDS.values() and not self._may_run:
+                raise NotAllowed("the studio starts nothing; start it with --allow-run, or run the command yourself")
+            return await asyncio.to_thread(change, self._run(request), await body_of(request))
+
+        return changing
+
+    async def studio(self, request: web.Request) -> Any:
+        """Return what this studio may do."""
+        return {"may_run": self._may_run}
+
+    async def health(self, request: web.Request) -> Any:
+        """Return the answer of every rule."""
+        run = self._run(request)
+        series = self.indices.series(run)
+        await self.indices.fresh(series)
+        return {"answers": await asyncio.to_thread(health, run, series, self._rules)}
+
+    async def tokens(self, request: web.Request) -> Any:
+        """Return the tokens of an answer."""
+        return await asyncio.to_thread(answer_tokens, self._run(request), request.query, self.folders.holds)
+
+    async def export(self, request: web.Request) -> web.StreamResponse:
+        """Send the samples that a query keeps as jsonl."""
+        try:
+            rows = self.indices.samples(self._run(request)).all(query_of(request))
+        except (NotFound, ValueError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        response = web.StreamResponse(
+            headers={"Content-Type": "application/jsonl", "Content-Disposition": 'attachment; filename="samples.jsonl"'}
+        )
+        await response.prepare(request)
+        while piece := await asyncio.to_thread(lambda: list(islice(rows, _EXPORTED))):
+            await response.write(b"".join(orjson.dumps(row) + b"\n" for row in piece))
+        await response.write_eof()
+        return response
 
     async def page(self, request: web.Request) -> web.StreamResponse:
         """Send the page."""
@@ -119,6 +204,16 @@ class Studio:
     async def static(self, request: web.Request) -> web.StreamResponse:
         """Send one of the files of the page."""
         return self._file(request.match_info["name"])
+
+    async def docs(self, request: web.Request) -> web.StreamResponse:
+        """Send a page of the documentation as text, where the installation is a checkout."""
+        pages = {path.name: path for path in (ROOT / "docs").glob("*.md")}
+        path = pages.get(request.match_info["name"])
+        if path is None:
+            raise web.HTTPNotFound(
+                text="the documentation is not in this installation; see the folder docs/ of the source"
+            )
+        return web.Response(body=path.read_bytes(), content_type="text/plain", charset="utf-8")
 
     def _file(self, name: str) -> web.StreamResponse:
         path = self._files.get(name)
@@ -131,7 +226,23 @@ class Studio:
 
     async def runs(self, request: web.Request) -> Any:
         """Return the runs of the folders."""
-        return {"runs": await asyncio.to_thread(lambda: [overview(run) for run in self.folders.runs()])}
+        runs = await asyncio.to_thread(self.folders.runs)
+        for run in runs[:_JUDGED_RUNS]:
+            if run.small:
+                await self.indices.fresh(self.indices.series(run))
+
+        def rows() -> list[dict[str, Any]]:
+            return [{**overview(run), "light": self._light(run)} for run in runs]
+
+        return {"runs": await asyncio.to_thread(rows)}
+
+    def _light(self, run: Run) -> dict[str, str] | None:
+        """Return the worst answer of the rules; None where the metrics were not read yet."""
+        series = self.indices.known(run)
+        if series is None:
+            return None
+        first = health(run, series, self._rules)[0]
+        return {"light": first["light"], "reason": first["reason"]}
 
     async def run(self, request: web.Request) -> Any:
         """Return what there is of a run."""
@@ -190,6 +301,8 @@ def answered(handler: Callable[[web.Request], Awaitable[Any]]) -> Callable[[web.
             value, status = await handler(request), 200
         except NotFound as error:
             value, status = {"error": str(error)}, 404
+        except NotAllowed as error:
+            value, status = {"error": str(error)}, 403
         except KeyError as error:
             value, status = {"error": f"the request lacks {error}"}, 400
         except ValueError as error:
@@ -256,9 +369,37 @@ def query_of(request: web.Request) -> Query:
     return Query(**whole, **numbers, **texts, descending=given.get("order", "down") == "down")  # type: ignore[arg-type]
 
 
-def application(folders: Folders, *, host: str, port: int, token: str | None) -> web.Application:
+def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, Any]]:
+    """Return the answer of every rule, what is wrong first."""
+    return [
+        {
+            "name": one.rule.name,
+            "title": one.rule.title,
+            "docs": one.rule.docs,
+            "metrics": list(one.rule.needs),
+            "light": one.light,
+            "reason": one.reason,
+            "figure": one.figure,
+        }
+        for one in judge(run.history(series), rules)
+    ]
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object of a request. Raises ValueError."""
+    if request.content_type != "application/json":  # a form of another page cannot send this type
+        raise ValueError("the body must be application/json")
+    body = orjson.loads(await request.read())
+    if not isinstance(body, dict):
+        raise ValueError("the body must be an object")
+    return body
+
+
+def application(
+    folders: Folders, *, host: str, port: int, token: str | None, rules: Sequence[Rule] = RULES, may_run: bool = False
+) -> web.Application:
     """Return the application of a server. Raises Missing."""
-    studio = Studio(folders)
+    studio = Studio(folders, rules=rules, may_run=may_run)
     app = web.Application(middlewares=[guard(host=host, port=port, token=token)], client_max_size=4 << 20)
     app.add_routes(studio.routes())
 

@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rollout.plugins import python_path
 
 Start = Callable[..., str]
 """(folders and options of the command) -> the address that it shows."""
@@ -23,13 +26,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
     cache = tmp_path_factory.mktemp("cache")
 
-    def begin(*words: object) -> str:
+    def begin(*words: object, folder: Path | None = None) -> str:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "tools.studio", *map(str, words), "--port", str(port)]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": str(cache)}
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(cache)},
         )
         running.append(process)
         assert process.stdout is not None

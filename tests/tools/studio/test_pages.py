@@ -18,6 +18,7 @@ def base(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
     root = tmp_path_factory.mktemp("runs")
     make_run(root, "sums/good")
     make_run(root, "sums/second", steps=20)
+    make_run(root, "sums/bad", change=lambda step, steps: {"groups/equal": min(1.0, 0.3 + step / steps)})
     make_run(
         root, "sums/hostile", steps=3, answer=lambda step, index: HOSTILE,
         change=lambda step, steps: {HOSTILE: 1.0, "__proto__": 2.0},
@@ -82,3 +83,31 @@ def test_texts_and_names_are_never_markup(page: Any, base: str) -> None:
     assert HOSTILE in page.locator(".detail .text").nth(1).inner_text()
     assert page.locator("main img, main script").count() == 0
     assert page.title() != "broken"
+
+
+def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, base: str) -> None:
+    page.goto(base)
+    page.locator("tr", has_text="sums/bad").get_by_role("link", name="act").click()
+    first = page.locator(".lights article.bad").first
+    first.wait_for()
+    assert "equal rewards" in first.inner_text()
+    first.get_by_role("link", name="groups/equal").click()
+    page.locator(".chart canvas").first.wait_for()
+    assert texts(page, ".chart .name") == ["groups/equal"]
+
+
+def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:
+    page.goto(base)
+    page.get_by_role("link", name="sums/second").click()
+    page.get_by_role("link", name="Samples").click()
+    page.locator(".samples tbody tr").nth(2).click()
+    page.locator(".marks").wait_for()
+    page.keyboard.press("s")
+    page.get_by_text("kept in notes.jsonl").wait_for()
+    page.get_by_role("textbox", name="note").fill("<b>ünsure</b>")
+    page.keyboard.press("Tab")
+    page.reload()
+    page.get_by_label("only").select_option("starred")
+    wait(page, lambda: page.locator(".samples tbody tr").count() == 1)
+    page.locator(".samples tbody tr").first.click()
+    wait(page, lambda: page.get_by_role("textbox", name="note").input_value() == "<b>ünsure</b>")

@@ -199,3 +199,70 @@ def test_a_text_is_searched_page_by_page_without_losing_an_answer(tmp_path: Path
         found += [(row["step"], row["query_id"]) for row in answer["rows"]]
         start = answer["next"]
     assert sorted(found) == sorted({(step, f"prompts-{row}") for step in range(1, 41) for row in range(2)})
+
+
+def post(base: str, path: str, body: object, **headers: str) -> Any:
+    headers.setdefault("Content-Type", "application/json")
+    with urlopen(Request(base + path, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
+
+
+def test_health_of_a_bad_run_is_in_the_list_and_in_words(start: Callable[..., str], tmp_path: Path) -> None:
+    make_run(tmp_path, "sums/bad", change=lambda step, steps: {"groups/equal": min(1.0, 0.3 + step / steps)})
+    (tmp_path / "my_rules.py").write_text(
+        "from core.monitoring.health import Found, Rule\n"
+        "def check(history): return Found('warning', '<b>', 1.0)\n"
+        "RULES = [Rule(name='own', title='Own', docs='', needs=(), check=check)]\n"
+    )
+    base = start(tmp_path, "--rules", "my_rules:RULES", folder=tmp_path)
+    (run,) = get(base, "api/runs")["runs"]
+    assert (run["light"]["light"], "equal rewards" in run["light"]["reason"]) == ("bad", True)
+    answers = get(base, f"api/run/{run['id']}/health")["answers"]
+    assert [(one["name"], one["light"]) for one in answers[:2]] == [("spread", "bad"), ("own", "warning")]
+    with urlopen(base + "docs/" + answers[0]["docs"].partition("#")[0]) as page:
+        assert page.headers["Content-Type"].startswith("text/plain")
+
+
+def test_a_star_and_a_note_are_kept_in_a_file_and_the_last_one_counts(base: str, root: Path) -> None:
+    run = ids(base)["sums/other"]
+    sample = get(base, f"api/run/{run}/samples?count=1")["rows"][0]
+    key = {name: sample[name] for name in ("step", "evaluation", "query_id", "episode", "index")}
+    assert get(base, f"api/run/{run}/notes") == {"notes": []}
+    post(base, f"api/run/{run}/note", {**key, "star": True, "note": "first"})
+    post(base, f"api/run/{run}/note", {**key, "star": True, "note": "gives up"})
+    (note,) = get(base, f"api/run/{run}/notes")["notes"]
+    assert (note["star"], note["note"]) == (True, "gives up")
+    (file,) = root.glob("logs/*/sums/other/notes.jsonl")
+    assert len(file.read_text().splitlines()) == 2
+    for headers in ({"Content-Type": "text/plain"}, {"Origin": "http://elsewhere.example"}):
+        with pytest.raises(HTTPError):
+            post(base, f"api/run/{run}/note", {**key, "star": False}, **headers)
+
+
+def test_nothing_is_started_unless_it_was_allowed(base: str) -> None:
+    run = ids(base)["sums/good"]
+    assert get(base, "api/studio") == {"may_run": False}
+    for name in ("explain", "stacks"):
+        with pytest.raises(HTTPError) as refused:
+            post(base, f"api/run/{run}/{name}", {"name": "driver", "step": 1})
+        assert refused.value.code == 403
+
+
+def test_an_export_has_every_answer_that_the_filters_keep(base: str) -> None:
+    run = ids(base)["sums/good"]
+    with urlopen(f"{base}api/run/{run}/export?last_step=7&least_reward=1") as answer:
+        rows = [json.loads(line) for line in answer]
+    assert len(rows) == 28
+    assert {row["reward"] for row in rows} == {1.0}
+
+
+def test_a_log_is_filtered_and_no_other_file_is_read_as_one(base: str, root: Path) -> None:
+    (logs,) = root.glob("logs/*/sums/good")
+    (logs / "master_worker.log").write_text("one INFO: a\ntwo WARNING: b\n")
+    (logs / "evil.log").symlink_to(root.parent / "secret.jsonl")
+    run = ids(base)["sums/good"]
+    assert get(base, f"api/run/{run}/log?name=master_worker.log&text=warn")["lines"] == ["two WARNING: b"]
+    assert get(base, f"api/run/{run}/processes")["logs"] == ["master_worker.log"]
+    for name in ("evil.log", "../other/master_worker.log", "/etc/passwd", "config.yaml"):
+        assert status(base, f"api/run/{run}/log?name={name}") == 404, name
+    assert {r["name"]: r["warning"] for r in get(base, "api/runs")["runs"]}["sums/good"] == "b"

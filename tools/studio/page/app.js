@@ -3,15 +3,24 @@
 import { address, api, h, message, place } from "./ui.js";
 import { runsPage } from "./runs.js";
 import { metricsPage } from "./metrics.js";
+import { healthPage } from "./health.js";
 import { samplesPage } from "./samples.js";
+import { timelinePage } from "./timeline.js";
+import { processesPage } from "./processes.js";
+import { explainPage } from "./explain.js";
 
 const RUN_PAGES = {
   metrics: ["Metrics", metricsPage],
+  health: ["Health", healthPage],
   samples: ["Samples", samplesPage],
+  timeline: ["Timeline", timelinePage],
+  processes: ["Processes", processesPage],
+  explain: ["Explain", explainPage],
 };
 const PAGES = { "": ["Runs", runsPage] };
 let leave = null;
 let ordinal = 0;
+let studio = null;
 
 async function show() {
   const { parts, query } = place();
@@ -26,6 +35,7 @@ async function show() {
   main.replaceChildren(content);
   const alive = () => mine === ordinal;
   try {
+    studio = studio || await api("studio");
     let run = null;
     if (isRun) {
       run = await api(`run/${encodeURIComponent(parts[1])}`);
@@ -33,7 +43,7 @@ async function show() {
       navigation(parts, run);
     }
     document.title = run ? `${run.name} · studio` : "Slipstream studio";
-    const ended = await page({ content, query, run, parts, alive });
+    const ended = await page({ content, query, run, parts, alive, studio });
     if (alive()) leave = ended || null;
     else if (ended) ended();
   } catch (error) {

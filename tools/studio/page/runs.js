@@ -3,6 +3,7 @@
 import { address, api, duration, figure, h, message, table } from "./ui.js";
 
 const REFRESH = 3000;
+const LIGHTS = { good: "good", warning: "look", bad: "act", unknown: "–" };
 
 export async function runsPage({ content, alive }) {
   const chosen = new Set();
@@ -23,6 +24,8 @@ export async function runsPage({ content, alive }) {
       onchange: (event) => { event.target.checked ? chosen.add(run.id) : chosen.delete(run.id); update(); } }) },
     { title: "run", cell: (run) => h("a", { href: address(["run", run.id, "metrics"]), title: run.logs }, run.name) },
     { title: "state", cell: (run) => h("span", { class: `state ${run.state}` }, run.state) },
+    { title: "health", cell: (run) => run.light ? h("a", { class: `light ${run.light.light}`, href: address(["run", run.id, "health"]), title: run.light.reason || "nothing found" },
+      h("span", { class: "dot" }), LIGHTS[run.light.light]) : "–" },
     { title: "step", align: "right", cell: (run) => figure(run.step) },
     { title: "reward or loss", align: "right", cell: (run) => figure(run.reward) },
     { title: "tokens/s", align: "right", cell: (run) => figure(run.tokens_per_second) },

@@ -15,6 +15,8 @@ export async function samplesPage({ content, query, run, alive }) {
   const change = (name) => (value) => { given[name] = value; keepInAddress({ [name]: value, at: null }); load(0); };
   const typed = (name, properties) => h("input", { ...properties, value: given[name], oninput: later((event) => change(name)(event.target.value), 250) });
   const sets = run.sampled.sets;
+  const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [note.key, note]));
+  const save = h("a", { class: "button", download: "samples.jsonl" }, "Export jsonl");
   const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"]].map(([name, title]) =>
     h("th", { class: "right", scope: "col", "aria-sort": "none", "data-sort": name }, h("button", { type: "button", class: "quiet", onclick: () => {
       given.order = (given.sort || "step") === name && given.order !== "up" ? "up" : "down";
@@ -24,14 +26,14 @@ export async function samplesPage({ content, query, run, alive }) {
     } }, title)));
 
   content.append(
-    h("div", { class: "bar" }, h("h1", {}, "Samples"), count),
+    h("div", { class: "bar" }, h("h1", {}, "Samples"), count, h("span", { class: "grow" }), save),
     notes(run.sampled.notes) || "",
     h("div", { class: "filters" },
       typed("text", { type: "search", placeholder: "search texts", "aria-label": "search" }),
       field("step from", typed("first_step", { type: "number", min: 0, class: "short" })), field("to", typed("last_step", { type: "number", min: 0, class: "short" })),
       field("reward from", typed("least_reward", { type: "number", step: "any", class: "short" })), field("to", typed("most_reward", { type: "number", step: "any", class: "short" })),
       field("end", choice([["", "any"], ["stop", "stopped"], ["length", "cut off"], ["abort", "aborted"]], given.finish, change("finish"))),
-      field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"]], given.notable, change("notable"))),
+      field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"], ["starred", "starred or noted"]], given.notable, change("notable"))),
       field("of", choice([["", "all"], ["training", "training"], ["evaluation", "evaluation"], ...sets.map((name) => [name, name])], given.of, change("of"))),
     ),
     h("div", { class: "split" },
@@ -44,9 +46,10 @@ export async function samplesPage({ content, query, run, alive }) {
   async function load(start) {
     const mine = ++latest;
     more.disabled = true;
+    save.href = `/api/run/${run.id}/export?${new URLSearchParams(Object.entries(given).filter(([, value]) => value))}`;
     let answer;
     try {
-      answer = await api(`run/${run.id}/samples`, { ...given, start, count: PAGE });
+      answer = given.notable === "starred" ? await starred() : await api(`run/${run.id}/samples`, { ...given, start, count: PAGE });
     } catch (error) {
       if (alive() && mine === latest) count.textContent = error.message;
       return;
@@ -70,6 +73,16 @@ export async function samplesPage({ content, query, run, alive }) {
     if (answer.read < 0.999) setTimeout(() => alive() && mine === latest && load(0), 2000);
   }
 
+  /** Return the answers with a star or a note, as an answer of the server. */
+  async function starred() {
+    const found = [];
+    for (const note of noted.values()) {
+      const same = await api(`run/${run.id}/samples`, { first_step: note.step, last_step: note.step, query_id: note.query_id, count: 200 });
+      found.push(...same.rows.filter((row) => keyOf(row) === note.key));
+    }
+    return { rows: found, matched: found.length, samples: run.sampled.samples, looked_at: found.length, next: null, read: 1 };
+  }
+
   function line(row) {
     const element = h("tr", { tabIndex: 0, "data-at": row.at,
       onclick: () => open(row.at),
@@ -78,7 +91,7 @@ export async function samplesPage({ content, query, run, alive }) {
       h("td", { class: "right" }, figure(row.reward)),
       h("td", { class: `right ${row.finish_reason === "length" ? "warn" : ""}`, title: row.finish_reason }, figure(row.answer_tokens)),
       h("td", {}, h("div", { class: "cell" }, row.prompt)),
-      h("td", {}, h("div", { class: "cell" }, tags(row), row.answer)));
+      h("td", {}, h("div", { class: "cell" }, noted.get(keyOf(row))?.star ? "★ " : null, tags(row), row.answer)));
     return element;
   }
 
@@ -93,10 +106,11 @@ export async function samplesPage({ content, query, run, alive }) {
       detail.replaceChildren(message(error.message, "error"));
       return;
     }
-    if (alive()) detail.replaceChildren(...whole(sample, run, open));
+    if (alive()) detail.replaceChildren(...whole(sample, run, open, noted));
   }
 
   const move = (event) => {
+    if (event.key === "s" && !event.target.closest("input, textarea, select") && !event.ctrlKey && !event.metaKey) detail.querySelector(".star")?.click();
     if (event.target.closest("input, textarea, select") || (event.key !== "j" && event.key !== "k") || !rows.length) return;
     const at = Math.min(rows.length - 1, Math.max(0, chosen + (event.key === "j" ? 1 : -1)));
     open(rows[at].at);
@@ -112,7 +126,77 @@ function tags(row) {
   return names.length ? h("span", { class: "tags" }, names.map((name) => h("span", { class: `tag ${name}` }, name))) : null;
 }
 
-function whole(sample, run, open) {
+function keyOf(row) {
+  // As json.dumps writes it.
+  return `[${[row.step, row.evaluation || "", row.query_id, row.episode, row.index].map((value) => ascii(JSON.stringify(value))).join(", ")}]`;
+}
+
+function ascii(text) {
+  return text.replace(/[\u007f-\uffff]/g, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+/** Return a star and a note of an answer; both are saved as they change. */
+function marks(sample, run, noted) {
+  const key = keyOf(sample);
+  const now = noted.get(key) || { star: false, note: "" };
+  const said = h("span", { class: "muted", role: "status" });
+  const star = h("button", { type: "button", class: "star quiet", title: "star (key: s)", "aria-pressed": String(now.star), onclick: () => keep({ star: !now.star }) }, now.star ? "★" : "☆");
+  const note = h("input", { type: "text", placeholder: "note", "aria-label": "note", value: now.note, onchange: () => keep({ note: note.value }) });
+  async function keep(change) {
+    Object.assign(now, change);
+    const { step, query_id, episode, index } = sample;
+    try {
+      await api(`run/${run.id}/note`, {}, { step, query_id, episode, index, evaluation: sample.evaluation || "", star: now.star, note: now.note });
+      noted.set(key, { ...now, key, step, query_id, episode, index });
+      if (!now.star && !now.note) noted.delete(key);
+      star.textContent = now.star ? "★" : "☆";
+      star.setAttribute("aria-pressed", String(now.star));
+      said.textContent = "kept in notes.jsonl";
+    } catch (error) {
+      said.textContent = error.message;
+    }
+  }
+  return h("div", { class: "marks" }, star, note, said);
+}
+
+const SCALES = {
+  logprobs: ["log-probability", (value) => Math.min(1, -value / 5), "bad"],
+  versions: ["version of the weights", null, "accent"],
+  mask: ["trained on", (value) => (value ? 0.6 : 0), "good"],
+};
+
+/** Return the button that shows an answer token by token, coloured by a figure. */
+function byToken(sample, run) {
+  const box = h("div", { class: "tokens" });
+  const show = async () => {
+    let found;
+    try {
+      found = await api(`run/${run.id}/tokens`, { episode: sample.episode, index: sample.index });
+    } catch (error) {
+      box.replaceChildren(message(error.message));
+      return;
+    }
+    const newest = Math.max(...found.versions), oldest = Math.min(...found.versions.filter((version) => version >= 0));
+    const draw = (name) => {
+      const [, scale, tint] = SCALES[name];
+      const strength = scale || ((value) => (value < 0 ? 0 : 0.15 + 0.7 * (newest > oldest ? (value - oldest) / (newest - oldest) : 0.5)));
+      pieces.replaceChildren(...found.texts.map((text, i) => {
+        const piece = h("span", { title: `token ${found.ids[i]}: log-probability ${figure(found.logprobs[i])}, version ${found.versions[i] < 0 ? "none (given)" : found.versions[i]}, ${found.mask[i] ? "trained on" : "not trained on"}` }, found.has_texts ? text : `${text} `);
+        if (found.versions[i] >= 0) piece.style.background = `color-mix(in srgb, var(--${tint}) ${Math.round(70 * strength(found[name][i]))}%, transparent)`;
+        else piece.className = "given";
+        return piece;
+      }));
+    };
+    const pieces = h("pre", { class: "text" });
+    box.replaceChildren(field("colour", choice(Object.entries(SCALES).map(([name, [title]]) => [name, title]), "logprobs", draw)), pieces,
+      found.has_texts ? "" : message("The tokenizer is not in the given folders: tokens are shown by number."),
+      found.left_out ? message(`${figure(found.left_out)} more tokens`) : "");
+    draw("logprobs");
+  };
+  return [h("button", { type: "button", onclick: show }, "Token by token"), box];
+}
+
+function whole(sample, run, open, noted) {
   const versions = sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`;
   const facts = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", sample.finish_reason],
     ["weights", versions], ["step", figure(sample.step)], ["prompt id", sample.query_id], ["answer", sample.index],
@@ -120,12 +204,14 @@ function whole(sample, run, open) {
   return [
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
     tags(sample),
+    marks(sample, run, noted),
     h("h3", {}, "Prompt"), h("pre", { class: "text" }, sample.prompt),
     h("h3", {}, "Answer"),
     ...(sample.turns && sample.turns.length
       ? sample.turns.map((turn) => h("div", { class: `turn ${turn.by}` }, h("span", { class: "by" }, turn.by), h("pre", { class: "text" }, turn.text)))
       : [h("pre", { class: "text answer" }, sample.answer)]),
     ...(sample.reference ? [h("h3", {}, "Right answer"), h("pre", { class: "text reference" }, sample.reference)] : []),
+    ...(sample.evaluation ? [] : byToken(sample, run)),
     ...(sample.group.length > 1 ? [h("h3", {}, `Group: ${sample.group.length} answers to this prompt`), group(sample, open)] : []),
   ].filter(Boolean);
 }

@@ -1,0 +1,332 @@
+"""Whether a run is healthy, judged by its metrics: a table of rules, each with what was found, in words and a figure.
+
+A rule is asked about the last steps, and about the first ones where it compares. Users add rules of their own: a
+sequence of `Rule` in a module, `slipstream studio --rules my_package.my_module:RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+Light = Literal["good", "warning", "bad", "unknown"]
+RECENT = 10
+"""Steps that "now" is the mean of, at most a quarter of the run."""
+_FEW = 4
+"""Steps before which no rule is asked."""
+
+
+class Metrics(Protocol):
+    """The metrics of a run."""
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps [N], values [N]) of the steps that have a metric; both empty where none has it."""
+
+
+class Found(NamedTuple):
+    """What is wrong."""
+
+    light: Light
+    reason: str
+    """One sentence, with the figure."""
+    figure: float
+
+
+class History:
+    """The metrics of a run as rules read them, and what the run was given."""
+
+    def __init__(
+        self, metrics: Metrics, settings: Mapping[str, object] | None = None, limits: Mapping[str, float] | None = None
+    ) -> None:
+        """`settings`: values by dotted key; `limits`: GiB that there are, by metric of memory/."""
+        self._metrics, self.settings, self.limits = metrics, settings or {}, limits or {}
+
+    def values(self, name: str) -> np.ndarray:
+        """Return the values of a metric [N], oldest first."""
+        return self._metrics.column(name)[1]
+
+    def has(self, name: str) -> bool:
+        """Return whether enough steps have a metric for a judgement."""
+        return len(self.values(name)) >= _FEW
+
+    def now(self, name: str) -> float:
+        """Return the mean of the last steps."""
+        values = self.values(name)
+        return float(np.mean(values[-_some(values) :]))
+
+    def first(self, name: str) -> float:
+        """Return the mean of the first steps."""
+        values = self.values(name)
+        return float(np.mean(values[: _some(values)]))
+
+    def added(self, name: str) -> float:
+        """Return by how much a counter has grown in the last steps."""
+        values = self.values(name)
+        return float(values[-1] - values[-_some(values) - 1])
+
+
+def _some(values: np.ndarray) -> int:
+    return max(1, min(RECENT, len(values) // 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One question about a run."""
+
+    name: str
+    title: str
+    docs: str
+    """Page and section of docs/ that explain what to do."""
+    needs: Sequence[str]
+    """Metrics without which the rule is not asked."""
+    check: Callable[[History], Found | None]
+    """None: healthy."""
+
+
+class Judgement(NamedTuple):
+    """The answer of a rule."""
+
+    rule: Rule
+    light: Light
+    reason: str
+    figure: float | None
+
+
+def judge(history: History, rules: Iterable[Rule] | None = None) -> list[Judgement]:
+    """Return the answer of every rule, what is wrong first. A rule that raises is unknown, with its error."""
+    answers = [_asked(rule, history) for rule in (RULES if rules is None else rules)]
+    order = ("bad", "warning", "good", "unknown")
+    return sorted(answers, key=lambda answer: order.index(answer.light))
+
+
+def _asked(rule: Rule, history: History) -> Judgement:
+    lacking = [name for name in rule.needs if not history.has(name)]
+    if lacking:
+        return Judgement(rule, "unknown", f"fewer than {_FEW} steps have {lacking[0]}", None)
+    try:
+        found = rule.check(history)
+    except Exception as error:  # noqa: BLE001 (the rule of a user)
+        return Judgement(rule, "unknown", f"the rule failed: {type(error).__name__}: {error}", None)
+    if found is None:
+        return Judgement(rule, "good", "", None)
+    return Judgement(rule, *found)
+
+
+def _above(name: str, warning: float, bad: float, reason: str) -> Callable[[History], Found | None]:
+    """Return a check of the mean of the last steps. `reason` may show it as {value}."""
+
+    def check(history: History) -> Found | None:
+        value = history.now(name)
+        if not value > warning:
+            return None
+        return Found("bad" if value > bad else "warning", reason.format(value=value), value)
+
+    return check
+
+
+def _entropy(history: History) -> Found | None:
+    first, now = history.first("entropy"), history.now("entropy")
+    if first <= 0 or now >= 0.25 * first:
+        return None
+    reason = f"The entropy fell from {first:.3g} to {now:.3g}: answers become alike, and exploration ends."
+    return Found("bad" if now < 0.1 * first else "warning", reason, now)
+
+
+def _kl(history: History) -> Found | None:
+    first, now = history.first("ref_kl"), history.now("ref_kl")
+    if now <= max(0.1, 5 * abs(first)):
+        return None
+    reason = f"The divergence from the reference model grew from {first:.3g} to {now:.3g} nats a token."
+    return Found("bad" if now > max(0.5, 20 * abs(first)) else "warning", reason, now)
+
+
+def _ratio(history: History) -> Found | None:
+    now = history.now("importance_weight")
+    away = abs(now - 1)
+    if away <= 0.1:
+        return None
+    reason = f"The mean importance ratio is {now:.3g}, expected 1: the policy moves far within a step."
+    return Found("bad" if away > 0.5 else "warning", reason, now)
+
+
+def _length(history: History) -> Found | None:
+    first, now = history.first("answer_length/mean"), history.now("answer_length/mean")
+    if now <= 2 * first:
+        return None
+    reason = f"Answers have {now:,.0f} tokens, {now / first:.1f} times as many as at the start ({first:,.0f})."
+    return Found("bad" if now > 4 * first else "warning", reason, now)
+
+
+def _evaluation(history: History) -> Found | None:
+    """Return a finding where the reward of training rises and that of an evaluation has fallen below its best."""
+    name = max(("eval/accuracy", "eval/reward"), key=lambda name: len(history.values(name)))
+    values = history.values(name)
+    if len(values) < 3:
+        return Found("unknown", "fewer than 3 evaluations", float(len(values)))
+    best, last = float(values[:-1].max()), float(values[-2:].mean())
+    spread = max(float(values.max() - values.min()), 1e-9)
+    first, now = history.first("reward/mean"), history.now("reward/mean")
+    if now <= first or best - last < 0.4 * spread or best - last < 0.03 * max(1.0, abs(best)):
+        return None
+    reason = (
+        f"The reward of training rose from {first:.3g} to {now:.3g}, and {name} fell from {best:.3g} to {last:.3g}: "
+        "the reward may be gamed, or the prompts learned by heart."
+    )
+    return Found("bad" if best - last > 0.1 * max(1.0, abs(best)) else "warning", reason, last)
+
+
+def _mismatch(history: History) -> Found | None:
+    now = history.now("behave_approx_kl")
+    if abs(now) <= 0.05:
+        return None
+    reason = (
+        f"Log-probabilities of trainer and servers differ by {abs(now):.3g} nats a token in the mean; up to 0.05 is "
+        "usual for precision and staleness together."
+    )
+    return Found("bad" if abs(now) > 0.2 else "warning", reason, now)
+
+
+def _staleness(history: History) -> Found | None:
+    bound = history.settings.get("staleness.max_staleness")
+    now = history.now("staleness/mean")
+    if not isinstance(bound, int) or bound < 1 or now < 0.98 * bound:
+        return None
+    reason = (
+        f"Tokens are {now:.2g} updates old in the mean, the bound is {bound}: generation is ahead as far as it may."
+    )
+    return Found("warning", reason, now)
+
+
+def _waiting(history: History) -> Found | None:
+    share = history.now("time/wait_for_rollout") / max(history.now("time/step"), 1e-9)
+    busy = history.now("rollout/generators_busy") if history.has("rollout/generators_busy") else 0.0
+    if share > 0.5:
+        reason = (
+            f"The trainer waits for answers {share:.0%} of a step: give generation more GPUs, or bound the answers."
+        )
+        return Found("bad" if share > 0.8 else "warning", reason, share)
+    if 0 < busy < 0.3:
+        reason = f"The generators use {busy:.0%} of their slots: give the trainer more GPUs, or raise max_staleness."
+        return Found("warning", reason, busy)
+    return None
+
+
+def _memory(history: History) -> Found | None:
+    shares = {name: history.now(name) / limit for name, limit in history.limits.items() if history.has(name) and limit}
+    name = max(shares, key=lambda name: shares[name], default="")
+    if not name or shares[name] < 0.9:
+        return None
+    reason = f"{name} is {history.now(name):.1f} of {history.limits[name]:.1f} GiB."
+    return Found("bad" if shares[name] > 0.97 else "warning", reason, shares[name])
+
+
+def _failing(history: History) -> Found | None:
+    kinds = [kind for kind in ("error", "timeout", "crash", "memory") if history.has(f"reward/num_{kind}")]
+    failed = {kind: history.added(f"reward/num_{kind}") for kind in kinds}
+    share = sum(failed.values()) / max(history.added("reward/num_scored"), 1.0)
+    if share <= 0.02:
+        return None
+    parts = ", ".join(f"{kind} {count:.0f}" for kind, count in failed.items() if count)
+    return Found(
+        "bad" if share > 0.2 else "warning", f"{share:.0%} of the rewards of the last steps failed ({parts}).", share
+    )
+
+
+def _slow(history: History) -> Found | None:
+    share = history.now("router/slowest_share")
+    if history.now("router/num_generators") < 2 or share >= 0.5:
+        return None
+    reason = f"The slowest generator samples {share:.0%} of the tokens per second of the fastest."
+    return Found("bad" if share < 0.2 else "warning", reason, share)
+
+
+def _gradients(history: History) -> Found | None:
+    share = history.now("update_skipped")
+    if share <= 0:
+        return None
+    return Found("bad" if share > 0.2 else "warning", f"{share:.0%} of the updates had no finite gradient.", share)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="entropy", title="Entropy", docs="algorithms.md#kl-divergence-and-entropy", needs=("entropy",),
+        check=_entropy,
+    ),
+    Rule(
+        name="kl", title="Divergence from the reference", docs="algorithms.md#kl-divergence-and-entropy",
+        needs=("ref_kl",), check=_kl,
+    ),
+    Rule(
+        name="ratio", title="Importance ratio", docs="algorithms.md#off-policy-corrections",
+        needs=("importance_weight",), check=_ratio,
+    ),
+    Rule(
+        name="clipped", title="Clipped tokens", docs="monitoring.md#terminal", needs=("actor_clip_ratio",),
+        check=_above("actor_clip_ratio", 0.3, 0.6, "{value:.0%} of the tokens are clipped: they train nothing."),
+    ),
+    Rule(
+        name="spread", title="Groups with different rewards", docs="algorithms.md#dynamic-sampling",
+        needs=("groups/equal",),
+        check=_above(
+            "groups/equal", 0.8, 0.95,
+            "{value:.0%} of the groups have equal rewards: they have no advantage, and nothing is learned from them.",
+        ),
+    ),
+    Rule(
+        name="length", title="Length of answers", docs="monitoring.md#metrics-to-watch", needs=("answer_length/mean",),
+        check=_length,
+    ),
+    Rule(
+        name="cut_off", title="Answers that end", docs="data.md#length", needs=("no_eos_ratio",),
+        check=_above(
+            "no_eos_ratio", 0.2, 0.5, "{value:.0%} of the answers are cut off at max_new_tokens."
+        ),
+    ),
+    Rule(
+        name="evaluation", title="Reward and evaluation", docs="evaluation.md#evaluation-during-training",
+        needs=("reward/mean",), check=_evaluation,
+    ),
+    Rule(
+        name="mismatch", title="Trainer and servers", docs="algorithms.md#off-policy-corrections",
+        needs=("behave_approx_kl",), check=_mismatch,
+    ),
+    Rule(
+        name="staleness", title="Staleness", docs="algorithms.md#staleness", needs=("staleness/mean",),
+        check=_staleness,
+    ),
+    Rule(
+        name="waiting", title="Balance of the two sides", docs="monitoring.md#metrics-to-watch",
+        needs=("time/wait_for_rollout", "time/step"), check=_waiting,
+    ),
+    Rule(
+        name="memory", title="Memory", docs="reliability.md#out-of-memory", needs=("memory/driver_gib",), check=_memory
+    ),
+    Rule(
+        name="rewards", title="Rewards", docs="customization.md#reward", needs=("reward/num_scored",), check=_failing
+    ),
+    Rule(
+        name="generators", title="Generators", docs="reliability.md#generator-failures",
+        needs=("router/slowest_share", "router/num_generators"), check=_slow,
+    ),
+    Rule(
+        name="gradients", title="Gradients", docs="monitoring.md#metrics-to-watch", needs=("update_skipped",),
+        check=_gradients,
+    ),
+)  # fmt: skip
+
+
+class Rows:
+    """Metrics read from rows of metrics.jsonl."""
+
+    def __init__(self, rows: Sequence[Mapping[str, object]]) -> None:
+        self._rows = rows
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps [N], values [N]) of the rows that have a metric."""
+        found = [(row["step"], row[name]) for row in self._rows if isinstance(row.get(name), int | float)]
+        steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
+        finite = np.isfinite(values)
+        return steps[finite], values[finite]

@@ -1,0 +1,101 @@
+"""Each rule of health on a run with its fault, and all of them on a healthy one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core.monitoring.health import RULES, Found, History, Judgement, Rows, Rule, judge
+from helpers.source import ROOT
+from helpers.studio_runs import healthy
+from tools.runs import history_of
+
+STEPS = 60
+SETTINGS = {"staleness.max_staleness": 2}
+LIMITS = {"memory/trainer_gib": 24.0}
+
+FAULTS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "entropy": {"entropy": (1.2, 0.1)},
+    "kl": {"ref_kl": (0.01, 0.4)},
+    "ratio": {"importance_weight": (1.0, 1.3)},
+    "clipped": {"actor_clip_ratio": (0.05, 0.45)},
+    "spread": {"groups/equal": (0.3, 0.97)},
+    "length": {"answer_length/mean": (200, 900)},
+    "cut_off": {"no_eos_ratio": (0.0, 0.4)},
+    "evaluation": {"eval/accuracy": (0.6, 0.3)},
+    "mismatch": {"behave_approx_kl": (-0.01, -0.3)},
+    "staleness": {"staleness/mean": (1.0, 2.0)},
+    "waiting": {"time/wait_for_rollout": (0.1, 1.6)},
+    "memory": {"memory/trainer_gib": (3.0, 23.9)},
+    "rewards": {"reward/num_timeout": (0, 64 * STEPS / 8)},
+    "generators": {"router/slowest_share": (0.9, 0.2)},
+    "gradients": {"update_skipped": (0.0, 0.2)},
+}
+"""Rule -> metric -> its first value, and the one that it keeps in the last third."""
+
+
+def rows(fault: Mapping[str, tuple[float, float]]) -> Rows:
+    found: list[dict[str, object]] = []
+    for step in range(1, STEPS + 1):
+        end = {name: STEPS if name.startswith("reward/num") else 0.7 * STEPS for name in fault}  # counters grow on
+        wrong = {name: a + (b - a) * min(1.0, step / end[name]) for name, (a, b) in fault.items()}
+        found.append({"step": step, **healthy(step, STEPS), **{k: v for k, v in wrong.items() if k[:5] != "eval/"}})
+        if step % 10 == 0:
+            accuracy = wrong.get("eval/accuracy", 0.3 + 0.4 * step / STEPS)
+            found.append({"step": step, "eval/accuracy": accuracy})
+    return Rows(found)
+
+
+def wrong(answers: list[Judgement]) -> list[str]:
+    return [one.rule.name for one in answers if one.light in ("warning", "bad")]
+
+
+def test_every_rule_is_silent_on_a_healthy_run() -> None:
+    answers = judge(History(rows({}), SETTINGS, LIMITS))
+    assert {one.light for one in answers} == {"good"}, [one for one in answers if one.light != "good"]
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+def test_a_fault_is_found_by_its_rule_alone_with_a_figure(name: str) -> None:
+    answers = judge(History(rows(FAULTS[name]), SETTINGS, LIMITS))
+    assert wrong(answers) == [name]
+    assert answers[0].figure is not None
+    assert any(character.isdigit() for character in answers[0].reason)
+
+
+def test_a_run_that_has_begun_is_not_judged_and_a_metric_that_is_missing_is_named() -> None:
+    few = Rows([{"step": step, **healthy(step, STEPS)} for step in range(1, 4)])
+    assert {one.light for one in judge(History(few))} == {"unknown"}
+    (answer,) = judge(History(rows({})), [replace(RULES[0], needs=("own/metric",))])
+    assert (answer.light, "own/metric" in answer.reason) == ("unknown", True)
+
+
+def test_a_rule_of_a_user_is_asked_and_one_that_raises_does_not_hide_the_others() -> None:
+    def check(history: History) -> Found:
+        return Found("bad", f"{history.now('grad_norm'):.1f} is much", history.now("grad_norm"))
+
+    def broken(history: History) -> None:
+        raise ZeroDivisionError("no")
+
+    own = Rule(name="own", title="Own", docs="", needs=("grad_norm",), check=check)
+    first, last = judge(History(rows({})), [replace(own, check=broken), own])
+    assert (first.light, first.reason) == ("bad", "0.5 is much")
+    assert (last.light, last.reason) == ("unknown", "the rule failed: ZeroDivisionError: no")
+
+
+def test_the_pages_that_rules_refer_to_have_their_sections() -> None:
+    for rule in RULES:
+        page, _, section = rule.docs.partition("#")
+        titles = re.findall(r"^#+ (.*)$", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+        assert section in slugs, rule.docs
+
+
+def test_settings_come_from_the_configuration_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("staleness: {max_staleness: 2}\n")
+    history = history_of(tmp_path, rows(FAULTS["staleness"]))
+    assert wrong(judge(history)) == ["staleness"]

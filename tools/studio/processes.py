@@ -1,0 +1,103 @@
+"""The processes of a run: where each runs, its memory, when it last wrote, its log and its stacks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from core.processes.stacks import FOLDER as STACKS_FOLDER
+from core.processes.stacks import collect_stacks
+from rollout.inference.gpus import query_gpus
+from tools.studio.folders import NotFound, Run, tail
+from tracing.spans import FOLDER as SPANS_FOLDER
+
+_MOST_LINES = 500
+_LOG_BYTES = 2 << 20
+
+
+def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the processes that have left a file, and the logs."""
+    here = socket.gethostname()
+    on_gpus: dict[int, int] = {}
+    with suppress(OSError, ValueError, RuntimeError):
+        for gpu in query_gpus():
+            for user in gpu.users:
+                on_gpus[user.pid] = on_gpus.get(user.pid, 0) + user.mib
+    found = []
+    for file in run.files(f"{STACKS_FOLDER}/*.txt"):
+        with suppress(OSError, ValueError, KeyError):
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                who = json.loads(lines.readline())
+            process = _alive(who) if who["host"] == here else None
+            found.append(
+                {
+                    "name": file.stem,
+                    "host": who["host"],
+                    "pid": who["pid"],
+                    "state": _state(process) if who["host"] == here else "on another host",
+                    "gib": process.memory_info().rss / 2**30 if process else None,
+                    "gpu_gib": on_gpus[who["pid"]] / 1024 if process and who["pid"] in on_gpus else None,
+                    "seconds_since": _seconds_since(run, file.stem),
+                    "log": _log_of(run, file.stem),
+                }
+            )
+    return {"processes": found, "logs": [path.name for path in run.files("*.log")]}
+
+
+def _alive(who: Mapping[str, Any]) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        process = psutil.Process(who["pid"])
+        if abs(process.create_time() - who["started"]) < 1:
+            return process
+    return None
+
+
+def _state(process: psutil.Process | None) -> str:
+    with suppress(psutil.Error):
+        if process is not None:
+            return "stopped" if process.status() == psutil.STATUS_STOPPED else "running"
+    return "ended"
+
+
+def _log_of(run: Run, name: str) -> str | None:
+    for log in (f"{name}.log", "master_worker.log" if name == "driver" else ""):
+        if log and (run.logs / log).is_file():
+            return log
+    return None
+
+
+def _seconds_since(run: Run, name: str) -> float | None:
+    """Return the seconds since a process last wrote a span or a line of its log."""
+    files = [run.logs / SPANS_FOLDER / f"{name}.jsonl", run.logs / f"{name}.log"]
+    times = [file.stat().st_mtime for file in files if file.exists()]
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def log_lines(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the last lines of a log that have a text. Raises NotFound."""
+    name, text = query["name"], query.get("text", "").lower()
+    if name not in {path.name for path in run.files("*.log")}:
+        raise NotFound(f"{run.name}: there is no log {name}")
+    lines = tail(run, name, most=_LOG_BYTES)
+    kept = [line for line in lines if text in line.lower()]
+    return {"lines": kept[-_MOST_LINES:], "found": len(kept), "of": len(lines)}
+
+
+def stacks(run: Run, query: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a process write its Python stacks, and return them. Raises NotFound and OSError."""
+    name = str(query["name"])
+    file = Path(STACKS_FOLDER) / f"{name}.txt"
+    if name not in {path.stem for path in run.files(f"{STACKS_FOLDER}/*.txt")}:
+        raise NotFound(f"{run.name}: there is no process {name}")
+    before = run.path(file.as_posix()).stat().st_size
+    state = collect_stacks(run.logs, [name], why="asked for in the studio")
+    with run.open(file.as_posix()) as written:
+        written.seek(before)
+        return {"state": state.get(name, "gone"), "text": written.read().decode("utf-8", "replace")}
