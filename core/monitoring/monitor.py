@@ -17,9 +17,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from core.errors import could_not_write
+from core.monitoring.health import NoSignal
 from core.monitoring.histogram import Histogram, Row
 from core.monitoring.journal import Journal
-from core.monitoring.no_signal import NoSignal
 from core.monitoring.samples import Sample, headline, log_text
 from core.monitoring.screen import Screen
 from tracing import add_span, span

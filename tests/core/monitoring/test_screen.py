@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from core.monitoring.no_signal import NoSignal
+from core.monitoring.health import NoSignal
 from core.monitoring.samples import Sample
 from core.monitoring.screen import Screen, duration
 from core.monitoring.step_table import COLUMNS, StepTable
