@@ -119,7 +119,7 @@ ORDER = {
     ),
     "tools.studio": (
         "folders lines table guard",
-        "series sampled notes timeline processes tokens",
+        "series sampled notes timeline processes tokens configure",
         "server",
         "__main__",
     ),
@@ -207,6 +207,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional extra": {
         "core.monitoring.tracked_runs": "mlflow wandb",
         "rollout.sandbox.interpreter": "pydantic_monty",
+        "tools.studio.__main__": "tools.studio.server",
     },
     "matplotlib loads for a second: only where a picture is drawn": {
         "slipstream.api": "matplotlib",

@@ -23,7 +23,6 @@ from rollout.plugins import PluginError, find_plugin
 from tools.arguments import integer, program
 from tools.studio.folders import Folders
 from tools.studio.guard import is_loopback
-from tools.studio.server import Missing, application
 
 BAD_INPUT = 2
 
@@ -35,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not folder.expanduser().is_dir():
             print(f"error: {folder}: no such folder; give the fileroot or the log folder of a run", file=sys.stderr)
             return BAD_INPUT
+    try:
+        from tools.studio.server import application
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; pip install 'slipstream[studio]'", file=sys.stderr)
+        return BAD_INPUT
     needs_token = given.token or given.allow_run or not is_loopback(given.host)
     token = secrets.token_urlsafe(24) if needs_token else None
     try:
@@ -43,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=given.host,
             port=given.port,
             token=token,
+            configs=given.configs,
             rules=_rules(given.rules),
             may_run=given.allow_run,
         )
-    except (Missing, PluginError) as error:
+    except PluginError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     try:
@@ -93,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token", action="store_true", help="ask for a token on this host, too")
     parser.add_argument(
         "--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; asks for a token"
+    )
+    parser.add_argument(
+        "--configs", type=Path, default=Path(), metavar="FOLDER", help="where configurations are; default: this folder"
     )
     parser.add_argument("--rules", metavar="MODULE:NAME", help="rules of health to add, a list of Rule")
     return parser

@@ -22,7 +22,9 @@ import orjson
 from aiohttp import web
 
 from core.monitoring.health import RULES, Rule, judge
+from core.runs.record import CONFIG
 from rollout.plugins import ROOT
+from tools.studio import configure
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
 from tools.studio.notes import add_note, notes
@@ -44,15 +46,11 @@ _EXPORTED = 200
 """Rows of an export that are read at once."""
 
 
-class Missing(RuntimeError):
-    """A package that the studio needs is not installed."""
-
-
 def static_files() -> dict[str, Path]:
-    """Return the files of the page by name, charts included. Raises Missing."""
+    """Return the files of the page by name, charts included. Raises ModuleNotFoundError without the extra."""
     found = importlib.util.find_spec("uplot")
     if found is None or not found.submodule_search_locations:
-        raise Missing("the studio needs the package uplot-python: pip install 'slipstream[studio]'")
+        raise ModuleNotFoundError("No module named 'uplot'")
     charts = Path(found.submodule_search_locations[0]) / "static"
     files = {path.name: path for path in PAGE.iterdir() if path.suffix in _TYPES}
     return {**files, "uplot.js": charts / "uPlot.iife.js", "uplot.css": charts / "uPlot.min.css"}
@@ -107,6 +105,7 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
+Handler = Callable[[web.Request], Awaitable[Any]]
 Read = Callable[[Run, Mapping[str, str]], Any]
 Change = Callable[[Run, Mapping[str, Any]], Any]
 READS: dict[str, Read] = {
@@ -125,8 +124,9 @@ COMMANDS: dict[str, Change] = {"explain": explain, "stacks": stacks}
 class Studio:
     """The handlers of one server."""
 
-    def __init__(self, folders: Folders, *, rules: Sequence[Rule], may_run: bool) -> None:
-        """`may_run`: requests may start processes."""
+    def __init__(self, folders: Folders, *, configs: Path, rules: Sequence[Rule], may_run: bool) -> None:
+        """`configs`: folder of configuration files; `may_run`: requests may start processes."""
+        self._configs = configure.Files(configs)
         self.folders, self.indices = folders, Indices()
         self._rules, self._may_run = rules, may_run
         self._files = static_files()
@@ -144,9 +144,21 @@ class Studio:
             "/api/run/{run}/samples": self.samples,
             "/api/run/{run}/sample": self.sample,
             "/api/run/{run}/tokens": self.tokens,
+            "/api/run/{run}/config": self.config,
             **{f"/api/run/{{run}}/{name}": self._reading(read) for name, read in READS.items()},
+            "/api/configure/schema": _asked(configure.schema),
+            "/api/configure/sources": _asked(self._configs.sources),
+            "/api/configure/text": _asked(self._configs.text),
         }
         post = {f"/api/run/{{run}}/{name}": self._changing(change) for name, change in {**CHANGES, **COMMANDS}.items()}
+        post |= {
+            "/api/configure/check": _told(configure.check),
+            "/api/configure/set": _told(configure.set_key),
+            "/api/configure/compare": _told(configure.compare),
+            "/api/configure/save": _told(self._configs.save),
+            "/api/configure/dry-run": self._allowed(_told(self._configs.dry_run)),
+            "/api/configure/start": self._allowed(_told(self._configs.start)),
+        }
         return [
             web.get("/", self.page),
             web.get("/static/{name}", self.static),
@@ -156,16 +168,28 @@ class Studio:
             *(web.post(path, answered(handler)) for path, handler in post.items()),
         ]
 
-    def _reading(self, read: Read) -> Callable[[web.Request], Awaitable[Any]]:
+    def _reading(self, read: Read) -> Handler:
         return lambda request: asyncio.to_thread(read, self._run(request), request.query)
 
-    def _changing(self, change: Change) -> Callable[[web.Request], Awaitable[Any]]:
+    def _changing(self, change: Change) -> Handler:
         async def changing(request: web.Request) -> Any:
-            if change in COMMANDS.values() and not self._may_run:
-                raise NotAllowed("the studio starts nothing; start it with --allow-run, or run the command yourself")
             return await asyncio.to_thread(change, self._run(request), await body_of(request))
 
-        return changing
+        return self._allowed(changing) if change in COMMANDS.values() else changing
+
+    def _allowed(self, handler: Handler) -> Handler:
+        async def allowed(request: web.Request) -> Any:
+            if not self._may_run:
+                raise NotAllowed("the studio starts nothing; start it with --allow-run, or run the command yourself")
+            return await handler(request)
+
+        return allowed
+
+    async def config(self, request: web.Request) -> Any:
+        """Return the configuration that a run was started with."""
+        run = self._run(request)
+        text = (await asyncio.to_thread(run.path(CONFIG).read_bytes)).decode("utf-8", "replace")
+        return {"text": text, "experiment": configure.experiment_of(text), "name": f"{run.logs.name}.yaml"}
 
     async def studio(self, request: web.Request) -> Any:
         """Return what this studio may do."""
@@ -293,7 +317,18 @@ class Studio:
         return await asyncio.to_thread(index.sample, request.query["at"])
 
 
-def answered(handler: Callable[[web.Request], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _asked(read: Callable[[Mapping[str, str]], Any]) -> Handler:
+    return lambda request: asyncio.to_thread(read, request.query)
+
+
+def _told(change: Callable[[Mapping[str, Any]], Any]) -> Handler:
+    async def told(request: web.Request) -> Any:
+        return await asyncio.to_thread(change, await body_of(request))
+
+    return told
+
+
+def answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return a handler that sends what `handler` returns as JSON, and errors of the request as one sentence."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -396,10 +431,17 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def application(
-    folders: Folders, *, host: str, port: int, token: str | None, rules: Sequence[Rule] = RULES, may_run: bool = False
+    folders: Folders,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    configs: Path,
+    rules: Sequence[Rule] = RULES,
+    may_run: bool = False,
 ) -> web.Application:
-    """Return the application of a server. Raises Missing."""
-    studio = Studio(folders, rules=rules, may_run=may_run)
+    """Return the application of a server. Raises ModuleNotFoundError without the extra."""
+    studio = Studio(folders, configs=configs, rules=rules, may_run=may_run)
     app = web.Application(middlewares=[guard(host=host, port=port, token=token)], client_max_size=4 << 20)
     app.add_routes(studio.routes())
 

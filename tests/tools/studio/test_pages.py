@@ -17,7 +17,7 @@ HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title
 def base(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("runs")
     make_run(root, "sums/good")
-    make_run(root, "sums/second", steps=20)
+    make_run(root, "sums/second", steps=20, config={"seed": 1, "staleness": {"max_staleness": 5}})
     make_run(root, "sums/bad", change=lambda step, steps: {"groups/equal": min(1.0, 0.3 + step / steps)})
     make_run(
         root, "sums/hostile", steps=3, answer=lambda step, index: HOSTILE,
@@ -111,3 +111,31 @@ def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:
     wait(page, lambda: page.locator(".samples tbody tr").count() == 1)
     page.locator(".samples tbody tr").first.click()
     wait(page, lambda: page.get_by_role("textbox", name="note").input_value() == "<b>ünsure</b>")
+
+
+def test_the_key_that_differs_between_two_runs_is_found_by_clicks_alone(page: Any, base: str) -> None:
+    page.goto(base)
+    page.get_by_label("choose sums/good").check()
+    page.get_by_label("choose sums/second").check()
+    page.get_by_role("button", name="Compare configurations").click()
+    page.locator("dialog td code").first.wait_for()
+    assert texts(page, "dialog tbody td") == ["staleness.max_staleness", "2", "5"]
+
+
+def test_a_wrong_value_is_marked_at_its_field_and_boxes_follow_the_text(page: Any, base: str) -> None:
+    page.goto(base + "#/configure")
+    page.get_by_label("allocation_mode", exact=True).fill("sglang.d2m2p1+d4m1p1")
+    page.keyboard.press("Tab")
+    page.get_by_label("n_gpus_per_node", exact=True).fill("8")
+    page.keyboard.press("Tab")
+    wait(page, lambda: page.locator(".slot i").count() >= 8)
+    page.get_by_label("search keys").fill("learning rate")
+    rate = page.get_by_label("actor.optimizer.lr", exact=True)
+    rate.fill("-1")
+    page.keyboard.press("Tab")
+    wait(page, lambda: "must be" in page.locator(".key.bad .wrong").first.inner_text())
+    assert "lr: -1" in page.get_by_label("configuration as YAML").input_value()
+    page.get_by_label("search keys").fill("")
+    page.get_by_label("only changed").check()
+    wait(page, lambda: page.locator(".key").count() == 3)
+    assert page.evaluate("document.documentElement.scrollWidth") == 1280

@@ -3,6 +3,7 @@
 import { address, api, h, message, place } from "./ui.js";
 import { runsPage } from "./runs.js";
 import { metricsPage } from "./metrics.js";
+import { configurePage } from "./configure.js";
 import { healthPage } from "./health.js";
 import { samplesPage } from "./samples.js";
 import { timelinePage } from "./timeline.js";
@@ -17,7 +18,7 @@ const RUN_PAGES = {
   processes: ["Processes", processesPage],
   explain: ["Explain", explainPage],
 };
-const PAGES = { "": ["Runs", runsPage] };
+const PAGES = { "": ["Runs", runsPage], configure: ["Configure", configurePage] };
 let leave = null;
 let ordinal = 0;
 let studio = null;

@@ -12,10 +12,15 @@ export async function runsPage({ content, alive }) {
     type: "button", disabled: true,
     onclick: () => { const [first, ...others] = chosen; location.hash = address(["run", first, "metrics"], { with: others.join(",") }); },
   }, "Compare");
-  content.append(h("div", { class: "bar" }, h("h1", {}, "Runs"), h("span", { class: "grow" }), compare), list);
+  const differ = h("button", {
+    type: "button", disabled: true,
+    onclick: () => { const [run, against] = chosen; location.hash = address(["configure"], { run, against }); },
+  }, "Compare configurations");
+  content.append(h("div", { class: "bar" }, h("h1", {}, "Runs"), h("span", { class: "grow" }), differ, compare), list);
 
   const update = () => {
     compare.disabled = chosen.size < 2;
+    differ.disabled = chosen.size !== 2;
     compare.textContent = chosen.size > 1 ? `Compare ${chosen.size} runs` : "Compare: choose two runs";
   };
   const columns = [

@@ -1,0 +1,90 @@
+"""Configurations in the studio: the same keys, checks and places as those of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ruamel.yaml", reason="slipstream[studio] is not installed")
+
+from config_schema.section import all_keys
+from core.config.experiments import EXPERIMENTS
+from tools.studio.configure import Files, check, compare, schema, set_key, values_of
+from tools.studio.folders import NotFound
+
+TEXT = """\
+# my run
+experiment_name: sums   # of digits
+trial_name: first
+allocation_mode: sglang.d2m2p1+d4m1p1
+n_gpus_per_node: 8
+actor:
+  path: /nowhere
+  optimizer: {lr: 1e-6}
+dataset:
+  path: data.jsonl
+"""
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_form_has_every_key_with_its_help(name: str) -> None:
+    keys = [one for group in schema({"experiment": name})["groups"] for one in group["keys"]]
+    named = {key.partition(".NAME.")[0] for key in all_keys(EXPERIMENTS[name])}
+    assert {one["key"] for one in keys} == named
+    assert all(one["help"] for one in keys)
+
+
+def test_problems_have_their_key_and_line_and_the_allocation_is_drawn_all_the_same() -> None:
+    answer = check({"experiment": "ppo-math", "text": TEXT.replace("lr: 1e-6", "lr: -1").replace("trial", "trail")})
+    found = {one["key"]: one["line"] for one in answer["problems"]}
+    assert found["trail_name"] == 3
+    assert found["actor.optimizer.lr"] == 8
+    slots = answer["allocation"]["slots"]
+    assert len(slots) == 8
+    assert slots["0/0"] == ["actor_gen 0"]
+    assert "actor_train 0" in slots["0/4"]
+
+
+def test_a_text_is_checked_without_a_download_and_a_file_beside_it_is_not_needed() -> None:
+    answer = check({"experiment": "ppo-math", "text": TEXT})
+    assert answer["values"]["actor.optimizer.lr"] == "1e-6"
+    assert answer["allocation"]["text"].startswith("sglang.d2m2p1")
+
+
+def test_a_key_is_changed_and_comments_and_order_stay() -> None:
+    changed = set_key({"text": TEXT, "key": "actor.optimizer.lr", "value": "2e-6"})["text"]
+    assert changed == TEXT.replace("1e-6", "2e-6")
+    added = set_key({"text": changed, "key": "ppo.gen.max_new_tokens", "value": "64"})["text"]
+    assert added == changed + "ppo:\n  gen:\n    max_new_tokens: 64\n"
+    assert set_key({"text": added, "key": "ppo.gen.max_new_tokens", "value": None})["text"] == changed
+    assert values_of(set_key({"text": "", "key": "a.b", "value": "[1, x]"})["text"]) == {"a.b": '[1, "x"]'}
+    with pytest.raises(ValueError, match="not YAML"):
+        set_key({"text": TEXT, "key": "actor.path", "value": "[1"})
+
+
+def test_the_key_that_differs_between_two_texts_is_found() -> None:
+    rows = compare({"first": TEXT, "second": TEXT.replace("1e-6", "2e-6")})["rows"]
+    assert rows == [{"key": "actor.optimizer.lr", "first": "1e-6", "second": "2e-6"}]
+
+
+def test_files_are_saved_in_the_folder_alone_and_not_replaced_unasked(tmp_path: Path) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (tmp_path / "secret.yaml").write_text("secret: 1")
+    (folder / "link.yaml").symlink_to(tmp_path / "secret.yaml")
+    files = Files(folder)
+    files.save({"name": "mine.yaml", "text": TEXT})
+    with pytest.raises(ValueError, match="is there already"):
+        files.save({"name": "mine.yaml", "text": ""})
+    files.save({"name": "mine.yaml", "text": TEXT + "seed: 2\n", "replace": True})
+    assert files.text({"of": "file", "name": "mine.yaml"})["text"].endswith("seed: 2\n")
+    for name in ("../out.yaml", "/tmp/out.yaml", "out.sh", ".yaml", "a/b.yaml"):
+        with pytest.raises(ValueError, match="file name"):
+            files.save({"name": name, "text": ""})
+    with pytest.raises((ValueError, OSError)):
+        files.save({"name": "link.yaml", "text": "", "replace": True})
+    assert files.sources({})["files"] == ["mine.yaml"]
+    for name in ("link.yaml", "../secret.yaml"):
+        with pytest.raises(NotFound):
+            files.text({"of": "file", "name": name})
