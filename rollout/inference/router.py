@@ -21,6 +21,8 @@ from tracing import frequent_span
 logger = logging.getLogger(__name__)
 
 _MAX_RETRIES = 3
+_MAX_IDLE_GROUPS = 4096
+"""Conversations between two turns whose generator is remembered."""
 _LONGEST_RETRY_WAIT_SECONDS = 1.0
 _SLOW_SHARE = 0.5
 """A generator with less than this share of the fastest one's tokens a second is called slow."""
@@ -76,7 +78,7 @@ class _Member:
 
 @dataclass
 class _Group:
-    """The generator of a group of requests, while some of them are in flight."""
+    """The generator of a group of requests. The next turns of a conversation go where its prefix is in the cache."""
 
     member: _Member | None
     num_in_flight: int = 0
@@ -109,6 +111,7 @@ class Router:
         for name, generator in generators.items():
             self._add(name, generator)
         self._groups: dict[str, _Group] = {}
+        self._idle_groups: dict[str, _Group] = {}  # without a request at present, the longest idle first
         self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
         self._reported: dict[str, Completion] = {}  # by request id: what partial() has found last
         self._interval = health_interval_seconds
@@ -278,16 +281,23 @@ class Router:
         """Return the request's group, with a generator chosen for it if it is the first; one without a group is its
         own."""
         name = request.group_id or f"request {request.request_id}"
-        if name not in self._groups:
-            self._groups[name] = _Group(self._least_loaded() if self._free() else None)
-        self._groups[name].num_in_flight += 1
-        return self._groups[name]
+        group = self._groups.get(name) or self._idle_groups.pop(name, None)
+        if group is None:
+            group = _Group(self._least_loaded() if self._free() else None)
+        self._groups[name] = group
+        group.num_in_flight += 1
+        return group
 
     def _leave_group(self, request: GenerateRequest) -> None:
         name = request.group_id or f"request {request.request_id}"
         self._groups[name].num_in_flight -= 1
-        if not self._groups[name].num_in_flight:
-            del self._groups[name]
+        if self._groups[name].num_in_flight:
+            return
+        group = self._groups.pop(name)
+        if request.group_id:
+            self._idle_groups[name] = group
+            while len(self._idle_groups) > _MAX_IDLE_GROUPS:
+                del self._idle_groups[next(iter(self._idle_groups))]
 
     def _least_loaded(self) -> _Member:
         free = self._free()

@@ -18,6 +18,9 @@ def read_call(body: Mapping[str, Any]) -> Call:
     if choice not in ("auto", "none"):
         message = f"tool_choice: type {choice!r} is not supported, only auto or none: the policy decides."
         raise CallError(message, param="tool_choice")
+    for name in ("output_format", "output_config"):
+        if body.get(name):
+            raise CallError(f"{name} is not supported: answers are text and calls of tools.", param=name)
     system = body.get("system")
     messages = [{"role": "system", "content": text_of(system, ("text",))}] if system else []
     for message in read(body, "messages", list):

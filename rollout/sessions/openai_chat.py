@@ -8,6 +8,9 @@ from typing import Any
 from rollout.sessions.calls import Answer, Call, CallError
 from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
 
+POLICY = "policy"
+"""Name of the model; other names are aliases of it."""
+
 
 def read_call(body: Mapping[str, Any]) -> Call:
     """Return what a request asks for. Raises CallError."""
@@ -31,9 +34,21 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
         if body.get(name) not in allowed:
             shown = " or ".join(str(value) for value in allowed if value is not None)
             raise CallError(f"{name}={body[name]!r} is not supported, only {shown}: {why}.", param=name)
-    form = body.get("response_format")
-    if isinstance(form, Mapping) and form.get("type", "text") != "text":
-        raise CallError(f"response_format={form['type']!r} is not supported, only text.", param="response_format")
+    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+        if body.get(name):
+            raise CallError(f"{name} is not supported: the policy is sampled as it is trained.", param=name)
+    for name, form in (("response_format", body.get("response_format")), ("text.format", _text_format(body))):
+        if isinstance(form, Mapping) and form.get("type", "text") != "text":
+            raise CallError(f"{name}={form['type']!r} is not supported, only text.", param=name)
+    if body.get("logprobs") and body.get("model", POLICY) != POLICY:
+        message = f"log-probabilities are those of the policy: ask for model={POLICY!r}, not {body['model']!r}."
+        raise CallError(message, param="model")
+
+
+def _text_format(body: Mapping[str, Any]) -> Any:
+    """Return the format that a request of the responses dialect asks for."""
+    text = body.get("text")
+    return text.get("format") if isinstance(text, Mapping) else None
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

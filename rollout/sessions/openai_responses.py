@@ -16,6 +16,9 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 def read_call(body: Mapping[str, Any]) -> Call:
     """Return what a request asks for. Raises CallError."""
     openai_chat.refuse_unsupported(body)
+    for name in ("background", "include"):
+        if body.get(name):
+            raise CallError(f"{name}={body[name]!r} is not supported.", param=name)
     for name in ("previous_response_id", "conversation"):
         if body.get(name) is not None:
             raise CallError(f"{name} is not supported: send the whole conversation as input.", param=name)

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -84,7 +85,10 @@ class SessionServer:
                 return web.json_response({"input_tokens": session.count(call.messages, call.tools)})
         except (CallError, json.JSONDecodeError) as error:
             return _refusal(dialect, error)
-        asked = session.ask(call, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+        if key := request.headers.get("Idempotency-Key"):
+            call = replace(call, name=f"{call.name}/{key}")
+        is_retry = key is not None or request.headers.get("x-stainless-retry-count", "0") != "0"
+        asked = session.ask(call, is_retry=is_retry)
         try:
             respond = self._stream if body.get("stream") else self._respond
             return await respond(request, dialect, body, asked.answer)
@@ -122,9 +126,7 @@ class SessionServer:
         if not response.prepared:
             await response.prepare(request)
         if error is not None:
-            refusal = _as_call_error(error)
-            data = dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
-            await response.write(_event("error", data))
+            await response.write(_event("error", _error_body(dialect, _as_call_error(error))))
         else:
             for event, data in dialect.stream_of(asked.result(), body, created=int(time.time())):
                 await response.write(_event(event, data))
@@ -180,9 +182,13 @@ def _as_call_error(error: BaseException) -> CallError:
     return CallError(f"The policy could not answer: {error}", status=500)
 
 
+def _error_body(dialect: ModuleType, refusal: CallError) -> Any:
+    return dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
+
+
 def _refusal(dialect: ModuleType, error: BaseException) -> web.Response:
     refusal = _as_call_error(error)
-    body = dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
+    body = _error_body(dialect, refusal)
     # What failed here fails again: the clients of both vendors would retry 500.
     return web.json_response(body, status=refusal.status, headers={"x-should-retry": "false"})
 

@@ -15,7 +15,7 @@ from helpers.embedded_models import assert_same, bucket_of, engine_of, make_mode
 from helpers.virtual_clock import run_virtual
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
-from rollout.types import Completion, GenerateRequest, Health
+from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 DEADLINE_SECONDS = 60  # of a test that hangs
 
@@ -87,6 +87,53 @@ def test_groups_stay_together_and_load_is_spread(folder: Path, model: Any) -> No
         homes = [{r.group_id for r in g.seen} for g in generators]
         assert [len(home) for home in homes] == [3, 3, 3]
         assert not homes[0] & homes[1] and not homes[1] & homes[2] and not homes[0] & homes[2]
+        await router.close()
+
+    play(scene())
+
+
+class Turns(Silent):
+    """A generator that ends every answer at once, until it dies."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.is_dead = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self.is_dead:
+            raise ConnectionResetError
+        self.seen.append(request.group_id)
+        await asyncio.sleep(0.01)
+        one = np.zeros(1, np.int32)
+        return Completion(token_ids=one, logprobs=one.astype(np.float32), versions=one, finish_reason="stop")
+
+    async def health(self) -> Health:
+        if self.is_dead:
+            raise ConnectionResetError
+        return Health(version=0, num_running=0, num_waiting=0)
+
+
+def test_the_turns_of_a_conversation_go_where_its_prefix_is_until_that_generator_is_lost() -> None:
+    async def scene() -> None:
+        first, second = generators = [Turns(), Turns()]
+        router = Router(generators)
+
+        async def turn(session: str) -> None:
+            sampling = SamplingParams(max_new_tokens=8)
+            await router.generate(
+                GenerateRequest(request_id=session, group_id=session, prompt_ids=[1], sampling=sampling)
+            )
+
+        for _ in range(3):
+            await asyncio.gather(*(turn(session) for session in "abcd"))
+        for session in "abcd":
+            await turn(session)  # alone: the other generator has less to do
+        homes = [set(g.seen) for g in generators]
+        assert [len(home) for home in homes] == [2, 2] and not homes[0] & homes[1]
+        first.is_dead = True
+        for session in "abcd":
+            await turn(session)
+        assert set(second.seen) == set("abcd")
         await router.close()
 
     play(scene())

@@ -259,6 +259,8 @@ def first_cut(bridge: Bridge, tokens: list[int], stop: list[str]) -> tuple[int, 
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 is not supported"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format='json_object' is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is not supported: the policy is sampled as it is trained."),
+        ({"logprobs": True, "model": "gpt-x"}, "ask for model='policy', not 'gpt-x'"),
         ({"messages": "hi"}, "messages must be of type list, got str."),
         ({"messages": []}, 'messages: "messages" must be a list of messages'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content of type 'image_url'"),
@@ -278,6 +280,43 @@ def test_what_cannot_be_done_is_refused_in_the_format_of_openai(body: dict[str, 
         assert said in answer["error"]["message"]
 
     assert not talk(lambda _: "x", program).requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}},
+            "text.format='json_schema'",
+        ),
+        ("responses", {"include": ["message.output_text.logprobs"]}, "include=['message.output_text.logprobs']"),
+        ("responses", {"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not supported"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: type 'any' is not supported"),
+    ],
+)
+def test_what_the_other_dialects_cannot_do_is_refused(path: str, body: dict[str, Any], said: str) -> None:
+    async def program(p: Program) -> None:
+        given = {"model": "m", "max_tokens": 5, "messages": [user("?")], "input": "?", **body}
+        status, answer = await p.post(path, given)
+        assert status == 400 and said in answer["error"]["message"]
+
+    assert not talk(lambda _: "x", program).requests
+
+
+def test_requests_with_one_idempotency_key_have_one_answer() -> None:
+    count = iter(range(100))
+
+    async def program(p: Program) -> None:
+        body = {"model": "m", "messages": [user("?")], "stream": True}
+        keys = ("a", "a", "b", "a")
+        streams = [await p.post("chat/completions", body, **{"Idempotency-Key": key}) for key in keys]
+        deltas = [[c["choices"][0]["delta"] for _, c in events(text) if c != "[DONE]"] for _, text in streams]
+        assert ["".join(d.get("content", "") for d in of) for of in deltas] == ["0", "0", "1", "0"]
+        assert p.session.num_turns == 2
+
+    talk(lambda _: f"{next(count)}<|im_end|>", program)
 
 
 def test_tokens_of_no_session_unknown_paths_and_failures_of_the_policy_have_their_status() -> None:
