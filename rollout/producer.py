@@ -82,7 +82,7 @@ class RolloutProducer:
         self._limits = limits or GroupLimits()
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
-        self._version = 0
+        self._version = self._num_finished = 0
         self._again: deque[Tags] = deque()  # in flight in the store that this run started with
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,9 +109,19 @@ class RolloutProducer:
         """Start the prompts that weights of `version` allow."""
         if version < self._version:
             raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
-        self._version = version
+        self._version, self._num_finished = version, 0
         self._again.extend(self._experience.adopt())
         self._start_prompts()
+
+    @property
+    def num_finished(self) -> int:
+        """Episodes that have finished since the last set_version()."""
+        return self._num_finished
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no episode is sampled: admission holds the next one back."""
+        return not self._tasks
 
     def check(self) -> None:
         """Raise the error that the store got from fail(), if there is one."""
@@ -256,6 +266,7 @@ class RolloutProducer:
         """Store the group of an episode. Start others: its requests are over, and a dropped group makes room."""
         self._errors.count(failed=False)
         episode = Episode(tags=replace(tags, **summary(group)), trajectories=group)
+        self._num_finished += 1
         self._counts["num_prompts"] += 1
         self._counts["num_trajectories"] += len(group)
         self._counts["num_tokens"] += sum(episode.tags.trained)

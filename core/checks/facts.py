@@ -12,7 +12,6 @@ from config_schema.needs import Reason, Value, as_yaml
 from config_schema.section import Section, all_keys, default_of, fields_by_key, needs_of
 from core.algorithms.build import load_algorithm, own_options
 from core.config.algorithm import AlgorithmSettings
-from core.config.experience import APART
 from core.config.experiments import ExperimentConfig
 from core.config.models import ModelUse
 from core.placement.allocation import resolve_allocation
@@ -84,7 +83,7 @@ class RunFacts:
 
     def _no_evaluation(self, section: str) -> str | None:
         control = self._config.exp_ctrl
-        if self._config.mode in APART:
+        if self._config.mode in ("train", "serve"):
             return f"mode={self._config.mode} does not evaluate"
         if control.eval_at_start or control.evaluates_steps or self._config.mode == "bench":
             return None

@@ -20,7 +20,7 @@ from core.config.runtime import (
     WandBConfig,
 )
 
-Mode = Literal["ray", "local", "both", "explore", "train", "bench"]
+Mode = Literal["ray", "local", "both", "explore", "train", "bench", "serve"]
 DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
 
@@ -55,8 +55,8 @@ class CommonExperimentConfig(Section):
     mode: Mode = key(
         "ray",
         "What a job of ppo-math does. both: sample and train. explore: sample into a store that other jobs share. "
-        "train: train on that store. bench: evaluate models. ray: same as both. local: both, with Ray on "
-        "this machine only",
+        "train: train on that store. bench: evaluate models. serve: answer requests. ray: same as both. "
+        "local: both, with Ray on this machine only",
     )
     n_nodes: int = key(1, "Number of nodes", ge=1)
     n_gpus_per_node: int = key(2, N_GPUS, ge=1)
@@ -109,7 +109,7 @@ class CommonExperimentConfig(Section):
     @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
-        writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench")
+        writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench", "serve")
         return writes and self.exp_ctrl.benchmark_steps is None
 
     def masked(self) -> Self:

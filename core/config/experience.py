@@ -1,6 +1,8 @@
-"""Sections `experience`, `synchronizer` and `bench`: what jobs of other modes than `both` share and do."""
+"""Sections `experience`, `synchronizer`, `serve` and `bench`: what jobs of other modes than `both` share and do."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from config_schema.needs import equals, unlike
 from config_schema.section import Section, key
@@ -8,6 +10,7 @@ from config_schema.section import Section, key
 APART = ("explore", "train")
 """Modes of jobs that share a store."""
 _APART = equals("mode", *APART)
+_SERVES = equals("mode", "serve")
 
 
 class ExperienceConfig(Section):
@@ -55,7 +58,32 @@ class SynchronizerConfig(Section):
         1,
         "Publish weights every N steps, and after the last one; at most staleness.max_staleness + 1",
         ge=1,
-        needs=equals("mode", "train"),
+        needs=_APART,
+    )
+    style: Literal["dynamic_by_trainer", "dynamic_by_explorer", "fixed"] = key(
+        "dynamic_by_trainer",
+        "dynamic_by_trainer: publish every `interval` steps. dynamic_by_explorer: when an explore job has finished the "
+        "prompts of `interval` steps since its last weights, or has nothing to sample. fixed: as dynamic_by_trainer, "
+        "and each version samples the prompts of `interval` steps, `offset` steps ahead",
+        needs=_APART,
+    )
+    offset: int = key(
+        0,
+        "Steps by which explore jobs are ahead; interval + offset is at most staleness.max_staleness + 1",
+        ge=0,
+        needs=_APART & equals("synchronizer.style", "fixed"),
+    )
+
+
+class ServeConfig(Section):
+    """What a serve job answers with, in the dialects of OpenAI and Anthropic."""
+
+    host: str = key("127.0.0.1", "Address to listen on; 0.0.0.0: all", needs=_SERVES)
+    port: int = key(0, "Port to listen on; 0: any free one, see the log", ge=0, le=65535, needs=_SERVES)
+    api_key: str = key("", "Key that clients must send, as ${oc.env:NAME}; empty: any", needs=_SERVES)
+    model: str = key("", "Hugging Face folder of the weights. Empty: actor.path", needs=_SERVES)
+    follow: bool = key(
+        False, "Answer with the newest weights of synchronizer.folder, which a train job publishes", needs=_SERVES
     )
 
 

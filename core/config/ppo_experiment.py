@@ -23,7 +23,7 @@ from core.config.common import (
     too_small_microbatches,
     untrained_model,
 )
-from core.config.experience import APART, BenchConfig, ExperienceConfig, SynchronizerConfig
+from core.config.experience import APART, BenchConfig, ExperienceConfig, ServeConfig, SynchronizerConfig
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     CRITIC,
@@ -86,6 +86,7 @@ class PPOMATHOptions(Section):
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     experience: ExperienceConfig = section(ExperienceConfig, "Where episodes are kept")
     synchronizer: SynchronizerConfig = section(SynchronizerConfig, "Weights between a train job and explore jobs")
+    serve: ServeConfig = section(ServeConfig, "Address and weights of a serve job")
     bench: BenchConfig = section(BenchConfig, "Models that a bench job evaluates")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
     reward: RewardConfig = section(RewardConfig, "Scoring of completions")
@@ -161,12 +162,17 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             yield Violation(
                 ("bench.models", "evaluation.path"), "required with mode=bench: models, and sets to evaluate them on"
             )
-        longest = self.staleness.max_staleness + 1
-        if self.mode == "train" and self.synchronizer.interval > longest:
+        longest, sync = self.staleness.max_staleness + 1, self.synchronizer
+        if apart and sync.interval > longest:
             yield Violation(
                 ("synchronizer.interval", "staleness.max_staleness"),
-                f"interval={self.synchronizer.interval} must be at most max_staleness + 1 = {longest}: older weights "
+                f"interval={sync.interval} must be at most max_staleness + 1 = {longest}: older weights "
                 "could not sample for the next step",
+            )
+        elif apart and sync.style == "fixed" and sync.interval + sync.offset > longest:
+            yield Violation(
+                ("synchronizer.offset", "synchronizer.interval", "staleness.max_staleness"),
+                f"interval + offset = {sync.interval + sync.offset} must be at most max_staleness + 1 = {longest}",
             )
 
     @property
@@ -174,10 +180,18 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return str(Path(self.experience.path).expanduser().absolute()) if self.experience.path else ""
 
     @property
+    def steps_ahead(self) -> int:
+        """How many steps after the version that samples it a prompt may be due."""
+        sync, is_fixed = self.synchronizer, self.mode in APART and self.synchronizer.style == "fixed"
+        return sync.interval + sync.offset - 1 if is_fixed else self.staleness.max_staleness
+
+    @property
     def weights_folder(self) -> str:
         """Folder of the weights that a train job publishes."""
-        given = self.synchronizer.folder
-        return str(Path(given).expanduser().absolute() if given else Path(self.experience_path).parent / "weights")
+        given, store = self.synchronizer.folder, self.experience_path
+        if "://" in store and not given:
+            return ""
+        return str(Path(given).expanduser().absolute() if given else Path(store).parent / "weights")
 
     def _critic_rules(self) -> Iterator[Violation]:
         if not self.critic.path and not self.critic.init_critic_from_actor:

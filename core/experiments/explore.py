@@ -73,6 +73,10 @@ def explore(config: PPOMATHConfig, context: RunContext) -> None:
                 evaluations.look()
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
+                    if config.synchronizer.style == "dynamic_by_explorer" and version is not None:
+                        wanted = config.synchronizer.interval * config.dataset.train_bs_n_seqs
+                        if rollout.has_explored(wanted):
+                            folder.request(version)
                     time.sleep(_LOOK_EVERY_SECONDS)
                     continue
                 if version is None:

@@ -14,6 +14,7 @@ from core.experiments.bench import bench
 from core.experiments.common import wait_facts
 from core.experiments.context import RunContext
 from core.experiments.explore import explore
+from core.experiments.serve import serve
 from core.experiments.workers import (
     TrainerSide,
     build_ppo_engines,
@@ -97,6 +98,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
             VersionFolder(config.weights_folder),
             model_path=config.actor.path,
             interval=config.synchronizer.interval,
+            on_request=config.synchronizer.style == "dynamic_by_explorer",
             last_step=schedule.total_steps,
         )
         _train(config, context, trainer, rollout, weights, schedule, facts)
@@ -110,6 +112,7 @@ MODES: Mapping[str, Callable[[PPOMATHConfig, RunContext], None]] = {
     "train": train,
     "explore": explore,
     "bench": bench,
+    "serve": serve,
 }
 """What a job of each mode runs."""
 

@@ -30,9 +30,9 @@ Fetch = Callable[[Sequence["Ref"]], list[Any]]
 
 
 def open_experience(config: PPOMATHConfig) -> Experience:
-    """Open the store of a run. A bench job keeps no episodes: as the lessee of a shared store it would shut out the
-    trainer."""
-    if config.mode == "bench":
+    """Open the store of a run. Bench and serve jobs keep no episodes: as lessees of a shared store they would shut out
+    the trainer."""
+    if config.mode in ("bench", "serve"):
         return open_store("memory")
     return open_store(config.experience.store, config.experience_path)
 

@@ -100,6 +100,7 @@ class RunData:
             over_age=config.staleness.over_age,
             in_order=config.staleness.in_order,
             dynamic_sampling_limit=algorithm.dynamic_sampling_limit if algorithm.dynamic_sampling else None,
+            steps_ahead=config.steps_ahead,
             num_epochs=config.exp_ctrl.total_train_epochs,
             num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
         )

@@ -23,6 +23,9 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardWorkerError
 from rollout.rewards.pools import RewardPools
+from rollout.sessions.bridge import Bridge
+from rollout.sessions.policy_server import PolicyServer
+from rollout.sessions.session import Limits
 from rollout.trajectory_checks import GroupLimits
 from rollout.workflows import by_task_set, close_workflow, make_workflow
 
@@ -45,6 +48,7 @@ class RolloutService(BatchService):
         self._generators = generators
         self._answers: dict[tuple[str, int, int], Episode] = {}  # of the evaluation of step _answers_of
         self._answers_of: int | None = None
+        self._server: PolicyServer | None = None
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
@@ -233,6 +237,30 @@ class RolloutService(BatchService):
         """Raise what ended the sampling, if anything has."""
         self._producer.check()
 
+    async def has_explored(self, count: int) -> bool:
+        """Return whether `count` prompts have finished since the last version, or there is nothing left to sample."""
+        return self._producer.num_finished >= count or self._producer.is_idle
+
+    async def serve(self) -> str:
+        """Answer requests to the policy until close(); return the address."""
+        config, stop = self._config, self._data.encoder.end_token_ids
+        one = next(iter(config.sets.values()))
+        self._server = PolicyServer(
+            Bridge(self._data.encoder),
+            self.router,
+            limits=Limits(sampling=config.set_sampling(one, stop), context_tokens=config.max_seqlen),
+            host=config.serve.host,
+            port=config.serve.port,
+            api_key=config.serve.api_key,
+            seed=config.seed,
+        )
+        await self._server.start()
+        return self._server.url
+
+    async def follow(self, version: int) -> None:
+        """Note that the generators have the weights of `version`, of a job that samples no prompts."""
+        self.router.set_version(version)
+
     async def wait_lost(self, known: list[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""
         return await self.router.wait_lost(known)
@@ -243,6 +271,8 @@ class RolloutService(BatchService):
 
     async def close(self) -> None:
         """Cancel what runs, and end what workflows have started and the reward workers."""
+        if self._server is not None:
+            await self._server.close()
         await self._producer.__aexit__(None, None, None)
         for workflow in (self._workflow, *self._eval_workflows.values()):
             await close_workflow(workflow)

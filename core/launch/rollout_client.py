@@ -137,6 +137,18 @@ class RolloutClient:
         """Let a generator that evaluated sample for training again; it has the current weights."""
         self._announced.append(self._actor.send(RolloutActor.release_generator, name))
 
+    def has_explored(self, count: int) -> bool:
+        """Return whether so many prompts have finished since the last version, or there is nothing left to sample."""
+        return self._call(RolloutActor.has_explored, count)
+
+    def serve(self) -> str:
+        """Answer requests to the policy over HTTP from now on; return the address."""
+        return self._call(RolloutActor.serve)
+
+    def follow(self, version: int) -> None:
+        """Report the version that the generators of a serve job have."""
+        self._call(RolloutActor.follow, version)
+
     def check(self) -> None:
         """Raise what ended the sampling, if anything has."""
         self._call(RolloutActor.check)

@@ -2,6 +2,7 @@
 
     FOLDER/LATEST              {"version": 12, "where": "FOLDER/version-12-..."}, replaced as a whole
     FOLDER/version-12-.../     a Hugging Face folder
+    FOLDER/WANTED              {"newer_than": 11}: a replica asks for newer weights
     FOLDER/replicas/NAME       the version that a replica holds, and the folders that it needs; touched while it lives
 
 One process publishes. A folder gets its name when it is complete and on the disk, and LATEST names it after that, so a
@@ -26,6 +27,7 @@ from core.runs.paths import sync
 from rollout.inference.versions import Published, ReplicaLost, check_newer
 
 LATEST = "LATEST"
+_WANTED = "WANTED"
 _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
 LEASE_SECONDS = 60.0
 """A replica whose file was not touched for so long is lost."""
@@ -75,6 +77,15 @@ class VersionFolder:
         _replace(self.path / LATEST, {"version": version, "where": where})
         sync(self.path)
         self._remove_unneeded()
+
+    def request(self, newer_than: int) -> None:
+        """Ask the publisher for weights newer than this version."""
+        _replace(self.path / _WANTED, {"newer_than": newer_than})
+
+    def wanted(self) -> bool:
+        """Return whether a replica has asked for newer weights than the latest ones."""
+        found, latest = _read(self.path / _WANTED), self.latest()
+        return found is not None and (latest is None or found["newer_than"] >= latest.version)
 
     def latest(self) -> Published | None:
         """See Versions."""

@@ -20,20 +20,25 @@ class Ranks(Protocol):
 
 
 class Publisher:
-    """Publishes the actor's weights every `interval` steps, and after the last one."""
+    """Publishes the actor's weights every `interval` steps, and after the last one; with `on_request` when a replica
+    asks for newer ones instead."""
 
     def __init__(
-        self, ranks: Ranks, versions: VersionFolder, *, model_path: str, interval: int, last_step: int
-    ) -> None:
+        self, ranks: Ranks, versions: VersionFolder, *, model_path: str, interval: int, last_step: int,
+        on_request: bool = False,
+    ) -> None:  # fmt: skip
         self._ranks, self._versions, self._model_path = ranks, versions, model_path
-        self._interval, self._last_step = interval, last_step
+        self._interval, self._last_step, self._on_request = interval, last_step, on_request
+        self._version: int | None = None
 
     def push(self, version: int) -> PushReport:
         """Publish a version that is due. One that a killed attempt has published already stays as it is: replicas may
         sample with it, and it has the same number of updates."""
-        began = time.perf_counter()
+        began, self._version = time.perf_counter(), version
         latest = self._versions.latest()
         is_due = version % self._interval == 0 or version == self._last_step
+        if self._on_request:
+            is_due = latest is None or version == self._last_step or self._versions.wanted()
         num_bytes = 0
         if is_due and (latest is None or latest.version < version):
             written = self._versions.write(version, self._save)
@@ -51,7 +56,9 @@ class Publisher:
         """Do nothing: the job has no generators."""
 
     def sync_rejoined(self) -> None:
-        """Do nothing: generators of explore jobs read the folder."""
+        """Publish what a replica has asked for; the trainer waits for it then."""
+        if self._on_request and self._version is not None and self._versions.wanted():
+            self.push(self._version)
 
     def close(self) -> None:
         """Do nothing: the folder stays."""

@@ -41,6 +41,7 @@ def make_rules(
     over_age: OverAge = "wait",
     in_order: bool = False,
     dynamic_sampling_limit: int | None = None,
+    steps_ahead: int | None = None,
     num_epochs: int | None = None,
     num_steps: int | None = None,
 ) -> Rules:
@@ -48,8 +49,9 @@ def make_rules(
 
     `over_age`: "wait" selects oldest first; "mask" selects what is finished and masks tokens above the bound.
     `in_order`: a step trains on the prompts of its place in the stream. `dynamic_sampling_limit`: drop groups without
-    spread, up to so many batches of prompts a step; None: keep all. `num_epochs`, `num_steps`: the stream ends at
-    the first of the two; None: no end. Raises ValueError for a value that makes no sense."""
+    spread, up to so many batches of prompts a step; None: keep all. `steps_ahead`: begin prompts of so many steps after
+    the version that samples them; None: as many as `max_staleness` allows. `num_epochs`, `num_steps`: the stream ends
+    at the first of the two; None: no end. Raises ValueError for a value that makes no sense."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     if over_age not in ("wait", "mask"):
@@ -66,7 +68,7 @@ def make_rules(
     selection = "in_order" if in_order else "first_finished" if over_age == "mask" else "oldest_first"
     return Rules(
         schedule=schedule,
-        admission=StalenessAdmission(schedule, max_staleness),
+        admission=StalenessAdmission(schedule, max_staleness if steps_ahead is None else steps_ahead),
         selection=SELECTIONS[selection](schedule, max_staleness),
         spread=spread,
         max_staleness=max_staleness,

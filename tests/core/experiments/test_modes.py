@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -119,3 +122,48 @@ def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..
     found = rows(bench, "metrics.jsonl")
     assert [row["model"] for row in found] == models
     assert {"eval/prompts/accuracy", "eval/few/accuracy", "eval/few/mean_length_tokens"} <= found[0].keys()
+
+
+def test_a_serve_job_answers_behind_one_address_with_the_weights_that_a_train_job_publishes(
+    assets, start: Callable[..., Command], tmp_path: Path
+) -> None:
+    train = start("train", "train", exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 1})
+    serve = start("serve", "serve", serve={"api_key": "secret", "follow": True}, prompt={
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, experience={"path": str(
+        tmp_path / "shared" / "experience.db"), "store": "sqlite"})  # fmt: skip
+    serve.wait_for("Serving version 0 at http://")
+    url = re.search(r"Serving version 0 at (http://\S+)", serve.output())[1]  # type: ignore[index]
+
+    def ask(key: str) -> dict:
+        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3})
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
+        return json.load(urllib.request.urlopen(request, timeout=60))
+
+    answers = [ask("secret") for _ in range(3)]
+    assert all(answer["choices"][0]["message"]["role"] == "assistant" for answer in answers)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask("other")
+    explore = start("explore", "explore", exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 1})
+    assert train.finish() == 0, train.output()[-4000:]
+    assert explore.finish() == 0, explore.output()[-4000:]
+    serve.wait_for("Serving version 2.")
+    assert ask("secret")["choices"]
+
+
+@pytest.mark.parametrize(
+    ("style", "versions"), [("fixed", {0, 2, 4, 6}), ("dynamic_by_explorer", {0, 1, 2, 3, 4, 5, 6})]
+)
+def test_weights_are_published_as_the_style_says_and_the_bound_holds(
+    start: Callable[..., Command], tmp_path: Path, style: str, versions: set[int]
+) -> None:
+    sync = {"interval": 2, "style": style, **({"offset": 1} if style == "fixed" else {})}
+    changes = {"synchronizer": sync, "staleness": {"max_staleness": 2}}
+    train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
+    assert train.finish() == 0, train.output()[-4000:]
+    assert explore.finish() == 0, explore.output()[-4000:]
+    published = {int(v) for v in re.findall(r"Published version (\d+) ", train.output())}
+    assert {0, NUM_STEPS} <= published <= versions and (style != "fixed" or published == versions)
+    with sqlite3.connect(tmp_path / "shared" / "experience.db") as db:
+        ages = list(db.execute("SELECT step - version FROM episodes WHERE fate = 'trained'"))
+    assert len(ages) == NUM_STEPS * BATCH_SIZE and max(age for (age,) in ages) <= 2
