@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.data.rollout_batch import RolloutBatch
+from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.explore.data import DataFacts, RunData
 from core.monitoring.memory import ROLLOUT, peak_gib
 from core.monitoring.sample_file import SampleWriter
 from core.monitoring.samples import Sample
 from core.processes.stacks import forget_modules
-from core.train.leased_batches import LeasedBatches
 from core.train.step_batch import BatchFacts, BatchRequest, Results, Scored, Scoring, StepBatch
 from rollout.data.source import DatasetError
 from rollout.experience import Experience, Lessee, open_store
+from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -61,19 +63,17 @@ class BatchService:
             lambda tokens: str(data.tokenizer.decode(tokens)),
             {prompt.query_id: " or ".join(prompt.answers) for prompt in data.prompts.prompts},
         )
-        self._leased = LeasedBatches(
-            Lessee(
-                self._experience,
-                self._rules,
-                name=lessee,
-                until_saved=config.experience.is_durable and config.recovers,
-                keep_steps=config.experience.keep_steps,
-                timeout_seconds=config.experience.max_read_timeout,
-                right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
-            ),
-            self._samples,
-            data.demonstrations(),
+        self._lessee = Lessee(
+            self._experience,
+            self._rules,
+            name=lessee,
+            until_saved=config.experience.is_durable and config.recovers,
+            keep_steps=config.experience.keep_steps,
+            timeout_seconds=config.experience.max_read_timeout,
+            right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
         )
+        self._demonstrations = data.demonstrations()
+        self._unwritten: tuple[list[list[Trajectory]], list[str], int] | None = None  # groups, ids and step
         forget_modules()
         return data.facts()
 
@@ -86,8 +86,12 @@ class BatchService:
         await self.set_version(version)
 
     def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
+        batches = state.get("batches", {})
+        self._lessee.load_state_dict(batches)
+        before = batches.get("demonstrations")
         try:
-            self._leased.load_state_dict(state.get("batches", {}))
+            if self._demonstrations is not None and before is not None:
+                self._demonstrations.check_continues(before)
         except DatasetError as change:
             if not ignore_changes:
                 raise
@@ -108,8 +112,18 @@ class BatchService:
         """Return the next batch, packed, and the figures of the lease, the workflow and the rewards, when the samples
         of the last one are in their file. Raises OSError where samples could not be written, and what ended the
         sampling."""
-        batch = await self._leased.take(version)
-        figures = self._leased.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
+        await self._samples.written()
+        assert self._unwritten is None, "write_samples() comes before the next take()"
+        episodes = await self._lessee.take(version)
+        groups, ids = [], []
+        for id, members in groupby(episodes, key=lambda episode: episode.tags.group_id):
+            ids.append(id)
+            groups.append([trajectory for episode in members for trajectory in episode.trajectories])
+        batch = await asyncio.to_thread(pack_trajectories, groups, ids)
+        if self._demonstrations is not None:
+            batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
+        self._unwritten = groups, ids, version + 1
+        figures = self._lessee.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
         return batch, self._figures(version) | figures | batch.reward_figures(self._config.reward.threshold)
 
     def _figures(self, version: int) -> dict[str, float]:
@@ -132,27 +146,36 @@ class BatchService:
     async def write_samples(self) -> None:
         """Start writing the samples of the batch that was taken last. Call once after each take(), which runs before
         the evaluation of the previous step."""
-        await self._leased.write_samples()
+        assert self._unwritten is not None, "take() comes first"
+        (groups, ids, step), self._unwritten = self._unwritten, None
+        await self._samples.write(groups, ids, step=step)
 
     async def set_version(self, version: int) -> None:
         """Count the steps before `version` as trained."""
         self._version = version
-        self._leased.trained(version)
+        self._lessee.trained(version)
 
     async def samples(self) -> list[Sample]:
         """Return the best, worst and longest answer of the last batch that was written."""
-        return await self._leased.notable()
+        return await self._samples.notable()
 
     async def state_dict(self) -> dict[str, Any]:
         """Return the state that `begin` needs. The samples that write_samples() was called for are in their file then.
         Not to be called between take(i + 1) and set_version(i + 1)."""
-        batches = await self._leased.state_dict()
+        batches = await self._batches_state()
         stream = {"settings": dict(self._rules.settings), "dataset": self._data.prompts.state_dict()}
         return {"producer": stream | {"version": self._version}, "batches": batches}
+
+    async def _batches_state(self) -> dict[str, Any]:
+        """Return what the store does not hold. The samples that write_samples() was called for are in their file
+        then."""
+        await self._samples.written()
+        demonstrations = self._demonstrations.state_dict() if self._demonstrations is not None else None
+        return {**self._lessee.state_dict(), "demonstrations": demonstrations}
 
     async def close(self) -> None:
         """Count what was trained as trained for good, end the writing of samples, and leave the store to another
         trainer."""
-        self._leased.end()
+        self._lessee.end()
         await self._samples.close()
         self._experience.close()

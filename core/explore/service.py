@@ -165,7 +165,7 @@ class RolloutService(BatchService):
     async def state_dict(self) -> dict[str, Any]:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
         cursor. See BatchService."""
-        batches = await self._leased.state_dict()
+        batches = await self._batches_state()
         await self._producer.record_partial()
         # From here on nothing is awaited: the store and the rest are of one moment.
         answers = [(*key, asdict(replace(episode, outcomes=()))) for key, episode in self._answers.items()]
