@@ -50,7 +50,6 @@ from core.processes.supervise import (
     FAILED,
     INTERRUPTED,
     Attempt,
-    has_working_folder,
     run_attempts,
 )
 from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
@@ -88,8 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    if argv is None:  # the locale may be C and the words UTF-8
-        argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in sys.argv[1:]]
     arguments, unknown = _parser().parse_known_intermixed_args(argv)
     if unknown:
         name = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
@@ -102,8 +99,6 @@ def _main(argv: Sequence[str] | None) -> int:
         refuse_while_importing()
     except RuntimeError as error:
         return _refuse(str(error))
-    if not has_working_folder():
-        return _refuse("the working folder does not exist any more; change to another one and start again")
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     if arguments.help:
         model = EXPERIMENTS.get(arguments.experiment)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import netrc
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -18,17 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
-
 from allocation import AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import Problem
-from core.config.runtime import NOT_IN_A_RUN
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import connection_error, joined_cluster
 from core.processes.temporary import unusable_temporary
 from core.runs.paths import RunPaths
-from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import python_path
@@ -36,30 +31,6 @@ from rollout.plugins import python_path
 Check = Callable[[Any], Iterator[Problem]]
 """(configuration) -> its problems. Some checks are for runs with generators alone."""
 _ANSWER_SECONDS = 60.0
-_FEWEST_FILES = 512
-_SHORTEST_TOKENS = 32
-"""Room of one request in the embedded generator, at least."""
-
-
-def _running(config: PPOMATHConfig) -> Iterator[Problem]:
-    """Yield a number of requests whose keys and values do not fit into the memory of this machine, each of the shortest
-    length; of generators on the CPU, which run here."""
-    if _gpus_of_own_ray(config) or joined_cluster(config):
-        return
-    try:
-        model = read_model_folder(config.actor.path, weights=False, tokenizer=False)
-    except ModelFolderError:
-        return  # reported with the model
-    per_token = 8 * model.num_layers * model.num_kv_heads * model.head_dim  # key and value, float32
-    most, running = psutil.virtual_memory().total, config.generator.max_running
-    gib = running * per_token * _SHORTEST_TOKENS / 2**30
-    if gib * 2**30 > most:
-        fits = most // (per_token * _SHORTEST_TOKENS)
-        message = (
-            f"{running} requests of {_SHORTEST_TOKENS} tokens need {gib:,.0f} GiB for keys and values, this machine "
-            f"has {most / 2**30:.0f} GiB; write at most {fits}"
-        )
-        yield Problem(key="generator.max_running", message=message)
 
 
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
@@ -139,30 +110,6 @@ def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
     except AllocationError:
         return []  # reported with the configuration
     return sorted({slot.gpu for slot in allocation.gpu_slots})
-
-
-def _tracing(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield variables of this shell that processes of the run would inherit, as `_tracing` of the rules those of
-    external_configs.envs."""
-    for name, why in NOT_IN_A_RUN.items():
-        if (value := os.environ.get(name, "")) not in ("", "0"):
-            message = f"{value!r} in the environment of this command has no use in a run: {why}; run `unset {name}`"
-            yield Problem(key=name, message=message)
-
-
-def _limits(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield limits of this shell that Ray's processes cannot live with. They end without a message."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < _FEWEST_FILES:
-        message = f"{files} open files per process; Ray and torch need at least {_FEWEST_FILES}: run `ulimit -n 65536`"
-        yield Problem(key="ulimit -n", message=message)
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size != resource.RLIM_INFINITY and size < psutil.virtual_memory().total:
-        message = (
-            f"files of at most {size / 2**20:,.0f} MiB; Ray's object store is one file, of up to a third of the memory "
-            "of this machine: run `ulimit -f unlimited`"
-        )
-        yield Problem(key="ulimit -f", message=message)
 
 
 def _port(config: ExperimentConfig) -> Iterator[Problem]:
@@ -247,11 +194,9 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
 def host_checks(config: ExperimentConfig, *, connections: bool, nodes: bool) -> tuple[Check, ...]:
     """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
-    generators = not config.TRAINER_ONLY
-    own = (_running,) if generators else ()
-    looks = (_connection, *((_software,) if generators else ())) if connections else ()
+    looks = (_connection, *(() if config.TRAINER_ONLY else (_software,))) if connections else ()
     looks += (_nodes,) if nodes else ()
-    return (*own, _monitors, _fileroot, _temporary, _ray, _tracing, _limits, _port, _gpus, *looks)
+    return (_monitors, _fileroot, _temporary, _ray, _port, _gpus, *looks)
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

@@ -27,10 +27,8 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
-from rollout.data.prompts import by_column
 from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
-from rollout.data.task_sets import load_curriculum
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward, split_spec
@@ -151,6 +149,8 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
         judged = config.reward.spec if one is None or one.reward is None else one.reward
         rows = scan_rows(source, solved="math" in (name for _, name in split_spec(judged)))
         if isinstance(one, TaskSetConfig) and ":" not in one.curriculum and one.curriculum:
+            from rollout.data.prompts import by_column  # imports numpy
+
             by_column(rows, one.curriculum, source.path)
         chats.update(row.messages is not None for row in rows)
         if not trained:
@@ -255,10 +255,14 @@ def _sets(config: PPOMATHConfig) -> dict[str, Set]:
 
 
 def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
-    for name, one in config.task_sets.items():
+    own = {name: one for name, one in config.task_sets.items() if ":" in one.curriculum}
+    if not own:
+        return
+    from rollout.data.task_sets import load_curriculum  # imports numpy
+
+    for name, one in own.items():
         try:
-            if ":" in one.curriculum:
-                load_curriculum(one.curriculum)
+            load_curriculum(one.curriculum)
         except PluginError as error:
             yield Problem(key=f"task_sets.{name}.curriculum", message=str(error))
 

@@ -58,15 +58,6 @@ _EVALUATES = (
 _SAVES_MODELS = _SAVES & unlike("exp_ctrl.save_hf_checkpoint", "never")
 
 
-_DEBUGGED = "a process that waits in a debugger exceeds its deadline; debug workflow and reward by themselves"
-NOT_IN_A_RUN = {
-    "RAY_PROFILING": "Ray keeps no events of tasks in a run; `python -m tools.timeline` draws what each process did",
-    "RAY_DEBUG": _DEBUGGED,
-    "RAY_DEBUG_POST_MORTEM": _DEBUGGED,
-}
-"""Variables of Ray that a run refuses, and why."""
-
-
 class ExperimentSaveEvalControl(Section):
     """Length of the run, and how often it saves, checkpoints and evaluates: at the first frequency that is due, and
     after the last step if any frequency is set."""
@@ -381,11 +372,6 @@ class ExternalConfigs(Section):
 
     cluster_config: ClusterConfig = section(ClusterConfig, "Output folder")
     envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
-
-    def rules(self, at: str) -> Iterator[Violation]:
-        for name, why in NOT_IN_A_RUN.items():
-            if name in self.envs:
-                yield Violation((f"{at}envs",), f"{name} cannot be set: {why}; leave it out")
 
     def masked(self) -> ExternalConfigs:
         """Return the same, to be shown: *** for secrets."""

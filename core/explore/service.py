@@ -135,7 +135,7 @@ class RolloutService(BatchService):
             return
         try:
             self._producer.load_state_dict(state["producer"])
-            self._experience.load_state_dict(state.get("experience", {}))  # an earlier release has none
+            self._experience.load_state_dict(state["experience"])
         except (ValueError, DatasetError) as change:
             if not ignore_changes:
                 raise

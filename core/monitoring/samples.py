@@ -77,8 +77,6 @@ class Sample:
     def from_row(cls, row: Mapping[str, Any]) -> Sample:
         """Return the inverse of to_row(), of a row with its step. Raises TypeError for a row of another file."""
         turns = tuple(Turn(**turn) for turn in row.get("turns", ()))
-        row = {"episode": str(row.get("position", "")), **row}  # earlier releases write its position in the stream
-        row.pop("position", None)
         return cls(**{**row, "notable": tuple(row.get("notable", ())), "turns": turns})
 
 

@@ -36,7 +36,7 @@ from tracing import add_span
 
 logger = logging.getLogger(__name__)
 
-_ROLLOUT, _PICKLED_ROLLOUT = "rollout", "rollout.pkl"
+_ROLLOUT = "rollout"
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 _LOOK_EVERY_SECONDS = 0.2
@@ -96,7 +96,8 @@ class RecoverStore:
         for path in reversed(recover_checkpoints(self._folder)):
             try:
                 verify(path)
-                _read_all(path)
+                _read_run(path)
+                _read_rollout(path)
                 return path
             except (DamagedError, RecoverError, OSError) as error:
                 self._invalid.add(path)
@@ -250,9 +251,7 @@ class RecoverStore:
         checkpoint can run code.
 
         Whether the configuration may have changed was decided before (core/checks/resumption.py). Raises RecoverError
-        where an earlier release wrote it."""
-        if (checkpoint / _PICKLED_ROLLOUT).exists():
-            raise RecoverError(_earlier_format(checkpoint))
+        where a file has another content than a run writes."""
         identity, state = _read_run(checkpoint)
         changes = self._identity.changes_since(identity)
         if "algorithm" in changes:
@@ -260,14 +259,6 @@ class RecoverStore:
             state = replace(state, extra={key: value for key, value in state.extra.items() if key != "algorithm"})
         rollout_state = _read_rollout(checkpoint)
         return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes.values()))
-
-
-def _read_all(checkpoint: Path) -> None:
-    """Raise RecoverError or OSError where a checkpoint holds another content than a run writes. load() has its own
-    message for those of earlier releases."""
-    if not (checkpoint / _PICKLED_ROLLOUT).exists():
-        _read_run(checkpoint)
-        _read_rollout(checkpoint)
 
 
 def _read_rollout(checkpoint: Path) -> object:
@@ -286,11 +277,3 @@ def _read_run(checkpoint: Path) -> tuple[RunIdentity, RunState]:
             f"{checkpoint / 'run.json'}: not what a run writes ({error!r}); remove its folder to continue from the "
             "checkpoint before it"
         ) from error
-
-
-def _earlier_format(checkpoint: Path) -> str:
-    return (
-        f"{checkpoint}: an earlier release wrote this checkpoint; its {_PICKLED_ROLLOUT} is a pickle, which can run "
-        "code, and is not read. Continue with the release that wrote it; or start a new trial_name from its weights: "
-        f"python -m tools.convert --checkpoint_path {checkpoint} --output_path FOLDER, then actor.path=FOLDER"
-    )

@@ -41,7 +41,7 @@ class RunIdentity:
     n_nodes: int
     algorithm: str = ""
     """Algorithms of the same value continue each other's state: "preset", or the import path of one. Empty where there
-    is no such state, and in checkpoints of earlier releases."""
+    is no such state."""
 
     def changes_since(self, before: RunIdentity) -> dict[str, str]:
         """Return {field: what it is now and was before} of the fields that differ."""

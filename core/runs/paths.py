@@ -82,9 +82,6 @@ def private_files(paths: RunPaths) -> Iterator[None]:
         folder.parents[2].mkdir(parents=True, exist_ok=True)
     before = os.umask(PRIVATE)
     try:
-        for folder in (paths.logs, paths.recover):  # of an earlier release
-            if folder.is_dir():
-                folder.chmod(0o700)
         yield
     finally:
         os.umask(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -127,20 +126,6 @@ def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:
     loaded = load_config("ppo-math", write_run(tmp_path), SERVERS)
     (problem,) = run_checks(loaded)
     assert problem.of_host and problem.key == "allocation_mode"
-
-
-@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"])
-def test_variables_for_tracing_in_the_shell_are_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path = write_run(tmp_path)
-    monkeypatch.setenv(name, "0")
-    loaded = load_config("ppo-math", path)
-    assert run_checks(loaded) == []
-    monkeypatch.setenv(name, "legacy")
-    (problem,) = run_checks(loaded)
-    assert problem.key == name and problem.of_host
-    assert re.search(rf"'legacy' in the environment .*; run `unset {name}`", str(problem))
 
 
 @pytest.mark.parametrize(
@@ -406,18 +391,6 @@ def test_a_data_set_that_may_be_that_of_the_checkpoint_is_left_to_the_run(assets
     assert dry_run(path, *auto) == 0
     data.write_text(rows + json.dumps({**long, "prompt": "9" * 70}) + "\n")
     assert dry_run(path, *auto) == 0
-
-
-def test_limits_of_the_shell_that_end_ray_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {resource.RLIMIT_NOFILE: (64, 64), resource.RLIMIT_FSIZE: (2_048_000, 2_048_000)}
-    monkeypatch.setattr(resource, "getrlimit", lambda name: limits[name])
-    loaded = load_config("ppo-math", write_run(tmp_path))
-    found = [str(problem) for problem in run_checks(loaded)]
-    assert [text.split(": ")[0] for text in found] == ["ulimit -n", "ulimit -f"]
-    assert "64 open files per process" in found[0] and "`ulimit -n 65536`" in found[0]
-    assert "files of at most 2 MiB" in found[1] and "`ulimit -f unlimited`" in found[1]
-    limits |= {resource.RLIMIT_NOFILE: (1024, 1024), resource.RLIMIT_FSIZE: (2**50, 2**50)}
-    assert run_checks(loaded) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

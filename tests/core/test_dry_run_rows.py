@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -220,14 +217,6 @@ def test_a_chat_template_that_cannot_be_read_is_blamed_on_its_key(dry_run: DryRu
     write(dry_run.data, ROWS[dry_run.experiment])
     _, error = dry_run("prompt.chat_template=none.jinja", code=2)
     assert "prompt.chat_template: none.jinja: cannot read the chat template" in error and "train_path" not in error
-
-
-def test_an_override_may_be_utf_8_where_the_locale_is_c(sft: DryRun) -> None:
-    write(sft.data, ANSWERS)
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "core.quickstart", "sft", *sft.words, "prompt.system=nö", "--dry-run"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_problem_and_no_traceback(dry_run: DryRun, tmp_path: Path, assets) -> None:

@@ -239,15 +239,6 @@ def test_the_tutorials_file_needs_only_its_folders(
     assert "nodes 0-7: 0-7" in out
 
 
-def test_a_working_folder_that_was_removed_is_an_error_of_its_own(tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -m core.quickstart ppo-math --dry-run"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: the working folder does not exist any more")
-
-
 def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 from core.checks.facts import unused_keys
 from core.checks.rules import config_warnings, load_config
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.parsing.problems import ConfigError
 from core.experiments import workers
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
@@ -234,9 +233,3 @@ def test_ipo_smooths_no_labels(tmp_path: Path) -> None:
     assert not reported(config)
     config = load_config("dpo", path, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"]).config
     assert reported(config) == {"dpo.label_smoothing": "dpo.loss=ipo"}
-
-
-@pytest.mark.parametrize("name", ["RAY_PROFILING", "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"])
-def test_variables_for_tracing_that_cannot_work_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"external_configs.envs: {name} cannot be set: .*; leave it out"):
-        load(tmp_path, f"external_configs.envs.{name}=1")

@@ -82,7 +82,7 @@ def header(dtype: str) -> bytes:
     return len(text).to_bytes(2, "little") + text
 
 
-@pytest.mark.parametrize("name", ["run.json", "rollout.json", "rollout.npz", "objects in rollout.npz", "rollout.pkl"])
+@pytest.mark.parametrize("name", ["run.json", "rollout.json", "rollout.npz", "objects in rollout.npz"])
 def test_no_file_of_the_driver_or_the_rollout_runs_code(tmp_path: Path, name: str) -> None:
     store = RecoverStore(tmp_path / "recover", IDENTITY)
     state = {"cursor": 7, "token_ids": np.arange(3, dtype=np.int32)}
@@ -180,13 +180,3 @@ def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: obje
     (tmp_path / "run.json").write_text(json.dumps({"identity": identity, "state": {"step": step, "version": 0}}))
     with pytest.raises(ValueError, match="step=.* is no number of steps"):
         read_run(tmp_path)
-
-
-def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_ways_to_go_on(tmp_path: Path) -> None:
-    (tmp_path / "globalstep2").mkdir()
-    (tmp_path / "globalstep2" / "rollout.pkl").write_bytes(pickle.dumps({"cursor": 7}))
-    with pytest.raises(RecoverError) as error:
-        RecoverStore(tmp_path, IDENTITY).load(tmp_path / "globalstep2")
-    convert = f"python -m tools.convert --checkpoint_path {tmp_path / 'globalstep2'} --output_path FOLDER"
-    for part in ("an earlier release", "is a pickle, which can run code", convert, "actor.path=FOLDER"):
-        assert part in str(error.value)
