@@ -43,6 +43,8 @@ class Screen:
         self._first_reward: float | None = None
         self._last_reward: float | None = None
         self._rows = 0
+        self._evaluated: list[Text] = []
+        """Lines about evaluations of the step whose row comes next."""
 
     @property
     def width(self) -> int:
@@ -88,6 +90,7 @@ class Screen:
     def close(self) -> None:
         """End what moves on the terminal."""
         self.end_phase()
+        self._show_evaluations()
         if self._progress is not None:
             self._progress.stop()
 
@@ -105,14 +108,21 @@ class Screen:
             self.print(self._table.header())
         self._rows += 1
         self.print(self._table.line(step, row))
+        self._show_evaluations()
         with suppress(KeyError):
             self._last_reward = number(row, "reward/mean")
             self._first_reward = self._last_reward if self._first_reward is None else self._first_reward
 
     def evaluation(self, step: int, figures: Row) -> None:
-        """Show the figures of an evaluation after `step` steps."""
+        """Show the figures of an evaluation after `step` steps, below the row of that step."""
         said = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in figures.items())
-        self.print(Text(f"{'eval':>11}  {said}", style="magenta"))
+        self._evaluated.append(Text(f"{'eval':>11}  {said}", style="magenta"))
+        if step == 0:
+            self._show_evaluations()
+
+    def _show_evaluations(self) -> None:
+        self.print(*self._evaluated)
+        self._evaluated.clear()
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Show the best and the worst answer of a step, with the right one; one of them where they are equal."""

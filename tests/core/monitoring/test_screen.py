@@ -149,3 +149,20 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_gone(tmp_path: Path) ->
     command = f"{shlex.join([sys.executable, '-c', script, str(ended)])} | head -1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert shown.stdout == "line 0\n" and ended.exists(), shown.stderr
+
+
+def test_an_evaluation_is_below_the_row_of_its_step() -> None:
+    shown, file = screen()
+    shown.open(total_steps=2, done_steps=0)
+    shown.evaluation(0, {"eval/accuracy": 0.5})
+    shown.evaluation(1, {"eval/accuracy": 0.75})
+    shown.step(1, ROW, "")
+    shown.evaluation(2, {"eval/accuracy": 1.0})
+    shown.close()
+    lines = [line.split()[:3] for line in file.getvalue().splitlines()]
+    assert [line for line in lines if line[0] != "step"] == [
+        ["eval", "accuracy", "0.5"],
+        ["1/2", "0.361", "±0.21"],
+        ["eval", "accuracy", "0.75"],
+        ["eval", "accuracy", "1"],
+    ]
