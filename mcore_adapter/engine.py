@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.host_copy import HostCopy
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import ModelOutput, PackedBatch
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
 from mcore_adapter.data.planner import BatchShard, Microbatch, PassLimits, Planner, attention_cost, weighed, whole
 from mcore_adapter.data.routing_inputs import check_routed_experts
@@ -33,7 +33,7 @@ from mcore_adapter.memory.auto import AutoRecompute, Peak
 from mcore_adapter.memory.host_weights import HostWeights
 from mcore_adapter.memory.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
 from mcore_adapter.memory.recompute import warn_of_kept_products
-from mcore_adapter.models.forward import ModelOutput, lm_output, run_schedule, value_output
+from mcore_adapter.models.forward import lm_output, run_schedule, value_output
 from mcore_adapter.models.gpt import FP8_ROWS, build_model, lm_head_weight
 from mcore_adapter.models.kernels import computed_by
 from mcore_adapter.models.router import Balance, finish_update, forget_counts
@@ -345,7 +345,7 @@ class MegatronEngine:
 
     def begin_save(self, path: str | Path) -> None:
         """Save as save(), but return when everything is copied to host memory, and write it in the background;
-        checkpoint_outcome.wait_for_outcome(path) waits for the end, which must precede the next save."""
+        outcome.wait_for_outcome(path) waits for the end, which must precede the next save."""
         self._finish_param_gather()
         copy_checkpoint(
             path, self._model, self._optimizer, self._host_copy, **self._save_options()

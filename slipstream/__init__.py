@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
     from core.config.parsing.problems import ConfigError as ConfigError
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
+    from mcore_adapter.data.batch import ModelOutput as ModelOutput
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.sequences import sequence_mean as sequence_mean
-    from mcore_adapter.models.forward import ModelOutput as ModelOutput
     from rollout.journal import recorded as recorded
     from rollout.sandbox.pool import Ran as Ran
     from rollout.sandbox.pool import run_python as run_python
@@ -67,7 +67,7 @@ _HOME = {
     "AlgorithmSettings": "core.config.algorithm",
     **dict.fromkeys(("Section", "key"), "config_schema.section"),
     "read_options": "core.algorithms.build",
-    "ModelOutput": "mcore_adapter.models.forward",
+    "ModelOutput": "mcore_adapter.data.batch",
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",

@@ -18,7 +18,7 @@ from mcore_adapter.data.sequences import Sequences, token_mean
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.models.forward import ModelOutput
+    from mcore_adapter.data.batch import ModelOutput
 
 Metrics = dict[str, Tensor]
 Pass = Literal["old_logprobs", "ref_logprobs", "values"]

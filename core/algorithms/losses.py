@@ -20,8 +20,8 @@ from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.sequences import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
+    from mcore_adapter.data.batch import ModelOutput
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.engine import ModelOutput
 
 
 def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:

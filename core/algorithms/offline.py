@@ -26,9 +26,8 @@ from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.sequences import sequence_mean
 
 if TYPE_CHECKING:
-    from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.data.batch import ModelOutput, PackedBatch
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.models.forward import ModelOutput
 
 
 class SFT(Objective):

@@ -32,9 +32,8 @@ from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.data.batch import ModelOutput, PackedBatch
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.models.forward import ModelOutput
 
 
 class PolicyGradient(Algorithm):

@@ -16,9 +16,8 @@ from core.runs.paths import step_file
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import PackedBatch
+    from mcore_adapter.data.batch import ModelOutput, PackedBatch
     from mcore_adapter.data.sequences import Sequences
-    from mcore_adapter.models.forward import ModelOutput
 
 
 class SavedSteps(Algorithm):

@@ -26,9 +26,8 @@ from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.train.due import schedule_from_control
 from core.trainer import EngineRef
-from mcore_adapter.data.batch import sequence_of_token
+from mcore_adapter.data.batch import ModelOutput, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
-from mcore_adapter.models.forward import ModelOutput
 from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 

@@ -19,7 +19,7 @@ from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import Trainer, WeightPush
 from core.weight_sync.sender_plan import SenderSettings
-from mcore_adapter.checkpoint.files import wait_for_outcome
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings
 from rollout.inference.registry import BACKENDS, choose_transport

@@ -21,7 +21,7 @@ from torch import Tensor
 from core.weight_sync.calls import PushError
 from core.weight_sync.sender_plan import SenderSettings, SendReport
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
-from mcore_adapter.hf.saving import dtype_of
+from mcore_adapter.hf.safetensors_folder import dtype_of
 from model_specs.block_fp8 import SCALE
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import WeightEndpoint

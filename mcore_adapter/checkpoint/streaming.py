@@ -33,8 +33,9 @@ from mcore_adapter.hf.safetensors_folder import (
     SafetensorsFolder,
     ShardWriter,
     copy_tokenizer,
+    dtype_of,
 )
-from mcore_adapter.hf.saving import dtype_of, hf_config_json, tensor_specs, write_config
+from mcore_adapter.hf.saving import hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, outer_table
 from mcore_adapter.models.gpt import check_layout
 from mcore_adapter.parallel import ParallelState

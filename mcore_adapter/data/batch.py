@@ -85,3 +85,12 @@ class PackedBatch:
             loss_mask=self.loss_mask,
             fields={**self.fields, **fields},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """Per-token results of one microbatch; entry t refers to token t, and is 0 where loss_mask is False."""
+
+    logprobs: Tensor | None = None  # [t] float32
+    entropy: Tensor | None = None  # [t] float32
+    values: Tensor | None = None  # [t] float32

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model_specs.model_folder import ModelFolderError, tokenizer_files
+from model_specs.tensors import CORRECTION_BIAS
 from model_specs.weight_files import INDEX_FILE, SINGLE_FILE, WeightsError, stored_tensors
 
 _SLAB_ELEMENTS = 4 << 20  # converted and written at a time
@@ -306,3 +307,8 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         raise OSError(str(error)) from None
     for path in found:
         shutil.copyfile(path, target / path.name)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the format in which a tensor of a model of `dtype` is written and sent."""
+    return torch.float32 if name.endswith(CORRECTION_BIAS) else dtype

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from mcore_adapter.hf.exporting import iter_hf_weights
 from mcore_adapter.hf.loading import Shapes, unwrap
-from mcore_adapter.hf.safetensors_folder import ShardWriter, TensorSpec, copy_tokenizer, replacing_folder
+from mcore_adapter.hf.safetensors_folder import ShardWriter, TensorSpec, copy_tokenizer, dtype_of, replacing_folder
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.parallel import ParallelState
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
-from model_specs.tensors import CORRECTION_BIAS, hf_shapes
+from model_specs.tensors import hf_shapes
 from model_specs.weight_files import WeightsError
 
 
@@ -68,11 +68,6 @@ def _write(
             writer.finish()
         finally:
             writer.close()
-
-
-def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the format in which a tensor of a model of `dtype` is written and sent."""
-    return torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
 
 
 def tensor_specs(shapes: Shapes, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -7,7 +7,6 @@ Invariant: the LM head and the value head are evaluated at trained tokens only (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,17 +18,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.models.logprobs import linear_logprobs
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOutput:
-    """Per-token results of one microbatch; entry t refers to token t, and is 0 where loss_mask is False."""
-
-    logprobs: Tensor | None = None  # [t] float32
-    entropy: Tensor | None = None  # [t] float32
-    values: Tensor | None = None  # [t] float32
 
 
 def lm_output(

@@ -261,3 +261,13 @@ def test_a_folder_for_temporary_files_that_does_not_exist_is_an_error(
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     done = run("ppo-math", "--config", str(write_run(tmp_path)), "--preflight")
     assert done.returncode == 2 and "RAY_TMPDIR: no folder for temporary files: " in done.stderr
+
+
+def test_the_driver_of_a_run_imports_torch_and_ray_but_not_megatron() -> None:
+    script = (
+        "import sys, core.experiments.ppo, core.experiments.sft\n"
+        "heavy = {'megatron', 'transformers', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = run("-c", script, module="")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -328,7 +328,7 @@ def _trajectory(answer: Answer) -> Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Output:
-    """As mcore_adapter's ModelOutput, which needs Megatron to import."""
+    """As mcore_adapter's ModelOutput."""
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None

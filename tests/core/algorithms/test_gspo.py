@@ -9,8 +9,8 @@ import torch
 from core.algorithms.advantages import centred
 from core.algorithms.losses import policy_loss
 from helpers.batches import algorithm, batch_of, by_answer, settings
+from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.data.sequences import Sequences, sequence_mean
-from mcore_adapter.models.forward import ModelOutput
 
 CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 

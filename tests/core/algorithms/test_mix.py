@@ -16,9 +16,8 @@ from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch
 from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, sequence_of_token
+from mcore_adapter.data.batch import ROUTED_EXPERTS, ModelOutput, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
-from mcore_adapter.models.forward import ModelOutput
 
 MU = 0.25
 

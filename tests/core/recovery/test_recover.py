@@ -18,7 +18,7 @@ from core.recovery import manifest
 from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
-from mcore_adapter.checkpoint.files import wait_for_outcome
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 

@@ -22,7 +22,8 @@ from helpers.saved_models import MAX_TOKENS, OPTIMIZER, draws, load_run, save_ru
 from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint import host_copy
 from mcore_adapter.checkpoint.checkpoint import copied_sizes
-from mcore_adapter.checkpoint.files import CopiedCheckpoint, wait_for_outcome
+from mcore_adapter.checkpoint.files import CopiedCheckpoint
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 TP2 = ParallelLayout(tp=2)
 

@@ -14,7 +14,7 @@ from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, random_ba
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.saved_models import assert_same_bytes, tensors_of
 from helpers.tiny_models import write_model
-from mcore_adapter.checkpoint.files import wait_for_outcome
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 LAYOUTS = {"one process": ParallelLayout(), "dp2": ParallelLayout(dp=2), "tp2": ParallelLayout(tp=2)}
 

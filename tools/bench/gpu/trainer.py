@@ -29,7 +29,7 @@ import torch
 from allocation import ParallelLayout, parse
 from core.algorithms.losses import policy_loss
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.checkpoint.files import wait_for_outcome
+from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import Device, get_device
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
