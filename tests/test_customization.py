@@ -332,7 +332,8 @@ def test_the_readmes_script_loads_with_its_own_reward(tmp_path: Path, demo: Path
     long_context = json.loads((tmp_path / "model" / "config.json").read_text()) | {"max_position_embeddings": 2048}
     (tmp_path / "model" / "config.json").write_text(json.dumps(long_context))
     script = script.replace("slipstream.train(", "slipstream.load_config(").replace("/path/to/model", "model")
-    script = script.replace('run.metrics()[-1]["task_reward"]', "run.reward.function, run.algorithm.name")
+    script = script.replace("run.model, run.samples()[-1].answer", "run.reward.function, run.algorithm.name")
+    script = script.replace('    run.plot("reward.png")\n', "")
     (tmp_path / "train.py").write_text(script)
     [row] = re.findall(r"`(\{\"prompt\": .*?\})`", readme)
     (tmp_path / "prompts.jsonl").write_text(f"{row}\n" * 64)
@@ -357,4 +358,4 @@ def test_the_reward_of_the_readme_finds_the_answer_of_its_row(tmp_path: Path) ->
         query_id="q", index=0, task="math", text=read.prompt, token_ids=np.array([6]), solutions=read.solutions
     )
     assert prompt.answers == ("46",)
-    assert (defined["exact"](prompt, " 46\n"), defined["exact"](prompt, "47")) == (1.0, -1.0)
+    assert (defined["exact"](prompt, " 46\n"), defined["exact"](prompt, "47")) == (1.0, 0.0)
