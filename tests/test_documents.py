@@ -42,9 +42,14 @@ def test_no_file_has_the_marks_of_a_merge_that_was_not_finished() -> None:
 
 
 def test_the_commands_about_real_data_train_the_models_that_they_speak_of() -> None:
-    text = (ROOT / "docs" / "first-run.md").read_text(encoding="utf-8").partition("\n## Real data")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "docs" / "first-run.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Real data")[2]
+        .partition("\n## ")[0]
+    )
     lines = [line.removeprefix("    ") for line in text.splitlines() if line.startswith("    ")]
-    script = 'python() { echo "$SLIPSTREAM_MODEL: $*"; }\n' + "\n".join(lines)
+    script = 'python() { echo "${SLIPSTREAM_MODEL:-}: $*"; }\n' + "\n".join(lines)
     done = subprocess.run(["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True)
     model_of = {config: model for model, config in re.findall(r"(.*): .*--config examples/configs/(\S+)", done.stdout)}
     assert model_of["sft-mawps.yaml"] == "runs/mawps/model"

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import LeftOut, count_left_out
-from rollout.data.rows import Row, checksum_of, identify, scan_rows
+from rollout.data.rows import Row, by_column, checksum_of, identify, scan_rows
 from rollout.data.source import DatasetError, DataSource, as_source
 from rollout.types import Prompt
 
@@ -156,19 +156,6 @@ class PromptDataset:
             shuffled = np.random.default_rng([self._seed, epoch]).permutation
             self._orders[epoch] = shuffled(n) if self._shuffle else np.arange(n)
         return self._orders[epoch]
-
-
-def by_column(rows: Sequence[Row], column: str, path: str) -> list[Row]:
-    """Return rows by the values of a column, numbers or texts, the lowest first. Raises DatasetError where a row has
-    none, or they cannot be compared."""
-    values = [row.task if column == "task" else row.meta.get(column) for row in rows]
-    for row, value in zip(rows, values, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise DatasetError(f"{row.place}: curriculum={column!r} has no number or text here, but {value!r:.40}")
-    if len({isinstance(value, str) for value in values}) > 1:
-        raise DatasetError(f"{path}: curriculum={column!r} holds numbers and texts, which have no common order")
-    order = sorted(range(len(rows)), key=lambda i: values[i])  # type: ignore[arg-type, return-value]
-    return [rows[i] for i in order]
 
 
 def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:

@@ -369,3 +369,16 @@ def _conversations(prompt: object, chosen: Messages, rejected: Messages, place: 
     return Preference(
         *(Example(place=place, messages=(*before, *answer), num_untrained=len(before)) for answer in answers)
     )
+
+
+def by_column(rows: Sequence[Row], column: str, path: str) -> list[Row]:
+    """Return rows by the values of a column, numbers or texts, the lowest first. Raises DatasetError where a row has
+    none, or they cannot be compared."""
+    values = [row.task if column == "task" else row.meta.get(column) for row in rows]
+    for row, value in zip(rows, values, strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise DatasetError(f"{row.place}: curriculum={column!r} has no number or text here, but {value!r:.40}")
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise DatasetError(f"{path}: curriculum={column!r} holds numbers and texts, which have no common order")
+    order = sorted(range(len(rows)), key=lambda i: values[i])  # type: ignore[arg-type, return-value]
+    return [rows[i] for i in order]

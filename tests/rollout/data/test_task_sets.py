@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.data.prompts import PromptDataset, by_column
-from rollout.data.rows import Row
+from rollout.data.prompts import PromptDataset
+from rollout.data.rows import Row, by_column
 from rollout.data.source import DatasetError
 from rollout.data.task_sets import Candidate, TaskSet, TaskSets
 from rollout.experience import Episode, Experience, MemoryExperience, SQLiteExperience, Tags
