@@ -61,6 +61,8 @@ MEASUREMENTS = {
         "sandbox": "sandbox:calls",
     },
     "gpu": {
+        "async": "gpu.runs:asynchronous",  # runs need GPUs that this process has not used yet
+        "trl": "gpu.runs:against_trl",
         "update": "gpu.trainer:update",
         "experts": "gpu.large:experts",
         "long": "gpu.large:long",
@@ -68,10 +70,8 @@ MEASUREMENTS = {
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
         "push": "gpu.push:push",
-        "async": "gpu.runs:asynchronous",
         "checkpoint": "gpu.trainer:checkpoint",
         "convert": "gpu.trainer:convert",
-        "trl": "gpu.runs:against_trl",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
@@ -139,7 +139,9 @@ def _measure(given: argparse.Namespace) -> Iterator[Row]:
     rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
         scene = find(SCENES[given.device])(folder=folder, **options)
-        for name in given.only or MEASUREMENTS[given.device]:
+        for name in MEASUREMENTS[given.device]:
+            if given.only and name not in given.only:
+                continue
             if given.device == "gpu" and (why := missing_gpus(name)):
                 print(f"{name} is left out: {why}", flush=True)
                 continue
