@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _current: ContextVar[JournaledSampler | None] = ContextVar("journal", default=None)
+_call: ContextVar[str | None] = ContextVar("call", default=None)
 
 
 class JournaledSampler:
@@ -90,6 +92,7 @@ class JournaledSampler:
         known = self._take_known(key, asked)
         if known is not None:
             return known.value
+        _call.set(f"{self._id}: {key}")
         result = await call()
         self._record(key, asked, result)
         return result
@@ -137,9 +140,17 @@ async def recorded(name: str, call: Callable[[], Awaitable[T]], *, asked: object
     """Await `call()` in a workflow, once in its episode: after a restart, return the result of before, as for a tool
     that has effects or is slow. `name`: of the tool and the sample; calls of one name are counted.
     `asked`: what the call depends on; where its repr() is another one, the call is made again. The result consists of
-    plain values (numbers, text, lists, dicts, numpy arrays)."""
+    plain values (numbers, text, lists, dicts, numpy arrays).
+
+    A call that a kill interrupts, or whose result no recover checkpoint has, is made again, with the same call_id()."""
     journal = _current.get()
     return await call() if journal is None else await journal.once(name, repr(asked), call)
+
+
+def call_id() -> str:
+    """Return what identifies the call of recorded() that this is called in, also after restarts: the idempotency key
+    for a tool with effects. In an evaluation each call has a new one."""
+    return _call.get() or uuid.uuid4().hex
 
 
 def _checksum(request: GenerateRequest) -> str:

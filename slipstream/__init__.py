@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from mcore_adapter.data.batch import ModelOutput as ModelOutput
     from mcore_adapter.data.sequences import Sequences as Sequences
     from mcore_adapter.data.sequences import sequence_mean as sequence_mean
+    from rollout.journal import call_id as call_id
     from rollout.journal import recorded as recorded
+    from rollout.rewards.judge import Judge as Judge
     from rollout.sandbox.pool import Ran as Ran
     from rollout.sandbox.pool import run_python as run_python
     from rollout.types import Completion as Completion
@@ -71,7 +73,8 @@ _HOME = {
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.sequences",
-    "recorded": "rollout.journal",
+    **dict.fromkeys(("call_id", "recorded"), "rollout.journal"),
+    "Judge": "rollout.rewards.judge",
     **dict.fromkeys(("Ran", "run_python"), "rollout.sandbox.pool"),
     **dict.fromkeys(("TrajectoryBuilder", "sample_seed"), "rollout.workflows"),
     "sequence_mean": "mcore_adapter.data.sequences",

@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(script: str, folder: Path) -> str:
-    command = [sys.executable, str(ROOT / "examples" / script), "--output", str(folder / "out")]
+def run(script: str, folder: Path, *options: str) -> str:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(ROOT / "examples" / script), "--output", str(folder / "out"), *options]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -40,6 +41,15 @@ def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: 
 def test_a_program_that_uses_the_openai_package_raises_the_reward(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     test_a_script_with_code_of_its_own_raises_the_reward("openai_agent.py", tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_model_learns_to_call_the_calculator_where_it_cannot_add(tmp_path: Path) -> None:
+    """Minutes: with the tool it is right, and without the tool it is not (docs/agents.md)."""
+    for options, holds in (([], lambda share: share >= 0.95), (["--without-tool"], lambda share: share < 0.6)):
+        output = run("calculator.py", tmp_path / "".join(["with", *options]), *options)
+        last = re.findall(r"^\d+ \{'eval/reward': ([\d.]+)\}", output, re.MULTILINE)[-1]
+        assert holds(float(last)), output[-2000:]
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from helpers.virtual_clock import run_virtual, settle
 from rollout.experience import Event, MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.inference.mock.generator import MockGenerator
 from rollout.inference.router import Router
-from rollout.journal import JournaledSampler, recorded
+from rollout.journal import JournaledSampler, call_id, recorded
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows import TrajectoryBuilder
 
@@ -245,6 +245,31 @@ def test_a_tool_is_called_once_in_an_episode_over_restarts_and_again_for_another
         assert calls == ["a", "b", "c", "x"]
 
     asyncio.run(main())
+
+
+def test_a_call_that_is_made_again_after_a_restart_has_the_same_id(model: str) -> None:
+    ids: list[str] = []
+
+    async def act() -> int:
+        ids.append(call_id())
+        if len(ids) == 2:
+            raise ConnectionError("the process is killed")
+        return len(ids)
+
+    async def use(experience: MemoryExperience) -> None:
+        JournaledSampler(MockGenerator(model), experience, ID).enter()
+        for _ in range(2):
+            await recorded("act", act)
+
+    async def main() -> None:
+        experience = store()
+        with pytest.raises(ConnectionError):
+            await use(experience)
+        await use(restarted(experience))
+
+    asyncio.run(main())
+    assert ids == [f"{ID}: call act, turn 0", f"{ID}: call act, turn 1", f"{ID}: call act, turn 1"]
+    assert call_id() != call_id()
 
 
 def test_what_a_failed_attempt_leaves_behind_is_not_recorded_for_the_next_one(model: str) -> None:
