@@ -12,9 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "test_attempts",
-    "test_chaos",
     "test_ppo_end_to_end",
-    "test_out_of_memory",
     "test_recover_run",
     "test_model",
     "test_checkpoint",
@@ -24,21 +22,15 @@ LONGEST = (
     "test_examples",
     "test_convert",
     "test_stacked_experts",
-    "test_full_disk",
     "test_ppo_sglang",
 )
 """Modules by their processor time; those that are not listed take less."""
 SLOW_MODULES = {
     "test_attempts",
-    "test_chaos",
     "test_convert_limits",
     "test_eval",
     "test_examples",
-    "test_full_disk",
     "test_mutants",
-    "test_object_store",
-    "test_out_of_memory",
-    "test_own_packages",
     "test_ppo_end_to_end",
     "test_recover_run",
 }

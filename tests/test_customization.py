@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +265,10 @@ def test_the_backend_starts_and_samples(folder: Path, monkeypatch: pytest.Monkey
     assert (name, completion.token_ids.tolist(), completion.versions.tolist()) == ("a", [5, 6], [3, 3])
 
 
-def test_the_backend_is_typed_and_passes_a_dry_run(tmp_path: Path, demo: Path) -> None:
-    """In a copy of the repository, as the page describes it: a folder and an entry each in two files."""
+@pytest.fixture
+def in_copy(tmp_path: Path, demo: Path) -> Callable[..., str]:
+    """(module, words) -> what it prints in a copy of the repository with the backend, as the page describes it: a
+    folder and an entry each in two files."""
     packages = ("allocation", "config_schema", "core", "mcore_adapter", "model_specs", "rollout", "tracing")
     for package in packages:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -289,10 +291,18 @@ def test_the_backend_is_typed_and_passes_a_dry_run(tmp_path: Path, demo: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    checked = ("-m", "rollout.inference.repeat", "-m", "rollout.inference.registry")
-    run("mypy", "--follow-imports=silent", *checked, "-m", "rollout.inference.repeat.generator")
+    return run
+
+
+@pytest.mark.nightly
+def test_the_backend_is_typed(in_copy: Callable[..., str]) -> None:
+    checked = ("rollout.inference.repeat", "rollout.inference.registry", "rollout.inference.repeat.generator")
+    in_copy("mypy", "--follow-imports=silent", *(word for module in checked for word in ("-m", module)))
+
+
+def test_the_backend_passes_a_dry_run(in_copy: Callable[..., str]) -> None:
     [words] = re.findall(r"^    python -m core.quickstart (.*repeat.*)$", PAGE, re.MULTILINE)
-    shown = run("core.quickstart", *words.split(), "--dry-run")
+    shown = in_copy("core.quickstart", *words.split(), "--dry-run")
     assert "repeat on cpu" in shown and "Dry run: every check passed" in shown
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -17,23 +17,34 @@ import psutil
 import pytest
 
 from tools.bench import Figure
-from tools.bench.__main__ import end_on_sigterm, kept_or_temporary
+from tools.bench.__main__ import end_on_sigterm, kept_or_temporary, main
 from tools.bench.gpu.push import drive
 from tools.bench.gpu.runs import output_of
 
-ROOT = Path(__file__).resolve().parents[2]
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
-def rows_of(folder: Path, *words: str) -> dict[str, dict]:
-    """Run `python -m tools.bench` and return the rows of its file by name."""
-    command = [sys.executable, "-m", "tools.bench", *words, "--output", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    (file,) = folder.glob("*.json")
-    return {row["name"]: row for row in json.loads(file.read_text())}
+@pytest.fixture
+def rows_of(monkeypatch: pytest.MonkeyPatch, restored: None) -> Callable[..., dict[str, dict]]:
+    """(folder, words) -> the rows that `python -m tools.bench` writes there, by name."""
+
+    def run(folder: Path, *words: str) -> dict[str, dict]:
+        monkeypatch.setattr(sys, "argv", ["bench", *words, "--output", str(folder)])
+        main()
+        (file,) = folder.glob("*.json")
+        return {row["name"]: row for row in json.loads(file.read_text())}
+
+    return run
 
 
-@pytest.mark.slow
-def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(tmp_path: Path) -> None:
+def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(
+    tmp_path: Path, rows_of: Callable[..., dict[str, dict]]
+) -> None:
     rows_before = [{"name": "other", "value": 1.0}, {"name": "config.dry_run", "value": 0.0}]
     (tmp_path / f"cpu-{os.cpu_count()}core-{date.today().isoformat()}.json").write_text(json.dumps(rows_before))
     rows = rows_of(tmp_path, "cpu", "--only", "config")
@@ -44,19 +55,15 @@ def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(tmp_path
 
 
 @pytest.mark.nightly
-def test_measurements_of_gpus_can_be_tried_without_one(tmp_path: Path) -> None:
+def test_measurements_of_gpus_can_be_tried_without_one(
+    tmp_path: Path, rows_of: Callable[..., dict[str, dict]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # which the measurements set
     words = ("gpu", "--trial", "--shape", "tiny", "--only", "experts", "long", "checkpoint")
     rows = rows_of(tmp_path, *words)
     for name in ("update.experts_64", "update.experts_64_auto", "long.4B_64"):
         assert rows[f"{name}_tokens_per_second"]["baseline"] > 0
     assert rows["checkpoint.tiny_size"]["value"] > 0
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_ends_the_servers_of_a_measurement(restored: None) -> None:
@@ -78,10 +85,8 @@ def test_sigterm_ends_the_servers_of_a_measurement(restored: None) -> None:
 
 
 def test_a_peer_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
-    child = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], cwd={str(tmp_path)!r})"
     with pytest.raises(subprocess.TimeoutExpired):
-        output_of([sys.executable, "-c", parent], 15.0)
+        output_of(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"], 3.0)
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
 

@@ -1,9 +1,7 @@
-"""The chaos command itself, in a size that a test suite can afford."""
+"""What the chaos command plans, compares and finds; `make nightly` runs it."""
 
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import threading
@@ -18,51 +16,12 @@ import yaml
 from core.checks.algorithm import check_algorithm
 from core.checks.rules import load_config
 from core.config.presets import PRESETS
-from helpers.forks import programs
-from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, main, plan, run_killed
+from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, plan, run_killed
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.run import TARGETS, Leftovers, Trial, _config, targets_of
 from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of tools.chaos are forks of a process that has imported the libraries, whose environment they show in
-    /proc: what they leave is found by their process ids."""
-    started: set[psutil.Process] = set()
-    programs.server()  # it ends with the thread that started it
-    look = Leftovers.look
-
-    def start(trial: Trial) -> programs.Program:
-        with open(trial.log, "ab") as log:
-            process = programs.start(trial.words(), output=log, env=trial.environment())
-        started.add(psutil.Process(process.pid))
-        return process
-
-    def look_at_forks(leftovers: Leftovers) -> None:
-        leftovers._family |= {process for process in started if process.is_running()}
-        look(leftovers)
-
-    monkeypatch.setattr(Trial, "start", start)
-    monkeypatch.setattr(Leftovers, "look", look_at_forks)
-
-
-def test_a_kill_of_every_process_loses_nothing_and_changes_nothing(
-    forked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos", "--kills", "6", "--seed", "35"])
-    terminate = signal.getsignal(signal.SIGTERM)
-    try:
-        code = main()
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
-    output = capsys.readouterr().out
-    assert code == 0, output[-6000:]
-    assert output.splitlines()[-1] == "6 kills: 0 lost, 0 duplicated, losses bit-equal: yes"
-    assert all(int(times) > 0 for times in re.findall(r"recoveries: (\d+)", output)) and "recoveries: " in output
-    assert len(re.findall(r" killed\d+: killed ", output)) == 6
 
 
 @pytest.mark.parametrize("counts", [[6], [3, 3], [1] * 6])

@@ -86,6 +86,7 @@ def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
     assert VersionFolder(tmp_path / "shared" / "weights").latest().version == NUM_STEPS
 
 
+@pytest.mark.nightly
 def test_one_job_that_keeps_its_episodes_in_a_file_continues_after_a_kill(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_serve_job_answers_behind_one_address_with_the_weights_that_a_train_jo
     assert ask("secret")["choices"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("style", "versions"), [("fixed", {0, 2, 4, 6}), ("dynamic_by_explorer", {0, 1, 2, 3, 4, 5, 6})]
 )

@@ -224,3 +224,23 @@ def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(
     with pytest.raises(ValueError, match="version 3") as raised:
         take(["fails"])
     assert any("in rollout" in note for note in raised.value.__notes__)
+
+
+def test_a_worker_that_does_not_answer_in_time_is_named_with_its_state_and_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return [ref for ref in pending if ref == "a"], [ref for ref in pending if ref != "a"]
+
+    monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=str.upper))
+    (tmp_path / "stacks").mkdir()
+    waiter = Waiter(tmp_path)
+    waiter.ask_also(lambda why: {"rank1": "stopped"})
+    said = (
+        r"train_step: no answer within deadlines.call_seconds=0.05 from rank1 \(stopped\). All stacks are in .*stacks$"
+    )
+    with pytest.raises(LaunchError, match=said):
+        waiter.gather(
+            ["a", "b"], names=["rank0", "rank1"], phase="train_step", timeout_seconds=0.05, key="deadlines.call_seconds"
+        )
+    assert "no answer in train_step" in (tmp_path / "stacks" / "driver.txt").read_text()

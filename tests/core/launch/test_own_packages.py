@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from helpers.commands import PATIENCE_SECONDS
@@ -16,7 +17,17 @@ from helpers.runs import ppo
 MARK = "from pathlib import Path\nPath({marker!r}).touch()\nraise RuntimeError('the package of the working folder')\n"
 
 
-def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["--dry-run"], "Dry run: every check passed"),
+        pytest.param([], "global step 1) finishes", marks=[pytest.mark.nightly, pytest.mark.slow]),
+    ],
+    ids=["dry run", "run"],
+)
+def test_no_process_of_a_run_imports_packages_of_the_working_folder(
+    assets: Any, tmp_path: Path, words: list[str], end: str
+) -> None:
     for name in ("core", "tools", "rollout", "mcore_adapter"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(MARK.format(marker=str(tmp_path / f"{name} was imported")))
@@ -34,7 +45,7 @@ def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any,
     script = Path(sys.executable).with_name("slipstream")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     done = subprocess.run(
-        [script, "train", "--config", "config.yaml"],
+        [script, "train", "--config", "config.yaml", *words],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -43,4 +54,4 @@ def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets: Any,
     )
     assert not list(tmp_path.glob("* was imported")), done.stdout[-3000:]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "global step 1) finishes" in done.stdout
+    assert end in done.stdout

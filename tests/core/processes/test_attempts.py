@@ -41,6 +41,7 @@ def nothing_left() -> Callable[..., None]:
     return check
 
 
+@pytest.mark.nightly
 def test_a_run_outlives_its_driver_a_stopped_driver_a_stopped_rank_and_its_ray(
     assets, run_command, nothing_left
 ) -> None:
@@ -137,7 +138,7 @@ def test_temporary_files_of_an_attempt_are_private_and_removed_with_it_however_i
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and list(folder.glob("r/session_2*"))
         command.remember_family()
         driver_of(command).kill()
-        lost(command, 1)
+        assert lost(command, 1) == "the driver was killed by SIGKILL"
         (second,) = temporary.iterdir()
         assert second != folder
         command.remember_family()

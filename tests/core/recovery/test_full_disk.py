@@ -27,6 +27,7 @@ def can_mount() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_mount(), reason="this machine lets no user mount a file system of his own (unshare -Urm)")
 def test_a_full_disk_is_one_clear_error_and_older_checkpoints_stay_valid(assets, tmp_path: Path) -> None:
     fileroot = tmp_path / "small"

@@ -112,6 +112,7 @@ def losses(root: Path, trial: str) -> list[tuple[float, ...]]:
     return [tuple(m[name] for name in names) for m in rows]
 
 
+@pytest.mark.nightly
 def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
     assets, run_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_run_that_runs_out_of_memory_everywhere_ends_as_one_that_does_not(
         assert disturbed == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_repeated_in_place_goes_on_in_another_attempt_with_what_was_learnt(
     assets, run_command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

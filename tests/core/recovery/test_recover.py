@@ -313,14 +313,14 @@ def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path
     assert files["actor/weights"]["size"] == 100 and len(files["actor/weights"]["checksum"]) == 32
 
 
-def test_no_single_bit_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> None:
+def test_no_byte_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> None:
     dump(RecoverStore(tmp_path, IDENTITY), 2)
     for name in ("COMMITTED", "manifest.json"):
         path = tmp_path / "globalstep2" / name
         content = path.read_bytes()
-        for bit in range(8 * len(content)):
+        for i in range(len(content)):
             flipped = bytearray(content)
-            flipped[bit // 8] ^= 1 << bit % 8
+            flipped[i] ^= 1 << i % 8
             path.write_bytes(flipped)
             with pytest.raises(DamagedError):
                 verify(tmp_path / "globalstep2")
