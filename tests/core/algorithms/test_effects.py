@@ -63,6 +63,7 @@ NOT_IN_A_LOSS = {
     "dynamic_sampling", "dynamic_sampling_limit",  # which groups are taken: tests/rollout/experience/test_filters.py
     "kl_target", "kl_horizon",  # the coefficient of the next step: tests/core/algorithms/test_parts.py
     "demonstration_weight", "demonstration_warmup_steps", "demonstration_decay_steps", "demonstration_valley",  # mix
+    "credit", "turn_weight", "turn_discount",  # of turns: tests/core/algorithms/test_turns.py
     "max_new_tokens",  # ppo.gen
 }  # fmt: skip
 OF_PPO = {
