@@ -44,8 +44,8 @@ DISTRIBUTION = {
 }
 """Where the name to import and the name to install differ."""
 
-YARDSTICKS = {"trl"}
-"""The library that a benchmark compares with, in an environment of its own."""
+YARDSTICKS = {"trl", "playwright"}
+"""Libraries that benchmarks alone load: one to compare with, in an environment of its own, and a browser to measure."""
 
 # In the repository they are sources too, but nothing imports them.
 NOT_SHIPPED = {"tests", "setup"}

@@ -123,7 +123,7 @@ ORDER = {
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox", "gpu", "__main__"),
+    "tools.bench": ("workload trl_script", "cpu", "convert datapath sandbox studio", "gpu", "__main__"),
     "tools.bench.gpu": (
         "shapes lanes",
         "cases trainer",
@@ -223,6 +223,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "
         "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
         "tools.bench.gpu.servers": "transformers",
+        "tools.bench.studio": "playwright",
     },
 }
 """Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""

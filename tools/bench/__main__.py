@@ -59,6 +59,7 @@ MEASUREMENTS = {
         "datapath": "datapath:datapath",
         "convert": "convert:both_ways",
         "sandbox": "sandbox:calls",
+        "studio": "studio:large",
     },
     "gpu": {
         "async": "gpu.runs:asynchronous",  # runs need GPUs that this process has not used yet

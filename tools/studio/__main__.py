@@ -25,6 +25,8 @@ from tools.studio.folders import Folders
 from tools.studio.guard import is_loopback
 
 BAD_INPUT = 2
+_SWITCH_SECONDS = 0.0005
+"""After so long a thread that parses lets the one that answers run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +77,7 @@ def _rules(spec: str | None) -> Sequence[Rule]:
 
 
 async def _serve(app: web.Application, host: str, port: int, token: str | None) -> None:
+    sys.setswitchinterval(_SWITCH_SECONDS)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

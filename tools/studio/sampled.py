@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tools.studio.folders import NotFound, Run
-from tools.studio.lines import Source, next_rows, row_at, source_of
+from tools.studio.lines import PIECE_BYTES, Source, pieces, row_at, source_of
 from tools.studio.table import CACHED_BYTES, Columns, cache_folder, forget_state, read_state, write_state
 
 _CURRENT, _CLOSED = "samples.jsonl", "samples-*.jsonl"
@@ -25,6 +25,10 @@ _SHORT_CHARS = 300
 _SEARCH_SECONDS = 1.5
 _NOTABLE = ("best", "worst", "longest")
 _FINISHES = ("", "stop", "length", "abort")
+_NAMES = (
+    "file", "offset", "step", "reward", "answer_tokens", "prompt_tokens", "oldest_version", "finish", "notable", "set",
+    "query", "episode",
+)  # fmt: skip
 SORTS = ("step", "reward", "answer_tokens", "prompt_tokens", "oldest_version")
 
 
@@ -88,33 +92,28 @@ class SampleIndex:
             for inode, source in present.items():
                 self._files.setdefault(inode, source)
         for source in [self._files[inode] for inode in present]:
-            while not stop() and (rows := next_rows(source)):
+            for rows in pieces(source, stop):
                 plain = [self._entry(source.inode, offset, row) for offset, row in rows]
                 with self._lock:
-                    self._columns.append(plain)
+                    if plain:
+                        self._columns.append(_NAMES, list(zip(*plain, strict=True)))
         if sum(s.offset for s in self._files.values()) - self._saved_at > CACHED_BYTES:
             self._save()
 
-    def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> dict[str, float]:
+    def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> tuple[float, ...]:
+        """Return the columns _NAMES of a row."""
         evaluation = str(row.get("evaluation") or "")
         if evaluation not in self._sets:
             self._sets.append(evaluation)
         notable = row.get("notable") or ()
         finish = str(row.get("finish_reason", ""))
-        return {
-            "file": inode,
-            "offset": offset,
-            "step": row["step"],
-            "reward": _number(row.get("reward"), float("nan")),
-            "answer_tokens": _number(row.get("answer_tokens")),
-            "prompt_tokens": _number(row.get("prompt_tokens")),
-            "oldest_version": _number(row.get("oldest_version")),
-            "finish": _FINISHES.index(finish) if finish in _FINISHES else 0,
-            "notable": sum(1 << i for i, name in enumerate(_NOTABLE) if name in notable),
-            "set": self._sets.index(evaluation),
-            "query": _checksum(row.get("query_id")),
-            "episode": _checksum(row.get("episode")),
-        }
+        return (
+            inode, offset, row["step"], _number(row.get("reward"), float("nan")), _number(row.get("answer_tokens")),
+            _number(row.get("prompt_tokens")), _number(row.get("oldest_version")),
+            _FINISHES.index(finish) if finish in _FINISHES else 0,
+            sum(1 << i for i, name in enumerate(_NOTABLE) if name in notable) if notable else 0,
+            self._sets.index(evaluation), _checksum(row.get("query_id")), _checksum(row.get("episode")),
+        )  # fmt: skip
 
     @property
     def _folder(self) -> Any:
@@ -141,6 +140,16 @@ class SampleIndex:
             files = [{**vars(source), "path": source.path.name} for source in self._files.values()]
             write_state(self._folder, {"files": files, "sets": self._sets})
             self._saved_at = sum(source.offset for source in self._files.values())
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether an answer was read."""
+        return self._columns.num_rows > 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether much of the files is still to be read."""
+        return sum(source.size - source.offset for source in list(self._files.values())) > PIECE_BYTES
 
     def status(self) -> dict[str, Any]:
         """Return the number of samples, their steps and sets, what is damaged, and how much of the files was read."""

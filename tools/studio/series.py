@@ -6,14 +6,16 @@ Invariant: a curve of at most `points` points keeps the smallest and the largest
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from tools.studio.folders import METRICS, NotFound, Run
-from tools.studio.lines import Source, next_rows, row_at, source_of, spread_rows
+from tools.studio.lines import Source, pieces, row_at, source_of, spread_rows
 from tools.studio.table import CACHED_BYTES, Columns, cache_folder, forget_state, read_state, write_state
 
 _PREVIEW_ROWS = 300
@@ -46,10 +48,9 @@ class Series:
             self._begin(path)
         source = self._source
         assert source is not None, "a source was begun"
-        while not stop() and (rows := next_rows(source)):
-            plain = [self._numbers(offset, row) for offset, row in rows]
+        for rows in pieces(source, stop):
             with self._lock:
-                self._columns.append(plain)
+                _append(self._columns, rows, self._histograms)
         if source.offset - self._saved_at > CACHED_BYTES:
             self._save()
 
@@ -62,11 +63,8 @@ class Series:
             self._preview = None
             if left > _PREVIEW_FROM_BYTES and not self._columns.num_rows:
                 preview, names = _new_columns(), set[str]()
-                preview.append([_numbers(offset, row, names) for offset, row in spread_rows(path, _PREVIEW_ROWS)])
+                _append(preview, list(spread_rows(path, _PREVIEW_ROWS)), names)
                 self._preview, self._histograms = preview, names
-
-    def _numbers(self, offset: int, row: Mapping[str, Any]) -> dict[str, float]:
-        return _numbers(offset, row, self._histograms)
 
     @property
     def _folder(self) -> Any:
@@ -106,6 +104,11 @@ class Series:
     def has_rows(self) -> bool:
         """Whether a step was read."""
         return self._shown.num_rows > 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether much of the file is still to be read."""
+        return self._preview is not None and self._shown is self._preview
 
     def status(self) -> dict[str, Any]:
         """Return names, steps, what is damaged, and how much of the file was read."""
@@ -186,14 +189,22 @@ def _new_columns() -> Columns:
     return Columns(dtypes={_OFFSET: "i8", _STEP: "i8"})
 
 
-def _numbers(offset: int, row: Mapping[str, Any], histograms: set[str]) -> dict[str, float]:
-    plain: dict[str, float] = {_OFFSET: offset}
-    for name, value in row.items():
-        if isinstance(value, int | float):
-            plain[name] = value
-        elif isinstance(value, dict):
-            histograms.add(name)
-    return plain
+def _append(columns: Columns, rows: Sequence[tuple[int, Mapping[str, Any]]], histograms: set[str]) -> None:
+    """Add rows of a file with their offsets. Neighbours with the same keys, which are nearly all, go in at once."""
+    for _, alike in groupby(rows, key=lambda row: len(row[1])):
+        block = list(alike)
+        first = block[0][1]
+        names = [name for name, value in first.items() if isinstance(value, int | float)]
+        pick = itemgetter(_STEP, *names)
+        try:
+            values = np.array([pick(row) for _, row in block], np.float64).T[1:]
+        except (KeyError, TypeError, ValueError):  # other keys, or another type of a value
+            if len(block) > 1:
+                for row in block:
+                    _append(columns, [row], histograms)
+            continue
+        histograms |= {name for name, value in first.items() if isinstance(value, dict)}
+        columns.append([_OFFSET, *names], [np.array([offset for offset, _ in block]), *values])
 
 
 def downsampled(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:

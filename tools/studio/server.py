@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +40,8 @@ T = TypeVar("T")
 PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MOST_POINTS = 2000
-_FRESH_SECONDS = 1.0
+_FRESH_SECONDS, _LOOK_SECONDS = 0.25, 0.01
+"""How long a request waits for what is read, and between looks."""
 _NICE = 10
 _JUDGED_RUNS = 50
 _EXPORTED = 200
@@ -67,7 +69,7 @@ class Indices:
         self._series: dict[str, Series] = {}
         self._samples: dict[str, SampleIndex] = {}
         self._stopped = threading.Event()
-        self._reader = ThreadPoolExecutor(1, "studio-reader", initializer=_be_nice)
+        self._reader = ThreadPoolExecutor(2, "studio-reader", initializer=_be_nice)
         self._reading: dict[int, asyncio.Future[None]] = {}
 
     def series(self, run: Run) -> Series:
@@ -83,16 +85,21 @@ class Indices:
         """Return the samples of a run."""
         return self._samples.setdefault(run.id, SampleIndex(run))
 
-    async def fresh(self, index: Series | SampleIndex) -> None:
-        """Wait until an index is up to date, but not longer than it takes to read a small file."""
+    async def fresh(self, *indices: Series | SampleIndex) -> None:
+        """Wait until indices are up to date; for one that has much to read, until it has something to show."""
         loop = asyncio.get_running_loop()
-        reading = self._reading.get(id(index))
-        if reading is None or reading.done():
-            reading = loop.run_in_executor(self._reader, lambda: index.refresh(stop=self._stopped.is_set))
-            self._reading[id(index)] = reading
-        await asyncio.wait([reading], timeout=_FRESH_SECONDS / 4)
-        if reading.done() and (error := reading.exception()) is not None:
-            logger.warning("Reading failed: %s", error)
+        for index in indices:
+            reading = self._reading.get(id(index))
+            if reading is None or reading.done():
+                if reading is not None and (error := reading.exception()) is not None:
+                    logger.warning("Reading failed: %s", error)
+                refresh = partial(index.refresh, stop=self._stopped.is_set)
+                self._reading[id(index)] = loop.run_in_executor(self._reader, refresh)
+        until = loop.time() + _FRESH_SECONDS
+        waiting = list(indices)
+        while waiting and loop.time() < until:
+            await asyncio.wait([self._reading[id(index)] for index in waiting], timeout=_LOOK_SECONDS)
+            waiting = [i for i in waiting if not self._reading[id(i)].done() and not (i.is_long and i.has_rows)]
 
     def close(self) -> None:
         """End the reading."""
@@ -272,8 +279,7 @@ class Studio:
         """Return what there is of a run."""
         run = self._run(request)
         series, samples = self.indices.series(run), self.indices.samples(run)
-        await self.indices.fresh(series)
-        await self.indices.fresh(samples)
+        await self.indices.fresh(series, samples)
         return {**await asyncio.to_thread(overview, run), **series.status(), "sampled": samples.status()}
 
     async def curves(self, request: web.Request) -> Any:
@@ -285,8 +291,7 @@ class Studio:
         smooth = float(query.get("smooth", 0))
         runs = [self.folders.run(id) for id in query.getall("run", [])][:12]
         series = [self.indices.series(run) for run in runs]
-        for one in series:
-            await self.indices.fresh(one)
+        await self.indices.fresh(*series)
 
         def curves() -> dict[str, list[dict[str, Any]]]:
             return {

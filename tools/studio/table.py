@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,28 +33,35 @@ class Columns:
         """Return the names in the order in which they appeared."""
         return list(self._parts)
 
-    def append(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Add rows."""
-        names = {name: None for row in rows for name in row}
-        for name in [*self._parts, *(n for n in names if n not in self._parts)]:
+    def append(self, names: Sequence[str], columns: Sequence[Any]) -> None:
+        """Add rows, column by column; columns that are not named get what a row lacks."""
+        num_rows = len(columns[0])
+        given = dict(zip(names, columns, strict=True))
+        for name in [*self._parts, *(name for name in names if name not in self._parts)]:
             if name not in self._parts:
                 self._parts[name], self._starts[name] = [], self.num_rows
-            dtype = np.dtype(self._dtypes.get(name, self._dtype))
-            lacking = np.nan if dtype.kind == "f" else 0
-            self._parts[name].append(np.array([row.get(name, lacking) for row in rows], dtype))
-        self.num_rows += len(rows)
+            column = given.get(name)
+            self._parts[name].append(
+                self._lacking(name, num_rows) if column is None else np.array(column, self._type(name))
+            )
+        self.num_rows += num_rows
+
+    def _type(self, name: str) -> np.dtype[Any]:
+        return np.dtype(self._dtypes.get(name, self._dtype))
+
+    def _lacking(self, name: str, num_rows: int) -> np.ndarray:
+        dtype = self._type(name)
+        return np.full(num_rows, np.nan if dtype.kind == "f" else 0, dtype)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Return a column [num_rows]. Raises KeyError."""
         parts = self._parts[name]
-        dtype = np.dtype(self._dtypes.get(name, self._dtype))
         if self._starts[name]:
-            before = np.full(self._starts[name], np.nan if dtype.kind == "f" else 0, dtype)
-            parts.insert(0, before)
+            parts.insert(0, self._lacking(name, self._starts[name]))
             self._starts[name] = 0
         if len(parts) > 1:
             parts[:] = [np.concatenate(parts)]
-        return parts[0] if parts else np.zeros(0, dtype)
+        return parts[0] if parts else np.zeros(0, self._type(name))
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts

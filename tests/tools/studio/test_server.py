@@ -162,9 +162,9 @@ def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_t
     samples.refresh()
     assert samples.status()["samples"] == 320
     with open(logs / "metrics.jsonl", "a") as file:
-        file.write('{"step": 41, "reward/mean": 9, "new": 1}\n')
+        file.write("damaged\n" * 20 + '{"step": 41, "reward/mean": 9, "new": 1}\n')
     again, samples = Series(run), SampleIndex(run)
-    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 64)  # pieces shorter than a line
+    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 64)  # pieces shorter than a line, and some damaged alone
     again.refresh()
     (logs / "samples.jsonl").rename(logs / "samples-000099.jsonl")
     (logs / "samples.jsonl").touch()

@@ -36,13 +36,10 @@ async function show() {
   main.replaceChildren(content);
   const alive = () => mine === ordinal;
   try {
-    studio = studio || await api("studio");
-    let run = null;
-    if (isRun) {
-      run = await api(`run/${encodeURIComponent(parts[1])}`);
-      if (!alive()) return;
-      navigation(parts, run);
-    }
+    const [may, run] = await Promise.all([studio || api("studio"), isRun ? api(`run/${encodeURIComponent(parts[1])}`) : null]);
+    if (!alive()) return;
+    studio = may;
+    if (run) navigation(parts, run);
     document.title = run ? `${run.name} · studio` : "Slipstream studio";
     const ended = await page({ content, query, run, parts, alive, studio });
     if (alive()) leave = ended || null;

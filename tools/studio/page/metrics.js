@@ -10,8 +10,9 @@ const FIRST = ["reward/mean", "eval/", "loss", "accuracy", "groups/equal", "answ
   "importance_weight", "grad_norm", "staleness/mean", "tokens_per_second", "time/step", "time/wait_for_rollout"];
 
 export async function metricsPage({ content, query, run, alive }) {
-  const all = (await api("runs")).runs;
   const others = (query.get("with") || "").split(",").filter(Boolean);
+  const listed = api("runs").then((answer) => answer.runs);
+  const all = others.length ? await listed : [];
   const runs = [run, ...others.map((id) => all.find((one) => one.id === id)).filter(Boolean)];
   const view = { x: query.get("x") || "step", smooth: Number(query.get("smooth") || 0), from: query.get("from"), to: query.get("to") };
   const names = new Set([...run.metrics, ...run.histograms]);
@@ -35,7 +36,7 @@ export async function metricsPage({ content, query, run, alive }) {
   const redraw = () => { for (const name of boxes.keys()) waiting.add(name); pump(); };
   const filter = h("input", { type: "search", placeholder: "metric", "aria-label": "filter metrics", value: query.get("find") || "",
     oninput: later(() => { keepInAddress({ find: filter.value }); arrange(); }, 150) });
-  const add = choice([["", "another run…"], ...all.filter((one) => !runs.some((r) => r.id === one.id)).map((one) => [one.id, one.name])], "",
+  const add = choice([["", "another run…"]], "",
     (id) => { location.hash = address(["run", run.id, "metrics"], { ...Object.fromEntries(query), with: [...others, id].join(",") }); });
   const reset = h("button", { type: "button", hidden: !view.from, onclick: () => zoom(null, null) }, "Whole run");
   content.append(
@@ -43,10 +44,11 @@ export async function metricsPage({ content, query, run, alive }) {
       field("over", choice(AXES, view.x, (x) => { Object.assign(view, { x, from: null, to: null }); reset.hidden = true; keepInAddress({ x, from: null, to: null }); redraw(); })),
       field("smoothing", h("input", { type: "range", min: 0, max: 0.2, step: 0.005, value: view.smooth,
         oninput: later((event) => { view.smooth = Number(event.target.value); keepInAddress({ smooth: view.smooth || null }); redraw(); }, 120) })),
-      reset, all.length > 1 ? add : null),
+      reset, add),
     notes(run.notes) || "",
     runs.length > 1 ? legend(runs, run, others, query) : "",
   );
+  listed.then((found) => add.append(...found.filter((one) => !runs.some((r) => r.id === one.id)).map((one) => h("option", { value: one.id }, one.name))), () => {});
   const grid = h("div", { class: "charts" });
   content.append(grid);
   if (!names.size) content.append(message("No step has finished yet. This page fills by itself."));
