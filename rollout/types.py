@@ -38,6 +38,8 @@ class SamplingParams:
     top_k: int = -1
     """-1: the whole vocabulary."""
     stop_token_ids: tuple[int, ...] = ()
+    pause_token_ids: tuple[int, ...] = ()
+    """A generator aborts the request after one of these tokens: it may complete a stop text (StopTexts)."""
 
     def at_most(self, num_tokens: int) -> SamplingParams:
         """Return the parameters for an answer of at most so many tokens."""

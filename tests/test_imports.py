@@ -54,7 +54,7 @@ ORDER = {
         "trajectories",
         "trajectory_checks data rewards experience workflow_calls",
         "journal",
-        "inference.gpus inference.changes inference.versions",
+        "inference.gpus inference.changes inference.stop_texts inference.versions",
         "inference.router",
         "inference.backend",
         "inference.sglang inference.embedded inference.mock",

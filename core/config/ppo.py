@@ -204,8 +204,16 @@ class GenerationHyperparameters(Section):
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this total probability", gt=0, le=1)
     top_k: int = key(-1, "Sample from the k most probable tokens; -1: all", ge=-1)
     temperature: float = key(1.0, "Sampling temperature", gt=0)
+    stop: list[str] = key([], "Texts that end a completion, of which each is kept as it was sampled")
 
     def rules(self, at: str) -> Iterator[Violation]:
+        if not all(self.stop):
+            yield Violation((f"{at}stop",), "an empty text would end every completion; remove it")
+        if self.stop and self.min_new_tokens:
+            yield Violation(
+                (f"{at}stop", f"{at}min_new_tokens"),
+                f"texts of stop end a completion also before min_new_tokens={self.min_new_tokens}; write 0",
+            )
         if self.min_new_tokens > self.max_new_tokens:
             yield Violation(
                 (f"{at}min_new_tokens", f"{at}max_new_tokens"),

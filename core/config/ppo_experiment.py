@@ -415,15 +415,20 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         written = self.prompt.prompt_format(boxed="math" in [name for _, name in split_spec(one.reward)])
         return written if one.system is None else replace(written, system=one.system)
 
-    def set_sampling(self, one: TaskSetConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """Return how completions for one of `sets` are sampled. `stop_token_ids`: end tokens of the tokenizer."""
+    def set_sampling(self, one: TaskSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]) -> SamplingParams:
+        """Return how completions for one of `sets` are sampled. `stop`: end tokens of the tokenizer; `pause`: tokens
+        of ppo.gen.stop."""
         own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
-        return SamplingParams(**own, min_new_tokens=self.ppo.gen.min_new_tokens, stop_token_ids=stop_token_ids)
+        return SamplingParams(
+            **own, min_new_tokens=self.ppo.gen.min_new_tokens, stop_token_ids=stop, pause_token_ids=pause
+        )
 
-    def evaluation_sampling(self, one: EvaluationSetConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    def evaluation_sampling(
+        self, one: EvaluationSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]
+    ) -> SamplingParams:
         """Return the same for one of `evaluation_sets`."""
         own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
-        return SamplingParams(**own, stop_token_ids=stop_token_ids)
+        return SamplingParams(**own, stop_token_ids=stop, pause_token_ids=pause)
 
     @property
     def sampling(self) -> PPOMATHConfig:
@@ -469,8 +474,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def judged_by(self) -> Judged:
-        sampled = self.ppo.gen.max_new_tokens
-        return Judged(self.workflow, self.reward.spec, self.reward.threshold, sampled)
+        gen = self.ppo.gen
+        return Judged(self.workflow, self.reward.spec, self.reward.threshold, gen.max_new_tokens, gen.stop)
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:

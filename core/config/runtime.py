@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from allocation import DeviceChoice
@@ -149,6 +149,7 @@ class Judged(NamedTuple):
     """The reward from which an answer is right. None: not known."""
     max_new_tokens: int | None
     """None: the run samples nothing."""
+    stop: Sequence[str] = ()
 
 
 class Summary(NamedTuple):

@@ -19,6 +19,7 @@ from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
 from rollout.inference.router import NoGeneratorError, Routed, Router, requests_at_once
+from rollout.inference.stop_texts import StopTexts
 from rollout.producer import RolloutProducer
 from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardWorkerError
@@ -63,19 +64,21 @@ class RolloutService(BatchService):
             timeout_seconds=reward.timeout_seconds,
         )
         self._eval_rewards = {name: RecordedRewards(self._rewards.of(spec)) for name, spec in held_out.items()}
+        stop = StopTexts(self._data.tokenizer, config.ppo.gen.stop)
+        self._ends = self._data.encoder.end_token_ids, stop.token_ids
         self.router = Router(
             self._generators,
+            stop=stop,
             health_interval_seconds=generator.health_interval_seconds,
             health_timeout_seconds=generator.health_timeout_seconds,
             patience_seconds=generator.patience_seconds,
         )
         make = partial(make_workflow, tokenizer=self._data.tokenizer, encoder=self._data.encoder, seed=config.seed)
-        stop = self._data.encoder.end_token_ids
         self._workflow = by_task_set({
             name: make(
                 task_set_workflow(config.workflow, f"task_sets.{name}", one),
                 reward_pool=self._rewards.of(specs[name]),
-                sampling=config.set_sampling(one, stop),
+                sampling=config.set_sampling(one, *self._ends),
                 group_size=one.group_size,
             )
             for name, one in config.sets.items()
@@ -84,7 +87,7 @@ class RolloutService(BatchService):
             name: make(
                 task_set_workflow(config.workflow, f"evaluation.sets.{name}", one),
                 reward_pool=self._eval_rewards[name],
-                sampling=config.evaluation_sampling(one, stop),
+                sampling=config.evaluation_sampling(one, *self._ends),
                 group_size=1,
             )
             for name, one in config.evaluation_sets.items()
@@ -243,12 +246,12 @@ class RolloutService(BatchService):
 
     async def serve(self) -> str:
         """Answer requests to the policy until close(); return the address."""
-        config, stop = self._config, self._data.encoder.end_token_ids
+        config = self._config
         one = next(iter(config.sets.values()))
         self._server = PolicyServer(
             Bridge(self._data.encoder),
             self.router,
-            limits=Limits(sampling=config.set_sampling(one, stop), context_tokens=config.max_seqlen),
+            limits=Limits(sampling=config.set_sampling(one, *self._ends), context_tokens=config.max_seqlen),
             host=config.serve.host,
             port=config.serve.port,
             api_key=config.serve.api_key,

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from rollout.inference.stop_texts import StopTexts
 from rollout.inference.versions import MemoryVersions
 from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
 from tracing import frequent_span
@@ -99,7 +100,9 @@ class Router:
         health_interval_seconds: float = 5.0,
         health_timeout_seconds: float = 60.0,
         patience_seconds: float = 0.0,
+        stop: StopTexts | None = None,
     ) -> None:
+        """`stop`: texts that end the requests that have their tokens as pause_token_ids."""
         if not generators:
             raise ValueError("a router needs at least one generator")
         if not isinstance(generators, Mapping):
@@ -117,6 +120,7 @@ class Router:
         self._interval = health_interval_seconds
         self._timeout = health_timeout_seconds
         self._patience = patience_seconds
+        self._stop = stop
         self._none_since: float | None = None
         self._replaced = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -125,6 +129,8 @@ class Router:
         """Sample one completion to its end ("stop" or "length"), through interruptions and the death of generators.
         Raises NoGeneratorError when none is left, ValueError for a request that cannot be served, and what a healthy
         generator keeps raising for it."""
+        if request.output is not None and self._has_ended(request, request.output):
+            return replace(request.output, finish_reason="stop")
         self._watch()
         self._reported.pop(request.request_id, None)  # of an earlier request of that name, as evaluations send again
         group = self._join_group(request)
@@ -146,6 +152,8 @@ class Router:
                         request = replace(request, output=reported)
                         self._handed_back[request.request_id] = reported
                 else:
+                    if completion.finish_reason != "stop" and self._has_ended(request, completion):
+                        return replace(completion, finish_reason="stop")
                     if completion.finish_reason != "abort":
                         return completion
                     request = replace(request, output=completion)
@@ -157,6 +165,12 @@ class Router:
             self._handed_back.pop(request.request_id, None)
             self._reported.pop(request.request_id, None)
             self._leave_group(request)
+
+    def _has_ended(self, request: GenerateRequest, completion: Completion) -> bool:
+        """Return whether a completion ends with a stop text."""
+        return (
+            self._stop is not None and bool(request.sampling.pause_token_ids) and self._stop.ends(completion.token_ids)
+        )
 
     async def partial(self) -> dict[str, Completion]:
         """Return the tokens so far of requests in flight: those returned at an interruption, or those that the

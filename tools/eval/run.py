@@ -29,6 +29,7 @@ from rollout.errors import GeneratorCallError, GeneratorStartError
 from rollout.evaluation import EvaluationPlan, QuestionSet, RecordedRewards, answer_questions
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
+from rollout.inference.stop_texts import StopTexts
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams, Workflow
 from rollout.workflows import close_workflow, make_workflow
@@ -151,7 +152,8 @@ async def evaluate(settings: EvalSettings) -> str:
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     ends = encoder.end_token_ids
     prompts = {b.name: make_prompts(b, encoder)[: settings.num_questions] for b in settings.benchmarks}
-    sampling = replace(settings.sampling, stop_token_ids=ends)
+    stop = StopTexts(tokenizer, settings.judging.stop)
+    sampling = replace(settings.sampling, stop_token_ids=ends, pause_token_ids=stop.token_ids)
     logger.info("%s", first_prompt(next(of[0] for of in prompts.values()), settings.judging.reward))
     if context and sampling.max_new_tokens > context:
         logger.warning(
@@ -176,7 +178,7 @@ async def evaluate(settings: EvalSettings) -> str:
     if before != identity:
         write_json(output / SETTINGS, identity)
 
-    answers = await _answer_all(settings, prompts, model, encoder, plan)
+    answers = await _answer_all(settings, prompts, model, encoder, plan, stop)
     reward = settings.judging.reward
     table = write_report(
         output, [summarise(name, of) for name, of in answers.items()], identity,
@@ -187,7 +189,12 @@ async def evaluate(settings: EvalSettings) -> str:
 
 
 async def _answer_all(
-    settings: EvalSettings, prompts: dict[str, list[Prompt]], model: Path, encoder: Encoder, plan: EvaluationPlan
+    settings: EvalSettings,
+    prompts: dict[str, list[Prompt]],
+    model: Path,
+    encoder: Encoder,
+    plan: EvaluationPlan,
+    stop: StopTexts,
 ) -> dict[str, list[Answer]]:
     """Return all answers of every benchmark, old and new. Generators are started only where something is missing; what
     is missing of all benchmarks is one stream of requests, so that none of them waits for another's longest answer."""
@@ -202,7 +209,7 @@ async def _answer_all(
             for workflow in workflows.values():
                 stack.push_async_callback(close_workflow, workflow)
             generators = await start_generators(stack, model, settings.generator, settings.output_path / "logs")
-            router = Router(generators)
+            router = Router(generators, stop=stop)
             stack.push_async_callback(router.close)
             for file in files.values():
                 stack.enter_context(file)
@@ -260,6 +267,7 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
         "generator": settings.generator.resolved(),
         "sglang": {k: v for k, v in sorted(settings.generator.sglang.items()) if k not in _ANSWERS_STAY_THE_SAME},
         "stop_token_ids": list(encoder.end_token_ids),
+        **({"stop": list(settings.judging.stop)} if settings.judging.stop else {}),
         "questions": questions,
     }
 

@@ -47,6 +47,8 @@ class Judging:
     right_at: float | None = RIGHT
     """The reward from which an answer is right. None: not known."""
     max_new_tokens: int = 32768
+    stop: Sequence[str] = ()
+    """Texts that end an answer."""
     prompt_format: PromptFormat = PromptFormat(instruction=BOXED_INSTRUCTION)
     hints: Fields = Fields()
     """Columns of the run's data set, used where a benchmark has them."""
@@ -239,6 +241,7 @@ def _judging_of_run(file: Path) -> Judging:
         reward=judged.reward,
         right_at=judged.right_at,
         max_new_tokens=judged.max_new_tokens or Judging.max_new_tokens,
+        stop=judged.stop,
         prompt_format=config.prompt.prompt_format(boxed=judged.reward == "math"),
         hints=config.dataset.columns,
     )

@@ -101,6 +101,8 @@ HINTS: Mapping[str, str] = {
     "scale_rewards": "write algorithm.advantage_std",
     "service": "there are no services; rewards and workflows are functions: reward.function, workflow.type",
     "stages": "there are no stages; start one run after the other, with actor.path set to the model of the first",
+    "stop_sequences": "write ppo.gen.stop",
+    "stop_strings": "write ppo.gen.stop",
     "stats_logger": "write wandb.* and monitor.*",
     "system_envs": "write external_configs.envs",
     "train_batch_size": "write dataset.train_bs_n_seqs",

@@ -96,7 +96,7 @@ class Engine:
             return []
         slots = np.concatenate([part[0] for part in parts])
         done = self._sample(slots, torch.cat([part[1] for part in parts]))
-        finished = [self._slots.finish(s, "stop" if self._slots.stopped(s) else "length") for s in done.tolist()]
+        finished = [self._slots.finish(s, self._slots.reason(s)) for s in done.tolist()]
         full = slots[self._slots.position[slots] >= self._cache.capacity_of[slots]]
         if len(done):
             full = np.setdiff1d(full, done, assume_unique=True)

@@ -58,6 +58,7 @@ class Slots:
         self.top_p = np.zeros(num_slots, dtype=np.float32)
         self.top_k = np.zeros(num_slots, dtype=np.int64)
         self.stop_ids = np.full((num_slots, 1), _NO_TOKEN, dtype=np.int64)
+        self._pause_ids = self.stop_ids.copy()
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
         self._uniforms = np.zeros((num_slots, _UNIFORMS_AHEAD))
         self._uniforms_from = np.zeros(num_slots, dtype=np.int64)
@@ -90,12 +91,8 @@ class Slots:
         self.temperature[slot] = sampling.temperature
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = min(sampling.top_k, self._vocab_size) if sampling.top_k > 0 else self._vocab_size
-        stops = sampling.stop_token_ids
-        if len(stops) > self.stop_ids.shape[1]:
-            more = len(stops) - self.stop_ids.shape[1]
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=_NO_TOKEN)
-        self.stop_ids[slot] = _NO_TOKEN
-        self.stop_ids[slot, : len(stops)] = stops
+        self.stop_ids = _with_row(self.stop_ids, slot, sampling.stop_token_ids)
+        self._pause_ids = _with_row(self._pause_ids, slot, sampling.pause_token_ids)
         self._seeds[slot] = job.request.seed % 2**64
         self.num_output[slot] = 0
         if job.output is not None:
@@ -146,11 +143,14 @@ class Slots:
         self.last_token[slots] = tokens
         self.num_output[slots] = n + 1
         stopped = (tokens[:, None] == self.stop_ids[slots]).any(axis=1)
-        return slots[stopped | (n + 1 >= self.max_new_tokens[slots])]
+        paused = (tokens[:, None] == self._pause_ids[slots]).any(axis=1)
+        return slots[stopped | paused | (n + 1 >= self.max_new_tokens[slots])]
 
-    def stopped(self, slot: int) -> bool:
-        """Return whether the last token of this slot is a stop token."""
-        return bool((self.stop_ids[slot] == self.last_token[slot]).any())
+    def reason(self, slot: int) -> FinishReason:
+        """Return why append() returned this slot."""
+        if (self.stop_ids[slot] == self.last_token[slot]).any():
+            return "stop"
+        return "length" if self.num_output[slot] >= self.max_new_tokens[slot] else "abort"
 
     def finish(self, slot: int, reason: FinishReason) -> tuple[GenerateRequest, Completion]:
         """Free the slot and hand out what it holds."""
@@ -169,3 +169,12 @@ class Slots:
             versions=self.versions[slot, :n].copy(),
             finish_reason=reason,
         )
+
+
+def _with_row(ids: np.ndarray, slot: int, tokens: Sequence[int]) -> np.ndarray:
+    """Return `ids` ([slots, n] int64), wide enough, with `tokens` in one row."""
+    if len(tokens) > ids.shape[1]:
+        ids = np.pad(ids, ((0, 0), (0, len(tokens) - ids.shape[1])), constant_values=_NO_TOKEN)
+    ids[slot] = _NO_TOKEN
+    ids[slot, : len(tokens)] = tokens
+    return ids

@@ -56,7 +56,7 @@ def generate_call(
     params: dict[str, object] = {
         "max_new_tokens": sampling.max_new_tokens - done,
         "temperature": sampling.temperature,
-        "stop_token_ids": sampling.stop_token_ids,
+        "stop_token_ids": sampling.stop_token_ids + sampling.pause_token_ids,
     }
     if done < sampling.min_new_tokens:
         # The server's own min_new_tokens needs a tokenizer there. Up to that length, stop tokens are ruled out.

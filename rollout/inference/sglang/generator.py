@@ -136,6 +136,8 @@ class SGLangGenerator:
                 return replace(output, finish_reason=end)
             if part.finish_reason == "abort":
                 return output
+            if len(output.token_ids) and output.token_ids[-1] in request.sampling.pause_token_ids:
+                return replace(output, finish_reason="abort")
             # What is left: the first min_new_tokens were sampled without stop tokens, or the server stopped at an end
             # token of the model's configuration that the request does not name.
 
