@@ -85,7 +85,8 @@ def test_so_does_one_of_a_sglang_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop"), [("a</end>", "</end>"), ("one\n\nQ", "\n\nQ"), ("nach Köln", "Köln"), ("x 。", "。"), ("a b", " b")]
+    ("text", "stop"),
+    [("a</end>", "</end>"), ("one\n\nQ", "\n\nQ"), ("nach Köln", "Köln"), ("x 。", "。"), ("a b", " b")],
 )
 def test_every_token_that_completes_a_stop_text_pauses_a_request(text: str, stop: str) -> None:
     tokenizer = chat_tokenizer()
