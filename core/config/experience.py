@@ -19,11 +19,14 @@ class ExperienceConfig(Section):
     store: str = key(
         "memory",
         "Where episodes are kept until they are trained. memory: in the rollout process, and in recover checkpoints. "
-        "sqlite: in a file, which jobs of one host can share. Or a custom class as package.module:Class",
+        "sqlite: in a file, which jobs of one host can share. postgres: in a database, for jobs of several hosts. "
+        "file: in jsonl files, to look at what an explore job samples without a trainer. Or a custom class as "
+        "package.module:Class",
     )
     path: str = key(
         "",
-        "File of a sqlite store, or what a custom store opens",
+        "File of a sqlite store, address of a postgres one (postgresql://user@host/database), folder of a file one, or "
+        "what a custom store opens",
         needs=unlike("experience.store", "memory"),
     )
     keep_steps: int = key(

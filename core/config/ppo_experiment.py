@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
@@ -25,6 +25,7 @@ from core.config.common import (
 )
 from core.config.experience import APART, BenchConfig, ExperienceConfig, ServeConfig, SynchronizerConfig
 from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
+from core.config.parsing.masking import masked_urls
 from core.config.ppo import (
     CRITIC,
     REFERENCE,
@@ -152,6 +153,13 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             )
         elif store.is_durable and not store.path:
             yield Violation(("experience.path",), f"required with experience.store={store.store}")
+        elif store.store == "postgres" and apart and not self.synchronizer.folder:
+            message = "required with experience.store=postgres: a folder for the weights that every job sees"
+            yield Violation(("synchronizer.folder", "experience.store"), message)
+        elif store.store == "file" and self.mode != "explore":
+            yield Violation(
+                ("experience.store", "mode"), f"file is for looking at explore jobs, mode={self.mode}; write sqlite"
+            )
         if self.mode == "train" and not self.recovers:
             yield Violation(
                 ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),
@@ -175,9 +183,15 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 f"interval + offset = {sync.interval + sync.offset} must be at most max_staleness + 1 = {longest}",
             )
 
+    def masked(self) -> Self:
+        """Return the same without secrets, that of experience.path included."""
+        store = self.experience.model_copy(update={"path": masked_urls(self.experience.path)})
+        return super().masked().model_copy(update={"experience": store})
+
     @property
     def experience_path(self) -> str:
-        return str(Path(self.experience.path).expanduser().absolute()) if self.experience.path else ""
+        path = self.experience.path
+        return path if not path or "://" in path else str(Path(path).expanduser().absolute())
 
     @property
     def steps_ahead(self) -> int:

@@ -21,6 +21,7 @@ from core.placement.allocation import resolve_allocation
 from core.train.due import DueTimer, evaluation_frequency
 from core.train.evaluations import Evaluations
 from core.weight_sync.folder import VersionFolder
+from rollout.inference.versions import Published
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -60,7 +61,27 @@ def sampling(
 
 
 def explore(config: PPOMATHConfig, context: RunContext) -> None:
-    """Sample until the last version of the weights is published."""
+    """Sample until the last version of the weights is published; into files, with those of actor.path to the end."""
+    if config.experience.store == "file":
+        _explore_alone(config, context)
+    else:
+        _explore(config, context)
+
+
+def _explore_alone(config: PPOMATHConfig, context: RunContext) -> None:
+    weights, where = PublishedWeights(), str(Path(config.actor.path).expanduser())
+    with sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, schedule):
+        weights.current = Published(version=0, where=where)
+        push.push(0)
+        context.screen.end_phase()
+        rollout.begin(0, None, ignore_changes=False)
+        while not rollout.has_explored(schedule.total_prompts):
+            rollout.check()
+            push.sync_rejoined()
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _explore(config: PPOMATHConfig, context: RunContext) -> None:
     screen, weights, folder = context.screen, PublishedWeights(), VersionFolder(config.weights_folder)
     with sampling(config, context, weights, folder.path) as (push, rollout, schedule):
         screen.begin("waiting for the first weights")

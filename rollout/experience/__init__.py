@@ -11,6 +11,7 @@ from rollout.experience.base import (
     Selection,
     StalenessError,
     Status,
+    StoreError,
 )
 from rollout.experience.episode import Episode, Event, Tags, episode_id
 from rollout.experience.filters import SpreadFilter
@@ -46,6 +47,7 @@ __all__ = [
     "StalenessAdmission",
     "StalenessError",
     "Status",
+    "StoreError",
     "Tags",
     "check_store",
     "episode_id",

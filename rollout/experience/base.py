@@ -27,6 +27,10 @@ class LesseeError(ValueError):
     """Another trainer has leases of this store."""
 
 
+class StoreError(RuntimeError):
+    """The database of a store does not respond, or has no room. What was stored before stays."""
+
+
 class ExploreError(RuntimeError):
     """The process that samples has failed."""
 

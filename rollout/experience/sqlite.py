@@ -1,453 +1,91 @@
-"""Episodes in a SQLite file, for processes of one host that share nothing else.
-
-Every call is one transaction, so a process that is killed between any two statements leaves the store as before or as
-after the call. WAL lets readers and the one writer work at the same time. A lease belongs to a process: a lock of the
-file system ends with it, whatever ends it, and leases that were not acknowledged are ready again for the next trainer.
-
-    meta       next_step, num_opened, lessee, error
-    episodes   the tags of every episode, the value of those that are ready or leased
-    journals   the events of episodes in flight
-"""
+"""Episodes in a SQLite file, for processes of one host: WAL lets readers and the one writer work at the same time."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
-import json
-import math
-import os
 import sqlite3
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rollout.experience.base import Admission, ExploreError, Lease, LesseeError, Opened, Selection, Status
-from rollout.experience.episode import Episode, Event, Tags, mean_reward
-from rollout.experience.serial import (
-    SCHEMA,
-    SchemaError,
-    check_schema,
-    dumps,
-    event_from_plain,
-    event_to_plain,
-    loads,
-    records_from_plain,
-    records_to_plain,
-)
-from rollout.types import Trajectory
+from rollout.experience.base import StoreError
+from rollout.experience.sql import Rows, SQLExperience
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS episodes (
-    number INTEGER PRIMARY KEY,  -- how many were opened before it
-    id TEXT NOT NULL UNIQUE,
-    task_set TEXT NOT NULL,
-    prompt TEXT NOT NULL,
-    fate TEXT NOT NULL,
-    version INTEGER NOT NULL,
-    explorer TEXT NOT NULL,      -- the process that samples it, or has sampled it
-    step INTEGER,                -- of its lease, or of the first lease after it was dropped
-    place INTEGER,               -- in the batch of its lease
-    reward REAL,                 -- mean of its completions, NULL until it is finished
-    tags TEXT NOT NULL,
-    value BLOB
-);
-CREATE INDEX IF NOT EXISTS finished ON episodes (task_set, prompt, reward) WHERE reward IS NOT NULL;
-CREATE VIEW IF NOT EXISTS success AS
-    SELECT task_set, prompt, count(*) AS episodes, avg(reward) AS reward FROM episodes
-    WHERE reward IS NOT NULL GROUP BY task_set, prompt;
-CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE fate IN ('open', 'ready');
-CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
-CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped', 'late');
-CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
-CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
-CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event BLOB NOT NULL, PRIMARY KEY (id, key)) WITHOUT ROWID;
-"""
-_GONE = "fate IN ('dropped', 'skipped', 'late')"
-_LAYOUT = 2
-"""Version of the tables."""
-_OUTSTANDING = "fate IN ('open', 'ready')"
-_OPEN = f"{_OUTSTANDING} AND fate = 'open'"
-"""The partial indices serve a query that has their own condition."""
-_KEPT = "fate = 'trained' AND value IS NOT NULL"
 _BUSY_SECONDS = 60.0
 """Most seconds to wait for the transaction of another process."""
-_LOOK_EVERY_SECONDS = 0.02
-"""For what another process has put, while a lease waits."""
 
 
-class SQLiteExperience:
-    """A store in the file `path`, which the first process makes. Each process opens it for itself.
+class SQLiteExperience(SQLExperience):
+    """A store in the file `path`. Locks are files beside it."""
 
-    `lease` polls the file while it waits. Raises SchemaError for the file of another release."""
+    BLOB, VIEW, BEGIN = "BLOB", "VIEW IF NOT EXISTS", ("BEGIN IMMEDIATE",)
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA page_size=16384")  # values are large; in a file that exists it has no effect
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._lock: IO[str] | None = None
-        self._settled = False  # what the trainer before this one has leased
-        self._explorer = ""  # before the first open() or adopt()
-        self._explorer_lock: IO[str] | None = None
-        self._check_layout()
-        with self._transaction():
-            for statement in _TABLES.split(";"):
-                self._db.execute(statement)
-            for key, version in (("schema", SCHEMA), ("layout", _LAYOUT)):
-                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, version))
-            for key in ("next_step", "num_opened"):
-                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, 0)", (key,))
-
-    def _check_layout(self) -> None:
-        """Raise SchemaError for a file that another release has made."""
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            if (found := self._meta("layout")) != _LAYOUT:
-                raise SchemaError(
-                    f"{self._path} has tables of version {found or 1}, this release has version {_LAYOUT}: continue "
-                    "with the release that made it, or export its episodes there and import them into another file"
-                )
-            check_schema(self._meta("schema"))
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+        self._path, self._locks = Path(path), dict[str, IO[str]]()
         try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"experience.path={path}: {error}; name a file that can be written") from error
+        self._name = str(self._path)
+        self._execute("PRAGMA page_size=16384")  # values are large; in a file that exists it has no effect
+        self._execute("PRAGMA journal_mode=WAL")
+        self._execute("PRAGMA synchronous=NORMAL")
+        super().__init__(self._name)
 
-    def _meta(self, key: str) -> Any:
-        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if found is None else found[0]
+    def _run(self, statement: str, values: Sequence[Any]) -> Rows:
+        return self._db.execute(statement, values)
 
-    def _set_meta(self, key: str, value: object) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    def _failure(self, error: Exception) -> str | None:
+        if not isinstance(error, sqlite3.Error):
+            return None
+        ways = {
+            "locked": f"another process has kept it for {_BUSY_SECONDS:g} s; end that one",
+            "full": "free space on its disk; every call before this one is in the file",
+            "not a database": "name another file, or restore it",
+        }
+        return next((way for word, way in ways.items() if word in str(error)), "check the file and its disk")
 
-    def _count(self, where: str) -> int:
-        (count,) = self._db.execute(f"SELECT count(*) FROM episodes WHERE {where}").fetchone()
-        return int(count)
+    def _has_tables(self) -> bool:
+        return self._execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is not None
 
-    def open(self, tags: Tags, admission: Admission) -> Opened:
-        explorer = self._become_explorer()
-        with self._transaction():
-            if self._db.execute("SELECT 1 FROM episodes WHERE id = ?", (tags.id,)).fetchone():
-                return "known"
-            next_step, num_opened = self._meta("next_step"), self._meta("num_opened")
-            if not admission.admits(self._count(_OUTSTANDING), next_step=next_step, version=tags.version):
-                return "full"
-            self._db.execute(
-                "INSERT INTO episodes (number, id, task_set, prompt, fate, version, explorer, tags) "
-                "VALUES (?, ?, ?, ?, 'open', ?, ?, ?)",
-                (num_opened, tags.id, tags.task_set, tags.row, tags.version, explorer, _tags_to_text(tags)),
-            )
-            self._set_meta("num_opened", num_opened + 1)
-        return "open"
+    def _file_of(self, lock: str) -> Path:
+        if lock == "lessee":
+            return self._path.with_name(f"{self._path.name}.lessee")
+        return self._path.with_name(f"{self._path.name}.explorers") / lock
 
-    def adopt(self) -> list[Tags]:
-        own = self._become_explorer()
-        with self._transaction():
-            found = self._db.execute(f"SELECT DISTINCT explorer FROM episodes WHERE {_OPEN}").fetchall()
-            dead = [name for (name,) in found if name != own and not self._is_alive(name)]
-            if not dead:
-                return []
-            marks = ", ".join("?" * len(dead))
-            where = f"{_OPEN} AND explorer IN ({marks})"
-            left = self._tags(f"{where} ORDER BY number", dead)
-            self._db.execute(f"UPDATE episodes SET explorer = ? WHERE {where}", (own, *dead))
-        return left
+    def _lock(self, name: str) -> bool:
+        path = self._file_of(name)
+        path.parent.mkdir(exist_ok=True)
+        file = open(path, "a")  # noqa: SIM115 (held until close())
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        self._locks[name] = file
+        return True
 
-    def _become_explorer(self) -> str:
-        """Return the name of this process among those that sample. It holds the lock of a file of that name."""
-        if not self._explorer:
-            folder = self._path.with_name(f"{self._path.name}.explorers")
-            folder.mkdir(exist_ok=True)
-            name = uuid.uuid4().hex
-            self._explorer_lock = open(folder / name, "w")  # noqa: SIM115 (held until close())
-            fcntl.flock(self._explorer_lock, fcntl.LOCK_EX)
-            self._explorer = name
-            with self._transaction():  # leases wait again: a process that failed has been started anew
-                self._db.execute("DELETE FROM meta WHERE key = 'error'")
-        return self._explorer
-
-    def _is_alive(self, explorer: str) -> bool:
-        """Return whether the process of that name holds its lock. Remove the file of one that does not."""
-        path = self._path.with_name(f"{self._path.name}.explorers") / explorer
+    def _is_locked(self, name: str) -> bool:
+        """Return whether another process has the lock. Remove the file of one that has ended."""
+        path = self._file_of(name)
         try:
             with open(path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
         except BlockingIOError:
             return True
-        except (FileNotFoundError, IsADirectoryError):  # the second: no name
+        except FileNotFoundError:
             pass
         return False
 
-    def reopen(self, id: str, version: int) -> None:
-        with self._transaction():
-            self._db.execute("UPDATE episodes SET version = ? WHERE id = ? AND fate = 'open'", (version, id))
-            self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
-
-    def journal(self, id: str, event: Event) -> None:
-        data = dumps(event_to_plain(event))
-        with self._transaction():
-            if self._is_in_flight(id):
-                self._db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (id, event.key, data))
-
-    def _is_in_flight(self, id: str) -> bool:
-        return self._db.execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
-
-    def events(self, id: str) -> list[Event]:
-        rows = self._db.execute("SELECT event FROM journals WHERE id = ? ORDER BY key", (id,))
-        return [event_from_plain(loads(data)) for (data,) in rows]
-
-    def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
-        tags = episode.tags
-        value = dumps(records_to_plain(episode.trajectories))
-        with self._transaction():
-            if not self._is_in_flight(tags.id):
-                return
-            dropped = drops is not None and drops(tags, self._ahead(tags.id))
-            self._db.execute(
-                "UPDATE episodes SET fate = ?, reward = ?, tags = ?, value = ? WHERE id = ?",
-                (
-                    "dropped" if dropped else "ready", mean_reward(tags), _tags_to_text(tags),
-                    None if dropped else value, tags.id,
-                ),
-            )  # fmt: skip
-            self._db.execute("DELETE FROM journals WHERE id = ?", (tags.id,))
-
-    def _ahead(self, id: str) -> int:
-        """Return the number of episodes between the last one that was leased and this one."""
-        (number,) = self._db.execute("SELECT number FROM episodes WHERE id = ?", (id,)).fetchone()
-        return int(number - (self._meta("behind_leased") or 0))
-
-    def drop(self, id: str) -> None:
-        with self._transaction():
-            self._db.execute("UPDATE episodes SET fate = 'skipped' WHERE id = ? AND fate = 'open'", (id,))
-            self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
-
-    def settle(self, key: str, make: Callable[[], Any]) -> Any:
-        if (found := self._meta(f"settled {key}")) is None:
-            made = json.dumps(make())
-            with self._transaction():
-                self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (f"settled {key}", made))
-            found = self._meta(f"settled {key}")
-        return json.loads(found)
-
-    def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
-        rows = self._db.execute("SELECT prompt, episodes, reward FROM success WHERE task_set = ?", (task_set,))
-        return {row: (count, mean) for row, count, mean in rows}
-
-    def fail(self, error: Exception) -> None:
-        with self._transaction():
-            if self._meta("error") is None:
-                self._set_meta("error", f"{type(error).__name__}: {error}")
-
-    def in_flight(self) -> list[Tags]:
-        return self._tags(f"{_OPEN} ORDER BY number")
-
-    def _tags(self, where: str, values: Sequence[str] = ()) -> list[Tags]:
-        rows = self._db.execute(f"SELECT tags, fate, version FROM episodes WHERE {where}", values).fetchall()
-        return [replace(Tags(**json.loads(text)), fate=fate, version=version) for text, fate, version in rows]
-
-    @property
-    def by_version(self) -> Mapping[int, int]:
-        return self._by_version(_OUTSTANDING)
-
-    @property
-    def ready_by_version(self) -> Mapping[int, int]:
-        return self._by_version(f"{_OUTSTANDING} AND fate = 'ready'")
-
-    def _by_version(self, where: str) -> Mapping[int, int]:
-        return dict(self._db.execute(f"SELECT version, count(*) FROM episodes WHERE {where} GROUP BY version"))
-
-    def oldest_ready(self, count: int) -> list[str]:
-        where = f"{_OUTSTANDING} AND fate = 'ready' ORDER BY version, number LIMIT ?"
-        return [id for (id,) in self._db.execute(f"SELECT id FROM episodes WHERE {where}", (count,))]
-
-    def first_opened(self, count: int) -> list[tuple[str, bool]]:
-        rows = self._db.execute(f"SELECT id, fate FROM episodes WHERE {_OUTSTANDING} ORDER BY number LIMIT ?", (count,))
-        return [(id, fate == "ready") for id, fate in rows]
-
-    def oldest_open(self, count: int) -> list[str]:
-        where = f"{_OPEN} ORDER BY version, number LIMIT ?"
-        return [id for (id,) in self._db.execute(f"SELECT id FROM episodes WHERE {where}", (count,))]
-
-    async def lease(
-        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
-    ) -> Lease:
-        self.enroll(lessee)
-        if not self._settled:
-            self._settle(step)
-        clock = asyncio.get_running_loop().time
-        deadline = math.inf if timeout_seconds is None else clock() + timeout_seconds
-        seen = None
-        while True:
-            changes, in_part = self._changes(), clock() >= deadline
-            if (changes, in_part) != seen:
-                seen = changes, in_part
-                with self._transaction():
-                    lease = self._try_lease(selection, step, in_part=in_part)
-                if lease is not None:
-                    return lease
-            await asyncio.sleep(_LOOK_EVERY_SECONDS)
-
-    def _changes(self) -> tuple[int, int]:
-        """Return numbers that differ after any change of the file, by another connection or this one."""
-        (by_others,) = self._db.execute("PRAGMA data_version").fetchone()
+    def _changes(self) -> object:
+        (by_others,) = self._execute("PRAGMA data_version").fetchone()
         return by_others, self._db.total_changes
 
-    def enroll(self, lessee: str) -> None:
-        if self._lock is not None:
-            if lessee != self._meta("lessee"):
-                raise LesseeError(self._refusal(lessee))
-            return
-        lock = open(f"{self._path}.lessee", "a")  # noqa: SIM115 (held until close())
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise LesseeError(self._refusal(lessee)) from None
-        self._lock = lock
-        with self._transaction():
-            self._set_meta("lessee", lessee)
-            self._set_meta("lessee_process", os.getpid())
-
-    def _settle(self, step: int) -> None:
-        """Decide on what a trainer that is gone has leased: the steps before `step`, which are trained, are
-        acknowledged, the others are returned."""
-        with self._transaction():
-            self._db.execute("UPDATE episodes SET fate = 'trained' WHERE fate = 'leased' AND step < ?", (step,))
-            self._return_leases()
-        self._settled = True
-
-    def _refusal(self, lessee: str) -> str:
-        return (
-            f"{lessee!r} cannot lease: {self._meta('lessee')!r} (process {self._meta('lessee_process')}) trains on the "
-            f"episodes of {self._path}"
-        )
-
-    def _return_leases(self) -> None:
-        first, number = self._db.execute("SELECT min(step), min(number) FROM episodes WHERE fate = 'leased'").fetchone()
-        if first is not None:
-            self._set_meta("next_step", first)
-            self._set_meta("behind_leased", min(number, self._meta("behind_leased")))
-            self._db.execute("UPDATE episodes SET fate = 'ready', step = NULL WHERE fate = 'leased'")
-            self._db.execute(f"UPDATE episodes SET step = NULL WHERE {_GONE} AND step >= ?", (first,))
-
-    def _try_lease(self, selection: Selection, step: int, *, in_part: bool) -> Lease | None:
-        next_step, error = self._meta("next_step"), self._meta("error")
-        if self._db.execute("SELECT 1 FROM episodes WHERE fate = 'leased' AND step = ?", (step,)).fetchone():
-            return self._leased(step)
-        if step != next_step:
-            raise ValueError(
-                f"lease({step}): the next step is {next_step}; {self._path} is of another run, or of later steps than "
-                "the recover checkpoint that the run continues from. Begin with another experience.path"
-            )
-        if error is not None:
-            raise ExploreError(error)
-        is_whole = self._count(f"{_OUTSTANDING} AND fate = 'ready'") >= selection.batch_of(step)
-        if is_whole and selection.is_ready(self, step):
-            ids = selection.choose(self, step)
-        elif in_part:
-            ids, late = selection.partial(self, step)
-            for id in late:
-                self._db.execute("UPDATE episodes SET fate = 'late' WHERE id = ?", (id,))
-                self._db.execute("DELETE FROM journals WHERE id = ?", (id,))
-        else:
-            return None
-        if not ids:
-            return None
-        self._db.executemany(
-            "UPDATE episodes SET fate = 'leased', step = ?, place = ? WHERE id = ?",
-            [(step, place, id) for place, id in enumerate(ids)],
-        )
-        self._db.execute(f"UPDATE episodes SET step = ? WHERE {_GONE} AND step IS NULL", (step,))
-        (last,) = self._db.execute("SELECT max(number) FROM episodes WHERE fate = 'leased'").fetchone()
-        self._set_meta("behind_leased", max(last + 1, self._meta("behind_leased") or 0))
-        self._set_meta("next_step", step + 1)
-        return self._leased(step)
-
-    def _leased(self, step: int) -> Lease:
-        return Lease(
-            step=step,
-            tags=self._tags(f"fate = 'leased' AND step = {step} ORDER BY place"),
-            dropped=self._tags(f"{_GONE} AND step = {step} ORDER BY number"),
-        )
-
-    def values(self, ids: Sequence[str]) -> list[Episode]:
-        episodes = []
-        for id in ids:
-            row = self._db.execute("SELECT tags, fate, version, value FROM episodes WHERE id = ?", (id,)).fetchone()
-            if row is None or row[3] is None:
-                raise KeyError(f"{self._path} has no value of episode {id}")
-            text, fate, version, value = row
-            tags = replace(Tags(**json.loads(text)), fate=fate, version=version)
-            episodes.append(Episode(tags=tags, trajectories=records_from_plain(Trajectory, loads(value))))
-        return episodes
-
-    def ack(self, lease: Lease) -> None:
-        with self._transaction():
-            for tags in lease.tags:
-                trained = _tags_to_text(replace(tags, uses=tags.uses + 1))
-                self._db.execute(
-                    "UPDATE episodes SET fate = 'trained', tags = ? WHERE id = ? AND fate = 'leased'",
-                    (trained, tags.id),
-                )
-
-    def prune(self, keep_steps: int) -> int:
-        with self._transaction():
-            (last,) = self._db.execute(f"SELECT max(step) FROM episodes WHERE {_KEPT}").fetchone()
-            if last is None:
-                return 0
-            where = f"{_KEPT} AND step <= ?"
-            return self._db.execute(f"UPDATE episodes SET value = NULL WHERE {where}", (last - keep_steps,)).rowcount
-
-    def tags(self) -> list[Tags]:
-        return self._tags("TRUE ORDER BY number")
-
-    def status(self) -> Status:
-        return Status(
-            num_opened=self._meta("num_opened"), next_step=self._meta("next_step"),
-            num_outstanding=self._count(_OUTSTANDING), num_ready=self._count(f"{_OUTSTANDING} AND fate = 'ready'"),
-            lessee=self._meta("lessee") or "",
-        )  # fmt: skip
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing but the version of the form: the file survives. Acknowledge leases after their checkpoint."""
-        return {"schema": SCHEMA}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_schema(state.get("schema"))
-
-    def resample(self) -> None:
-        with self._transaction():
-            self._db.execute("UPDATE episodes SET fate = 'open', explorer = '', value = NULL WHERE fate = 'ready'")
-            self._db.execute("DELETE FROM journals")
-
-    def begin_at(self, step: int, *, num_opened: int) -> None:
-        with self._transaction():
-            self._db.execute("DELETE FROM episodes")
-            self._db.execute("DELETE FROM journals")
-            for key, value in (("next_step", step), ("num_opened", num_opened), ("behind_leased", num_opened)):
-                self._set_meta(key, value)
-
     def close(self) -> None:
-        """Leave the file, and if this process is the lessee, to another trainer."""
+        """See SQLExperience."""
         self._db.close()
-        for lock in (self._lock, self._explorer_lock):
-            if lock is not None:
-                lock.close()
-        self._lock = self._explorer_lock = None
-
-
-def _tags_to_text(tags: Tags) -> str:
-    return json.dumps(asdict(tags))
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()

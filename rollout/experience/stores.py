@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.experience.base import Experience
+from rollout.experience.files import FileExperience
 from rollout.experience.memory import MemoryExperience
+from rollout.experience.postgres import PostgresExperience
 from rollout.experience.sqlite import SQLiteExperience
 from rollout.plugins import PluginError, build_plugin, check_factory, unknown_name
 
 STORES: dict[str, Callable[[str], Experience]] = {
     "memory": lambda path: MemoryExperience(),
     "sqlite": SQLiteExperience,
+    "postgres": PostgresExperience,
+    "file": FileExperience,
 }
 """By name: called with experience.path."""
 _METHODS = {"lease": ("selection", "step", "lessee")}

@@ -17,24 +17,18 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rollout.experience import Episode, Experience, Tags
+from rollout.experience import Episode, Experience
+from rollout.experience.text import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
 from tools.arguments import BadRequest, data_file, integer, program
 from tools.experience.ledger import add_store, open_store
-
-_DTYPES = {
-    "token_ids": np.int32, "loss_mask": np.bool_, "rollout_logprobs": np.float32, "versions": np.int32,
-    "routed_experts": np.int16,
-}  # fmt: skip
 
 
 class Everything:
@@ -101,7 +95,7 @@ def export(store: Experience, arguments: argparse.Namespace) -> None:
     """Write every episode as a row of a jsonl file. Raises OSError."""
     with arguments.file.open("w", encoding="utf-8") as file:
         for tags in store.tags():
-            row = {"tags": asdict(tags), "trajectories": [_plain(t) for t in _trajectories(store, tags.id)]}
+            row = to_row(tags, _trajectories(store, tags.id))
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
@@ -113,32 +107,18 @@ def _trajectories(store: Experience, id: str) -> Sequence[Trajectory]:
     return episode.trajectories
 
 
-def _plain(trajectory: Trajectory) -> dict[str, Any]:
-    values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-
-
 def import_rows(store: Experience, arguments: argparse.Namespace) -> None:
     """Put the episodes of a jsonl file into a store. Raises BadRequest for a row that export does not write."""
     count = 0
     for number, line in enumerate(arguments.file.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row = json.loads(line)
-            tags, trajectories = Tags(**row["tags"]), [_trajectory(plain) for plain in row["trajectories"]]
+            tags, trajectories = from_row(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"{arguments.file}, line {number}: not a row of export ({error!r})") from None
         if trajectories and store.open(replace(tags, fate="open", uses=0), Everything()) == "open":
             store.put(Episode(tags=tags, trajectories=trajectories))
             count += 1
     print(f"{count} episodes imported")
-
-
-def _trajectory(plain: dict[str, Any]) -> Trajectory:
-    arrays: dict[str, np.ndarray] = {}
-    for name, kind in _DTYPES.items():
-        if plain.get(name) is not None:
-            arrays[name] = np.array(plain[name], kind)
-    return Trajectory(**{**plain, **arrays})
 
 
 def prune(store: Experience, arguments: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
+from helpers.postgres import PostgresServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -169,3 +170,40 @@ def test_weights_are_published_as_the_style_says_and_the_bound_holds(
     with sqlite3.connect(tmp_path / "shared" / "experience.db") as db:
         ages = list(db.execute("SELECT step - version FROM episodes WHERE fate = 'trained'"))
     assert len(ages) == NUM_STEPS * BATCH_SIZE and max(age for (age,) in ages) <= 2
+
+
+def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    import psycopg
+
+    server = PostgresServer()
+    try:
+        address = server.database()
+        changes = {
+            "experience": {"store": "postgres", "path": address},
+            "synchronizer": {"folder": str(tmp_path / "weights")},
+            "recover_retries": 3,
+        }
+        train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
+        train.wait_for("step 2/")
+        server.stop()
+        server.start()
+        assert train.finish() == 0, train.output()[-4000:]
+        assert explore.finish() == 0, explore.output()[-4000:]
+        consumed = [id for row in rows(train, "consumed.jsonl") for id in row["prompts"]]
+        with psycopg.connect(address) as db:
+            trained = [id for (id,) in db.execute("SELECT id FROM episodes WHERE fate = 'trained'")]
+        assert len(set(consumed)) == len(consumed) == NUM_STEPS * BATCH_SIZE and sorted(trained) == sorted(consumed)
+    finally:
+        server.close()
+
+
+def test_an_explore_job_alone_writes_files(start: Callable[..., Command], tmp_path: Path) -> None:
+    folder = tmp_path / "episodes"
+    changes = {"experience": {"store": "file", "path": str(folder)}, "exp_ctrl": {"total_train_steps": 2}}
+    explore = start("explore", "explore", **changes)
+    assert explore.finish() == 0, explore.output()[-4000:]
+    found = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert len({row["tags"]["id"] for row in found}) == len(found) == 2 * BATCH_SIZE
+    assert all(len(row["trajectories"]) == GROUP_SIZE for row in found)

@@ -1,0 +1,74 @@
+"""Episodes as rows of jsonl files, for looking at what an explore job samples: nothing trains on them.
+
+    FOLDER/episodes-N.jsonl    {"tags": {...}, "trajectories": [...]}, as `slipstream experience export` writes
+
+Each process appends to a file of its own. An episode that a file has is not sampled again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollout.experience.base import Admission, LesseeError, Opened, StoreError
+from rollout.experience.episode import Episode, Tags
+from rollout.experience.memory import MemoryExperience
+from rollout.experience.text import to_row
+
+_ANY_VERSION = 2**31
+
+
+class FileExperience(MemoryExperience):
+    """A store in the folder `path`. Admission ends with the run, as no trainer is waited for."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self._folder = Path(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._done = {row["tags"]["id"]: Tags(**row["tags"]) for row in self._rows()}
+            number = len(list(self._folder.glob("episodes-*.jsonl")))
+            self._file = open(self._folder / f"episodes-{number}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        except (OSError, ValueError) as error:
+            raise StoreError(f"experience.path={path}: {error}; name a folder of such files, or a new one") from error
+        self._num_opened = len(self._done)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        lines = [line for file in self._folder.glob("episodes-*.jsonl") for line in file.read_text().split("\n")[:-1]]
+        return [json.loads(line) for line in lines]
+
+    def open(self, tags: Tags, admission: Admission) -> Opened:
+        if tags.id in self._done or tags.id in self._numbers:
+            return "known"
+        if not admission.admits(self._num_opened, next_step=0, version=_ANY_VERSION):
+            return "full"
+        self._add(tags, self._num_opened)
+        self._num_opened += 1
+        return "open"
+
+    def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
+        id = episode.tags.id
+        if id not in self._in_flight:
+            return
+        tags = replace(episode.tags, version=self._in_flight[id].version, fate="ready")
+        try:
+            self._file.write(json.dumps(to_row(tags, episode.trajectories), default=str) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StoreError(f"experience.path={self._folder}: {error}; free space on its disk") from error
+        self._count(tags)
+        self._done[id] = tags
+        self._end(id, tags)
+        self._dropped.clear()
+
+    def tags(self) -> list[Tags]:
+        return [*self._done.values(), *self.in_flight()]
+
+    def enroll(self, lessee: str) -> NoReturn:
+        raise LesseeError(f"{lessee!r} cannot lease: experience.store=file is for explore jobs; write sqlite")
+
+    def close(self) -> None:
+        self._file.close()
