@@ -137,6 +137,7 @@ MOST_FILES = 14
 """Python files of one folder, at most."""
 
 LATE_IMPORTS: dict[str, dict[str, str]] = {
+    "an optional library": {"rollout.experience.stores.postgres": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
         "rollout.experience.schedule",

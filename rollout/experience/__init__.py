@@ -16,12 +16,12 @@ from rollout.experience.base import (
 from rollout.experience.episode import Episode, Event, Tags, episode_id
 from rollout.experience.filters import SpreadFilter
 from rollout.experience.lessee import Lessee
-from rollout.experience.memory import MemoryExperience
 from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
-from rollout.experience.sqlite import SQLiteExperience
 from rollout.experience.stores import check_store, open_store
+from rollout.experience.stores.memory import MemoryExperience
+from rollout.experience.stores.sqlite import SQLiteExperience
 
 __all__ = [
     "ENDLESS",

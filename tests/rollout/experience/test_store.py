@@ -39,9 +39,9 @@ from rollout.experience import (
     make_rules,
 )
 from rollout.experience.episode import summary
-from rollout.experience.files import FileExperience
-from rollout.experience.postgres import PostgresExperience
 from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
+from rollout.experience.stores.files import FileExperience
+from rollout.experience.stores.postgres import PostgresExperience
 from rollout.types import Completion, Trajectory
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.experience.base import Experience
-from rollout.experience.files import FileExperience
-from rollout.experience.memory import MemoryExperience
-from rollout.experience.postgres import PostgresExperience
-from rollout.experience.sqlite import SQLiteExperience
+from rollout.experience.stores.files import FileExperience
+from rollout.experience.stores.memory import MemoryExperience
+from rollout.experience.stores.postgres import PostgresExperience
+from rollout.experience.stores.sqlite import SQLiteExperience
 from rollout.plugins import PluginError, build_plugin, check_factory, unknown_name
 
 STORES: dict[str, Callable[[str], Experience]] = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rollout.experience.base import StoreError
-from rollout.experience.sql import Rows, SQLExperience
+from rollout.experience.stores.sql import Rows, SQLExperience
 
 if TYPE_CHECKING:
     import psycopg

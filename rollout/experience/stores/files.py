@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from rollout.experience.base import Admission, LesseeError, Opened, StoreError
 from rollout.experience.episode import Episode, Tags
-from rollout.experience.memory import MemoryExperience
+from rollout.experience.stores.memory import MemoryExperience
 from rollout.experience.text import to_row
 
 _ANY_VERSION = 2**31

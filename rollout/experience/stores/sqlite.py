@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rollout.experience.base import StoreError
-from rollout.experience.sql import Rows, SQLExperience
+from rollout.experience.stores.sql import Rows, SQLExperience
 
 _BUSY_SECONDS = 60.0
 """Most seconds to wait for the transaction of another process."""
