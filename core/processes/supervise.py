@@ -27,8 +27,7 @@ from typing import NoReturn
 import psutil
 
 from core.errors import could_not_write
-from core.processes.driver_watch import DRIVER, Limits, Watch, end_orphans
-from core.processes.forwarding import Forwarding
+from core.processes.driver_watch import DRIVER, Forwarding, Limits, Watch, end_orphans
 from core.processes.signals import INTERRUPTED, Interrupts, begin_shutdown, is_command
 from core.processes.stacks import register_process
 from core.processes.temporary import make_temporary, use_temporary
