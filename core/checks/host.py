@@ -6,6 +6,7 @@ import importlib.util
 import json
 import netrc
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import connection_error, joined_cluster
 from core.processes.temporary import unusable_temporary
 from core.runs.paths import RunPaths
+from model_specs.model_folder import stored_parameters
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import python_path
@@ -31,6 +33,8 @@ from rollout.plugins import python_path
 Check = Callable[[Any], Iterator[Problem]]
 """(configuration) -> its problems. Some checks are for runs with generators alone."""
 _ANSWER_SECONDS = 60.0
+_CHECKPOINT_BYTES = 12
+"""Bytes of a parameter in a recover checkpoint, at least: its value and the two moments of Adam."""
 
 
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
@@ -75,6 +79,28 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
         except OSError as error:
             message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
             yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+
+
+def _space(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield a disk that has no room for one recover checkpoint."""
+    if not config.recovers:
+        return
+    trained = {use.path for use in config.model_uses if use.key != "ref"}
+    try:
+        needed = sum(stored_parameters(path) for path in trained) * _CHECKPOINT_BYTES
+        paths = RunPaths.for_trial(
+            config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
+        )
+        place = _existing(paths.recover)
+        free = shutil.disk_usage(place).free
+    except (OSError, ValueError, RuntimeError):
+        return  # reported with the recipe
+    if needed > free:
+        message = (
+            f"one recover checkpoint has {needed / 2**30:.1f} GiB or more, {place} has {free / 2**30:.1f} GiB free; "
+            "free some, set another folder, or write recover_mode=disabled"
+        )
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
 
 
 def _existing(folder: Path) -> Path:
@@ -196,7 +222,7 @@ def host_checks(config: ExperimentConfig, *, connections: bool, nodes: bool) -> 
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
     looks = (_connection, *(() if config.TRAINER_ONLY else (_software,))) if connections else ()
     looks += (_nodes,) if nodes else ()
-    return (_monitors, _fileroot, _temporary, _ray, _port, _gpus, *looks)
+    return (_monitors, _fileroot, _space, _temporary, _ray, _port, _gpus, *looks)
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:
