@@ -172,7 +172,7 @@ export async function configurePage({ content, query, alive, studio }) {
     return h("div", { class: "key", "data-key": one.key, "data-default": one.default ?? "" },
       h("div", {}, h("code", { title: one.key }, label), h("span", { class: "muted" }, ` ${one.type}${bounds ? ` ${bounds}` : ""}`)),
       control,
-      h("p", { class: "help" }, one.help, one.needs ? h("span", { class: "muted" }, ` Needs ${one.needs}.`) : null),
+      h("p", { class: "help" }, `${one.help}.`, one.needs ? h("span", { class: "muted" }, ` Needs ${one.needs}.`) : null),
       h("p", { class: "wrong", role: "alert" }));
   }
 
@@ -200,7 +200,7 @@ export async function configurePage({ content, query, alive, studio }) {
       h("p", { class: "legend" }, found.roles.map((one) => {
         const mark = h("i", {});
         mark.style.background = tint.get(one.role);
-        return h("span", {}, mark, `${one.role} ${one.layout} on ${one.device}`);
+        return h("span", {}, mark, `${one.role} ${one.layout}${one.device ? ` on ${one.device}` : ""}`);
       })),
       h("div", { class: "nodes" }, Array.from({ length: Math.min(found.nodes, 16) }, (_, node) => h("div", { class: "node" }, h("span", { class: "muted" }, `node ${node}`),
         h("div", { class: "slots" }, Array.from({ length: found.per_node }, (_, gpu) => {

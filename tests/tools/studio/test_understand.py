@@ -1,0 +1,94 @@
+"""Spans, tokens and losses of a run, as the studio reads them from its files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from helpers.studio_runs import make_run
+from rollout.experience import SQLiteExperience
+from tests.tools.test_ledger import fill
+from tests.tools.test_timeline import write
+from tools.demo.data import make_tokenizer
+from tools.studio.folders import Folders, NotFound, Run
+from tools.studio.processes import processes
+from tools.studio.timeline import timeline
+from tools.studio.tokens import answer_tokens, explain, saved_steps
+
+
+def run_of(root: Path, **changes: object) -> tuple[Folders, Run]:
+    logs = make_run(root, steps=2).logs
+    (logs / "config.yaml").write_text(yaml.safe_dump(changes))
+    folders = Folders([root])
+    (run,) = folders.runs()
+    return folders, run
+
+
+def test_a_step_has_lanes_in_which_requests_lie_beside_each_other(tmp_path: Path) -> None:
+    _, run = run_of(tmp_path)
+    second = 1_000_000
+    steps = [("step", "steps", i * second, (i + 1) * second, {"step": i}) for i in (1, 2)]
+    write(run.logs, "driver", *steps, ("update", "", second, second + 1000, {}))
+    requests = [("request", "generator-0", 2 * second + i, 2 * second + 500_000 + i, {"tokens": 3}) for i in range(3)]
+    write(run.logs, "rollout", *requests)
+    last = timeline(run, {})
+    assert (last["steps"], last["known"]) == ([[2, 0.0, 1.0]], [1, 2])
+    (lane,) = last["lanes"]
+    assert (lane["process"], lane["lane"], lane["rows"]) == ("rollout", "generator-0", 3)
+    assert [span[3] for span in lane["spans"]] == [0, 1, 2]
+    assert [lane["process"] for lane in timeline(run, {"first": "1"})["lanes"]] == ["driver"]
+    outside = tmp_path.parent / f"{tmp_path.name}.jsonl"
+    outside.write_text("")
+    (run.logs / "spans" / "evil.jsonl").symlink_to(outside)
+    with pytest.raises(NotFound, match="is no file of the run"):
+        timeline(run, {})
+
+
+def test_an_answer_has_its_tokens_where_store_and_tokenizer_lie_in_the_folders(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    store, model = root / "experience.db", root / "model"
+    folders, run = run_of(root, experience={"store": "sqlite", "path": str(store)}, actor={"path": str(model)})
+    fill(store)
+    make_tokenizer().save_pretrained(model)
+    ready = next(tags for tags in SQLiteExperience(store).tags() if tags.fate == "ready")
+    found = answer_tokens(run, {"episode": ready.id, "index": "1"}, folders.holds)
+    (episode,) = SQLiteExperience(store).values([ready.id])
+    assert found["ids"] == episode.trajectories[1].token_ids.tolist()
+    assert found["has_texts"]
+    assert len(found["texts"]) == len(found["logprobs"]) == len(found["versions"]) == len(found["ids"])
+    for index, episode_id in (("9", ready.id), ("0", "nothing")):
+        with pytest.raises(NotFound):
+            answer_tokens(run, {"episode": episode_id, "index": index}, folders.holds)
+    with pytest.raises(NotFound, match="not in the given folders"):
+        answer_tokens(run, {"episode": ready.id, "index": "0"}, Folders([run.logs]).holds)
+
+
+def test_a_saved_step_is_explained_by_the_code_that_trains(tmp_path: Path) -> None:
+    _, run = run_of(tmp_path)
+    assert saved_steps(run, {}) == {"steps": []}
+    sequences = [
+        {"logprobs": [-1.0, -0.5], "old_logprobs": [-1.0, -0.5], "reward": reward, "group": 0} for reward in (0.0, 1.0)
+    ]
+    (run.logs / "batches").mkdir()
+    with gzip.open(run.logs / "batches" / "step-5.json.gz", "wt") as file:
+        json.dump({"algorithm": "grpo", "settings": {}, "sequences": sequences}, file)
+    assert saved_steps(run, {}) == {"steps": [5]}
+    answer = explain(run, {"step": 5})
+    assert {one["reward"]: one["grads"][0] < 0 for one in answer["sequences"]} == {0.0: False, 1.0: True}
+
+
+def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> None:
+    _, run = run_of(tmp_path)
+    (run.logs / "stacks").mkdir()
+    me = psutil.Process()
+    for name, started in (("driver", me.create_time()), ("rollout", me.create_time() - 1000)):
+        who = {"pid": os.getpid(), "started": started, "host": os.uname().nodename}
+        (run.logs / "stacks" / f"{name}.txt").write_text(json.dumps(who) + "\n")
+    states = {one["name"]: (one["state"], one["gib"] is not None) for one in processes(run, {})["processes"]}
+    assert states == {"driver": ("running", True), "rollout": ("ended", False)}
