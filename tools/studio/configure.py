@@ -184,7 +184,9 @@ def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str,
         "text": str(allocation),
         "nodes": allocation.n_nodes,
         "per_node": allocation.n_gpus_per_node,
-        "roles": [{"role": r.role, "layout": f"{r.backend}.{r.layout}", "device": r.device if config else ""} for r in roles],
+        "roles": [
+            {"role": r.role, "layout": f"{r.backend}.{r.layout}", "device": r.device if config else ""} for r in roles
+        ],
         "slots": slots,
     }
 
