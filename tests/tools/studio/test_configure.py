@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,21 @@ def test_files_are_saved_in_the_folder_alone_and_not_replaced_unasked(tmp_path: 
     for name in ("link.yaml", "../secret.yaml"):
         with pytest.raises(NotFound):
             files.text({"of": "file", "name": name})
+
+
+def test_memory_and_seconds_are_those_of_the_planner(tmp_path: Path) -> None:
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 1024, "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    own = (
+        f"algorithm: {{name: grpo}}\nppo: {{gen: {{max_new_tokens: 512}}}}\ndataset: {{path: {tmp_path}/data.jsonl}}\n"
+    )
+    text = TEXT.partition("dataset:")[0].replace("/nowhere", str(tmp_path)) + own
+    answer = check({"experiment": "ppo-math", "text": text, "gpu": "H100"})
+    assert answer["problems"] == []
+    plan = answer["plan"]
+    assert plan["fits"] and plan["ranks"][0]["phases"] and plan["seconds"]["step"] > 0
+    assert {role["device"] for role in answer["allocation"]["roles"]} == {"cuda"}

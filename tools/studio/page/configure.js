@@ -223,8 +223,9 @@ export async function configurePage({ content, query, alive, studio }) {
     const gib = (bytes) => `${figure(bytes / 2 ** 30)} GiB`;
     const limit = plan.gpu.bytes;
     planned.replaceChildren(head, h("p", { class: plan.fits ? "" : "warn" }, plan.verdict),
-      plan.seconds ? h("dl", { class: "facts" }, Object.entries(plan.seconds).filter(([, value]) => typeof value === "number").map(([key, value]) =>
-        h("div", {}, h("dt", {}, key.replaceAll("_", " ")), h("dd", {}, key.includes("tokens") ? figure(value) : duration(value))))) : "",
+      plan.seconds ? h("dl", { class: "facts" }, [["step", duration(plan.seconds.step)], ["update", duration(plan.seconds.update)],
+        ["log-probabilities", duration(plan.seconds.passes)], ["generation", duration(plan.seconds.rollout)], ["weight update", duration(plan.seconds.push)],
+        ["trained tokens/s", figure(plan.seconds.tokens / plan.seconds.step)]].map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))) : "",
       ...plan.ranks.map((rank) => h("div", {},
         h("p", { class: "muted" }, `${plan.ranks.length > 1 ? `stage ${rank.stage}: ` : ""}${figure(rank.num_ranks)} ${rank.num_ranks === 1 ? "rank" : "ranks"}`),
         rank.phases.map((phase) => {
