@@ -117,8 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise ConfigError(problems, lacking)
     except ConfigError as error:
         return _refuse(str(error), count=len(error.problems))
-    cluster = loaded.config.external_configs.cluster_config
-    paths = RunPaths.for_trial(cluster.fileroot, loaded.config.experiment_name, loaded.config.trial_name)
+    paths = RunPaths.of(loaded.config)
     log_file = None if looks_only else paths.logs / DRIVER_LOG
     in_full = looks_only or arguments.verbose or loaded.config.monitor.style == "areal"
     screen = Screen(console, compact=not in_full)

@@ -130,8 +130,7 @@ def train(
     checked = load_config(config, experiment=experiment, **overrides)
     with _arguments(config, overrides) as (file, words):
         words.append(f"trial_name={checked.trial_name}")  # its default is the time of this call
-        fileroot = checked.external_configs.cluster_config.fileroot
-        paths = RunPaths.for_trial(fileroot, checked.experiment_name, checked.trial_name)
+        paths = RunPaths.of(checked)
         rows = _NewRows(paths.logs / "metrics.jsonl", on_step) if on_step else None
         code = _run("core.quickstart", [experiment, "--config", str(file), *words], meanwhile=rows)
     if code:

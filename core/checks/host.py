@@ -69,7 +69,7 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
         root = Path(given).expanduser().absolute()
     except RuntimeError:
         return  # reported with the recipe
-    paths = RunPaths.for_trial(given, config.experiment_name, config.trial_name)
+    paths = RunPaths.of(config)
     # Of one problem with the folder that all are in, one message.
     for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
         try:

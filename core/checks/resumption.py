@@ -51,7 +51,7 @@ def checkpoint_to_continue(config: ExperimentConfig) -> Path | None:
     if not config.recovers or config.recover_ignore_changes:
         return None
     try:
-        found = recover_checkpoints(_recover_folder(config))
+        found = recover_checkpoints(RunPaths.of(config).recover)
         if found:
             return found[-1]
         return None if config.resume_from is None else Path(config.resume_from).expanduser()
@@ -59,17 +59,12 @@ def checkpoint_to_continue(config: ExperimentConfig) -> Path | None:
         return None
 
 
-def _recover_folder(config: ExperimentConfig) -> Path:
-    fileroot = config.external_configs.cluster_config.fileroot
-    return RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover
-
-
 def check_checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield a checkpoint that must be there to begin with, and is not. A start verifies what its files hold."""
     if not config.recovers:
         return
     try:
-        recover = _recover_folder(config)
+        recover = RunPaths.of(config).recover
         if has_checkpoint(recover):
             return
     except (OSError, RuntimeError):

@@ -107,7 +107,7 @@ def check_ends_later(start: Start, schedule: Schedule) -> None:
 
 def wait_facts(config: PPOMATHConfig, rollout: RolloutClient) -> tuple[DataFacts, Schedule]:
     """Return facts about the prompts, and the schedule that follows, when the rollout process is up."""
-    facts = rollout.wait_started(config.launch.startup_timeout_seconds)
+    facts = rollout.wait_started()
     for left_out in facts.left_out:
         left_out.report(logger)
     logger.info("%s", facts.first_prompt)

@@ -50,7 +50,7 @@ def sampling(
         cluster.reserve(allocation.only(placed.role))
         generators, rollout = start_generators(config, allocation, cluster, context.memory)
         _, schedule = wait_facts(config, rollout)
-        generators.wait_started(config.launch.startup_timeout_seconds)
+        generators.wait_started()
         requested = transport_of(placed.backend)
         push = make_push(config, allocation, weights, generators, rollout, requested=requested, folder=folder)
         push.connect()

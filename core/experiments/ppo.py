@@ -66,7 +66,7 @@ def both(config: PPOMATHConfig, context: RunContext) -> None:
         cluster.reserve(allocation)
         generators, rollout = start_generators(config, allocation, cluster, context.memory)
         trainer = start_trainer(config, allocation, cluster)
-        trainer.groups.wait_started(config.launch.startup_timeout_seconds)
+        trainer.groups.wait_started()
         facts, schedule = wait_facts(config, rollout)
         context = context.fitted_to(schedule)
         folder = context.paths.checkpoints / "push"
@@ -89,7 +89,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         cluster.reserve(ranks)
         rollout = RolloutClient(cluster, BatchActor, config)
         trainer = start_trainer(config, allocation, cluster)
-        trainer.groups.wait_started(config.launch.startup_timeout_seconds)
+        trainer.groups.wait_started()
         facts, schedule = wait_facts(config, rollout)
         context = context.fitted_to(schedule)
         _load(config, trainer, context, schedule)
@@ -128,12 +128,11 @@ def load_beside(
     takes_turns: bool,
 ) -> None:
     """Load the models while generators start, and connect both. `takes_turns`: they share GPUs."""
-    patience = config.launch.startup_timeout_seconds
     if takes_turns:  # the servers size their cache first, then the engines find room
-        generators.wait_started(patience)
+        generators.wait_started()
         weights.offload_generators()
     _load(config, trainer, context, schedule)
-    generators.wait_started(patience)
+    generators.wait_started()
     weights.connect()
 
 

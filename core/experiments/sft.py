@@ -142,7 +142,7 @@ def _start_engines(
         train_tokens_per_mb=limit,
         inference_tokens_per_mb=limit,
     )
-    groups.wait_started(launch.startup_timeout_seconds)
+    groups.wait_started()
     model = EngineModel(config=config.model, path=config.model.path, seed=config.seed, total_updates=total_updates)
     engine.group.build(engine.name, model)
     if reference is None:

@@ -81,10 +81,10 @@ class TrainerGroups:
             )
         return self._groups[key]
 
-    def wait_started(self, timeout_seconds: float) -> None:
+    def wait_started(self) -> None:
         """Return when every rank of every group has joined."""
         for group in self._groups.values():
-            group.wait_started(timeout_seconds)
+            group.wait_started()
 
 
 class TrainedEngines(list[EngineRef]):

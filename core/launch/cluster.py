@@ -185,11 +185,11 @@ class Cluster(AbstractContextManager["Cluster"]):
                 states |= ray.get(ref)
         return states
 
-    def gather_started(self, refs: Sequence[ObjectRef[T]], *, names: Sequence[str], timeout_seconds: float) -> list[T]:
-        """Return the results of the calls that make workers ready."""
-        key = "launch.startup_timeout_seconds"
+    def gather_started(self, refs: Sequence[ObjectRef[T]], *, names: Sequence[str]) -> list[T]:
+        """Return the results of the calls that make workers ready, within launch.startup_timeout_seconds."""
+        key, limit = "launch.startup_timeout_seconds", self.startup_seconds
         return self.waiter.gather(
-            refs, names=names, phase="initialisation", timeout_seconds=timeout_seconds, key=key, logs_waiting=True
+            refs, names=names, phase="initialisation", timeout_seconds=limit, key=key, logs_waiting=True
         )
 
     def start_actor(

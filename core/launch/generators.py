@@ -127,10 +127,10 @@ class GeneratorPool:
         """Ray's handles of all replicas, by name."""
         return {replica.name: replica.actor.handle for replica in self._replicas}
 
-    def wait_started(self, timeout_seconds: float) -> None:
+    def wait_started(self) -> None:
         """Return when every replica is ready for weights; from now on they are looked after."""
         refs, names = [r.starting for r in self._replicas], [r.name for r in self._replicas]
-        self._cluster.gather_started(refs, names=names, timeout_seconds=timeout_seconds)
+        self._cluster.gather_started(refs, names=names)
         for replica in self._replicas:
             replica.state, replica.in_use = "serving", True
         self._cluster.waiter.every_second(self.look)

@@ -76,9 +76,9 @@ class RolloutClient:
             calls, names=["rollout"] * len(calls), phase=phase, key=f"deadlines.{key}", **options
         )[-1]
 
-    def wait_started(self, timeout_seconds: float) -> DataFacts:
+    def wait_started(self) -> DataFacts:
         """Return facts about the prompts when the rollout side is up."""
-        return self._cluster.gather_started([self._starting], names=["rollout"], timeout_seconds=timeout_seconds)[0]
+        return self._cluster.gather_started([self._starting], names=["rollout"])[0]
 
     def take(self, request: BatchRequest, scoring: Scoring | None) -> None:
         """Let the rollout side choose and cut the next batch, oldest prompts first, and return at once. The batches

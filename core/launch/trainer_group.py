@@ -65,7 +65,7 @@ class TrainerGroup:
         ]  # fmt: skip
         self._cluster = cluster
         meeting = [self._ranks[0].send(TrainerRank.rendezvous, cluster.host, port)]
-        (point,) = cluster.gather_started(meeting, names=self._names[:1], timeout_seconds=cluster.startup_seconds)
+        (point,) = cluster.gather_started(meeting, names=self._names[:1])
         limit = cluster.deadlines.collective_seconds
         self._starting = self._send(TrainerRank.start, self.layout, point, limit)
         self._pings: list[ObjectRef[None]] = []
@@ -80,9 +80,9 @@ class TrainerGroup:
         """Start a call on every rank; return the references of the results, in rank order."""
         return [rank.send(method, *args, **kwargs) for rank in self._ranks]
 
-    def wait_started(self, timeout_seconds: float) -> None:
+    def wait_started(self) -> None:
         """Return when every rank has joined the process group."""
-        self._cluster.gather_started(self._starting, names=self._names, timeout_seconds=timeout_seconds)
+        self._cluster.gather_started(self._starting, names=self._names)
 
     def _gather(
         self, calls: list[ObjectRef[T]], phase: str, *, push_seconds: float | None = None, logs_wait: bool = False

@@ -41,6 +41,12 @@ class RunPaths:
     recover: Path
 
     @classmethod
+    def of(cls, config: CommonExperimentConfig) -> RunPaths:
+        """Return the folders of the trial of a configuration. Raises RuntimeError for a home folder that is none."""
+        fileroot = config.external_configs.cluster_config.fileroot
+        return cls.for_trial(fileroot, config.experiment_name, config.trial_name)
+
+    @classmethod
     def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> RunPaths:
         """Return absolute paths; `~` in `fileroot` is the home folder."""
         root = Path(fileroot).expanduser().absolute()

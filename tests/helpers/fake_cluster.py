@@ -126,7 +126,7 @@ def make_pool(cluster: Cluster, num_generators: int, *, restarts: bool = True) -
         health_timeout_seconds=20.0,
         memory=MemoryLimits(),
     )
-    pool.wait_started(60.0)
+    pool.wait_started()
     return pool
 
 

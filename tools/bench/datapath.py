@@ -212,8 +212,8 @@ def run(size: Size, folder: Path) -> Usage:
         cluster.reserve(allocation)
         rollout = RolloutClient(cluster, MockRollout, size)
         group = NullGroup(cluster, allocation.trainer, name="trainer", port=0, threads=1, seed=1)
-        group.wait_started(600.0)
-        rollout.wait_started(600.0)
+        group.wait_started()
+        rollout.wait_started()
         group.build("actor", EngineModel(config=EngineConfig(), path=""))
         engine = EngineRef(
             group=group,
