@@ -90,17 +90,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def same_user(transport: object, table: Path = Path("/proc/net/tcp")) -> bool:
+def same_user(transport: object, tables: Path = Path("/proc/net")) -> bool:
     """Return whether the other end of a connection over the loopback belongs to this user or to root. True where the
     system does not tell."""
     peer = getattr(transport, "get_extra_info", lambda _: None)("peername")
-    if not peer or ":" in peer[0]:
+    if not peer:
         return True
-    address = struct.unpack("=I", ipaddress.ip_address(peer[0]).packed)[0]
-    local = f"{address:08X}:{peer[1]:04X}"
+    address = ipaddress.ip_address(peer[0].partition("%")[0])
+    words = struct.unpack(f"={len(address.packed) // 4}I", address.packed)
+    local = "".join(f"{word:08X}" for word in words) + f":{peer[1]:04X}"
     try:
-        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+        table = (tables / ("tcp" if address.version == 4 else "tcp6")).read_text()
     except OSError:
         return True
+    rows = [line.split() for line in table.splitlines()[1:]]
     owners = {int(row[7]) for row in rows if row[1] == local and row[3] == "01"}
     return not owners or bool(owners & {os.getuid(), 0})

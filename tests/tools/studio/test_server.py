@@ -102,16 +102,20 @@ def test_other_origins_other_names_and_other_users_are_refused(base: str, tmp_pa
     assert status(base, "api/runs", Origin="http://elsewhere.example") == 403
     assert status(base, "api/runs", Host="rebound.example") == 403
     assert status(base, "api/runs", **{"Sec-Fetch-Site": "cross-site"}) == 403
-    table = tmp_path / "tcp"
-    row = "   1: 0100007F:1234 0100007F:1F90 01 00000000:00000000 00:00000000 00000000 {uid} 0 1 1\n"
+    row = "   1: {address}:1234 0100007F:1F90 01 00000000:00000000 00:00000000 00000000 {uid} 0 1 1\n"
 
     class Connection:
-        def get_extra_info(self, name: str) -> tuple[str, int]:
-            return ("127.0.0.1", 0x1234)
+        host = ""
 
-    for uid, mine in ((os.getuid(), True), (0, True), (os.getuid() + 4711, False)):
-        table.write_text("header\n" + row.format(uid=uid))
-        assert same_user(Connection(), table) is mine
+        def get_extra_info(self, name: str) -> tuple[str, int]:
+            return (self.host, 0x1234)
+
+    written = {"127.0.0.1": ("tcp", "0100007F"), "::1": ("tcp6", "00000000000000000000000001000000")}
+    for host, (table, address) in written.items():
+        Connection.host = host
+        for uid, mine in ((os.getuid(), True), (0, True), (os.getuid() + 4711, False)):
+            (tmp_path / table).write_text("header\n" + row.format(address=address, uid=uid))
+            assert same_user(Connection(), tmp_path) is mine
 
 
 def test_a_token_is_asked_for_and_leaves_the_address(start: Callable[..., str], root: Path) -> None:
