@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint docs setup clean
+.PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint docs setup lock clean
 
 help:
 	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 9 minutes)"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the documentation as a site in site/, with its links checked"
 	@echo "make setup  only create $(VENV)"
+	@echo "make lock   write the versions of $(VENV) to constraints.txt"
 	@echo "make clean  remove $(VENV) and the demo's output"
 
 demo: $(STAMP)
@@ -70,6 +71,10 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup: $(STAMP)
+
+# Versions of this environment, without the local part of CPU builds (torch==2.13.0+cpu).
+lock: $(STAMP)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 # A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
 # torch goes in first, alone: the only look-up at the index of CPU builds (pip skips that index where it is unreachable).

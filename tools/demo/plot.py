@@ -89,7 +89,7 @@ def draw_reward_curve(
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     draw_horizontal_lines(axes)
     axes.tick_params(colors=GREY)
-    axes.set_xlabel("PPO step", color=GREY)
+    axes.set_xlabel("step", color=GREY)
     axes.set_title(title, loc="left", fontsize=11)
     figure.subplots_adjust(left=0.08, right=0.8, top=0.9, bottom=0.13)
     figure.savefig(path)
