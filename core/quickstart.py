@@ -34,6 +34,7 @@ from core.checks.header import header
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.dialects.hints import hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
+from core.config.migrate.recipe import read, system_of
 from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
@@ -116,6 +117,9 @@ def _main(argv: Sequence[str] | None) -> int:
         if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
             raise ConfigError(problems, lacking)
     except ConfigError as error:
+        if arguments.config is not None and (other := system_of(read(arguments.config))) is not None:
+            return _refuse(f"{arguments.config} is a recipe of {other.name}; translate it: slipstream migrate "
+                           f"{arguments.config} -o recipe.yaml")  # fmt: skip
         return _refuse(str(error), count=len(error.problems))
     paths = RunPaths.of(loaded.config)
     log_file = None if looks_only else paths.logs / DRIVER_LOG

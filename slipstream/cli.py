@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "samples": ("tools.samples", (), "show what a run sampled in training"),
     "experience": ("tools.experience", (), "look into a store of episodes, copy it, drop tokens"),
     "ledger": ("tools.experience.ledger", (), "account for every prompt of a run"),
+    "migrate": ("tools.migrate", (), "write a recipe for one of another system"),
     "timeline": ("tools.timeline", (), "write a trace and a picture of what each process did when"),
     "convert": ("tools.convert", (), "convert between Megatron checkpoints and Hugging Face folders"),
     "check-template": ("tools.check_template", (), "show how a chat template continues conversations"),

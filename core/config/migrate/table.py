@@ -1,0 +1,160 @@
+"""What a table of another system's keys is made of, and how a recipe is translated with it.
+
+A target is one of our keys, with what becomes of the value:
+
+    actor.path                                 taken over
+    algorithm.name: gae=ppo grpo=grpo          by value; `*=` is any other one
+    ppo.ppo_n_minibatches = data.train_batch_size / .    another key's value divided by this one
+    ppo.kl_ctl if algorithm.use_kl_loss        only where that key is true
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system by the keys of its recipes. Keys may have `*` for any part of a name."""
+
+    name: str
+    marks: Sequence[str]
+    """Keys that tell its recipes from all others: every one of them is there. `a|b`: one of two."""
+    keys: Mapping[str, str]
+    """Their key -> target."""
+    no_meaning: Sequence[Mapping[str, Any]] = ()
+    """`keys` of theirs, and as `note` why nothing has to be written."""
+    no_equivalent: Sequence[Mapping[str, Any]] = ()
+    """`keys` of theirs, and as `note` what to do."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Ours, where their default differs."""
+
+    def is_of(self, recipe: Mapping[str, Any]) -> bool:
+        """Return whether a flat recipe is one of this system."""
+        return all(any(match(name, recipe) for name in mark.split("|")) for mark in self.marks)
+
+
+SYSTEMS = ("verl", "trinity", "roll", "nemo_rl", "areal", "skyrl", "openrlhf", "trl")
+"""Names of the tables beside this file, in the order in which they are tried."""
+
+
+def systems() -> list[System]:
+    """Read every table."""
+    folder = Path(__file__).parent / "systems"
+    return [System(**tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))) for name in SYSTEMS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    fate: Fate
+    note: str
+    """Our key and value, or what to do."""
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a recipe by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return {key: _resolved(value, found, prefix) for key, value in found.items()} if not prefix else found
+
+
+def _resolved(value: Any, recipe: Mapping[str, Any], prefix: str, depth: int = 0) -> Any:
+    """Return a value with its ${...} replaced, as far as they name keys or variables of the environment."""
+    if not isinstance(value, str) or depth > 10:
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole is not None and whole[1] in recipe:
+        return _resolved(recipe[whole[1]], recipe, prefix, depth + 1)
+
+    def of(match: re.Match[str]) -> str:
+        name, _, default = match[1].removeprefix("oc.env:").partition(",")
+        if match[1].startswith("oc.env:"):
+            return os.environ.get(name, default) if default or name in os.environ else match[0]
+        return str(recipe.get(match[1], match[0]))
+
+    return _REFERENCE.sub(of, value)
+
+
+def match(name: str, recipe: Mapping[str, Any]) -> bool:
+    """Return whether a recipe has a key of this name, or a section."""
+    return any(fnmatchcase(key, name) or key.startswith(f"{name}.") for key in recipe)
+
+
+def translate(system: System, recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
+    """Return our values by dotted key, and what became of each of theirs, in their order."""
+    ours, rows = dict(system.defaults), []
+    for key, value in recipe.items():
+        row, given = _row(system, recipe, key, value)
+        rows.append(row)
+        ours |= {name: found for name, found in given.items() if found is not None}
+    return ours, rows
+
+
+def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tuple[Row, dict[str, Any]]:
+    target = _found(key, system.keys)
+    if target is not None:
+        if value is None or value == "":
+            return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
+        return _taken(key, value, target, recipe)
+    without: Sequence[tuple[Sequence[Mapping[str, Any]], Fate]] = (
+        (system.no_equivalent, "no equivalent"),
+        (system.no_meaning, "no meaning here"),
+    )
+    for table, fate in without:
+        for group in table:
+            if any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in group["keys"]):
+                return Row(key=key, value=value, fate=fate, note=group["note"]), {}
+    return Row(key=key, value=value, fate="unknown", note="look it up in docs/configuration.md"), {}
+
+
+def _found(key: str, keys: Mapping[str, str]) -> str | None:
+    return next((target for name, target in keys.items() if fnmatchcase(key, name)), None)
+
+
+def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tuple[Row, dict[str, Any]]:
+    name, _, condition = target.partition(" if ")
+    if condition and not recipe.get(condition):
+        return Row(key=key, value=value, fate="no meaning here", note=f"{condition} is off"), {}
+    name, _, other = name.partition(" = ")
+    name, _, values = name.partition(": ")
+    if isinstance(value, str) and "${" in value:
+        return Row(key=key, value=value, fate="no equivalent", note=f"a formula: write {name}"), {}
+    given: Any = value
+    if values:
+        pairs = dict(pair.split("=", 1) for pair in values.split())
+        text = str(value).lower()
+        if (given := pairs.get(text, pairs.get("*"))) is None:
+            return Row(key=key, value=value, fate="no equivalent", note=f"{name} has {', '.join(pairs.values())}"), {}
+    elif other:
+        whole = recipe.get(other.removesuffix(" / ."))
+        if not isinstance(whole, int) or not isinstance(value, int) or whole % value:
+            return Row(key=key, value=value, fate="no equivalent", note=f"write {name}; {other} is no integer"), {}
+        given = whole // value
+    elif isinstance(value, list):
+        given = value[0] if len(value) == 1 or name.endswith("path") and name != "evaluation.path" else value
+    fate: Fate = "taken over" if name == key else "renamed"
+    return Row(key=key, value=value, fate=fate, note=f"{name}={given}"), {name: given}
+
+
+def counts(rows: list[Row]) -> Iterator[tuple[str, int]]:
+    """Yield how many keys had each fate."""
+    for fate in ("taken over", "renamed", "no meaning here", "no equivalent", "unknown"):
+        yield fate, sum(row.fate == fate for row in rows)
