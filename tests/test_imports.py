@@ -112,7 +112,7 @@ ORDER = {
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo fetch",
-        "check_template curves convert plan samples timeline runs",
+        "check_template curves convert migrate plan samples timeline runs",
         "experience",
         "eval watch",
         "mutants conformance",

@@ -14,7 +14,7 @@ from core.config.experiments import PPOMATHConfig
 from core.config.migrate.recipe import read, system_of
 from core.config.migrate.table import systems, translate
 from helpers.config_inputs import write_model, write_prompts
-from tools.migrate import main
+from tools.migrate.__main__ import main
 
 RECIPES = {
     "verl": """

@@ -1,0 +1,1 @@
+"""`python -m tools.migrate`: recipes of other systems as recipes of this one."""
