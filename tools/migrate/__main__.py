@@ -19,9 +19,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from core.config.migrate.recipe import completed, nested, read, system_of
+from core.config.migrate.recipe import read, system_of
 from core.config.migrate.table import Row, counts, systems, translate
 from tools.arguments import data_file, program
+from tools.migrate.recipe import completed, nested
 
 
 def main(argv: Sequence[str] | None = None) -> int:
