@@ -64,12 +64,14 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield folders that cannot be written, or a disk without room for one recover checkpoint."""
     given = config.external_configs.cluster_config.fileroot
     try:
         root = Path(given).expanduser().absolute()
     except RuntimeError:
         return  # reported with the recipe
-    paths = RunPaths.of(config)
+    paths = RunPaths.for_trial(given, config.experiment_name, config.trial_name)
+    message = ""
     # Of one problem with the folder that all are in, one message.
     for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
         try:
@@ -79,28 +81,24 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
         except OSError as error:
             message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
             yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+    if config.recovers and not message and (message := _lack_of_space(config, _existing(paths.recover))):
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
 
 
-def _space(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield a disk that has no room for one recover checkpoint."""
-    if not config.recovers:
-        return
+def _lack_of_space(config: ExperimentConfig, folder: Path) -> str:
+    """Return why one recover checkpoint does not fit, or an empty text."""
     trained = {use.path for use in config.model_uses if use.key != "ref"}
     try:
         needed = sum(stored_parameters(path) for path in trained) * _CHECKPOINT_BYTES
-        paths = RunPaths.for_trial(
-            config.external_configs.cluster_config.fileroot, config.experiment_name, config.trial_name
-        )
-        place = _existing(paths.recover)
-        free = shutil.disk_usage(place).free
-    except (OSError, ValueError, RuntimeError):
-        return  # reported with the recipe
-    if needed > free:
-        message = (
-            f"one recover checkpoint has {needed / 2**30:.1f} GiB or more, {place} has {free / 2**30:.1f} GiB free; "
-            "free some, set another folder, or write recover_mode=disabled"
-        )
-        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+        free = shutil.disk_usage(folder).free
+    except (OSError, ValueError):
+        return ""  # reported with the recipe
+    if needed <= free:
+        return ""
+    return (
+        f"one recover checkpoint has {needed / 2**30:.1f} GiB or more, {folder} has {free / 2**30:.1f} GiB free; free "
+        "some, set another folder, or write recover_mode=disabled"
+    )
 
 
 def _existing(folder: Path) -> Path:
@@ -222,7 +220,7 @@ def host_checks(config: ExperimentConfig, *, connections: bool, nodes: bool) -> 
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
     looks = (_connection, *(() if config.TRAINER_ONLY else (_software,))) if connections else ()
     looks += (_nodes,) if nodes else ()
-    return (_monitors, _fileroot, _space, _temporary, _ray, _port, _gpus, *looks)
+    return (_monitors, _fileroot, _temporary, _ray, _port, _gpus, *looks)
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

@@ -176,7 +176,7 @@ def test_two_spellings_of_one_key_are_an_error(tmp_path: Path) -> None:
         ("success_rate_ub=0.9", "success_rate_ub: must be 1 or 1.0, got '0.9'"),
         ("exp_ctrl.benchmark_n_seqs=100", "exp_ctrl.benchmark_n_seqs: must be null, got '100'"),
         ("recover_mode=fault", "recover_mode: must be one of auto, resume, disabled, got 'fault'"),
-        ("mode=slurm", "mode: must be one of ray, local, both, explore, train, bench, got 'slurm'"),
+        ("mode=slurm", "mode: must be one of ray, local, both, explore, train, bench, serve, got 'slurm'"),
     ],
 )
 def test_what_would_change_the_training_is_never_ignored(tmp_path: Path, override: str, message: str) -> None:
