@@ -90,6 +90,12 @@ def test_a_dry_run_imports_nothing_that_loads_for_long(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_file_without_a_flag_and_an_underscore_are_what_they_look_like(tmp_path: Path) -> None:
+    done = run("train", str(write_run(tmp_path)), "--dry_run", module="slipstream.cli")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "every check passed; nothing was started" in done.stdout
+
+
 def test_bad_input_is_one_message_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     before = snapshot(tmp_path)
