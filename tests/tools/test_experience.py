@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollout.experience import SQLiteExperience
-from tests.tools.test_ledger import fill
-from tools.experience.__main__ import main
+from helpers.chat_tokenizer import chat_tokenizer
+from rollout.data.rows import read_examples
+from rollout.experience import Episode, SQLiteExperience, Tags
+from rollout.experience.episode import summary
+from rollout.types import Trajectory
+from tests.tools.test_ledger import fill, trajectory
+from tools.experience.__main__ import Everything, main
 
 
 def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +61,35 @@ def test_a_file_that_is_not_there_is_one_line_and_makes_no_store(
     fill(tmp_path / "old.db")
     assert main(["export", "--path", str(tmp_path / "old.db"), str(tmp_path / "none" / "e.jsonl")]) == 2
     assert "none/e.jsonl" in capsys.readouterr().err
+
+
+def test_right_answers_become_rows_of_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, store = chat_tokenizer(), SQLiteExperience(tmp_path / "e.db")
+    tokenizer.save_pretrained(tmp_path / "model")
+    question, right, wrong = (tokenizer.encode(text) for text in ("1+1=", "2", "three"))
+
+    def group(*answers: tuple[list[int], float]) -> list[Trajectory]:
+        made = [(np.array([*question, *answer], np.int32), reward) for answer, reward in answers]
+        return [
+            replace(
+                trajectory(reward), token_ids=ids, loss_mask=np.arange(len(ids)) >= len(question),
+                rollout_logprobs=np.zeros(len(ids), np.float32),
+                versions=np.where(np.arange(len(ids)) < len(question), -1, 0).astype(np.int32),
+            )
+            for ids, reward in made
+        ]  # fmt: skip
+
+    for number, trajectories in enumerate((group((wrong, 0.0), (right, 1.0), (right, 1.0)), group((wrong, 0.0)))):
+        tags = Tags(id=f"q{number}", group_id="g", task="math", row=f"q{number}", epoch=0, version=0)
+        store.open(tags, Everything())
+        store.put(Episode(tags=replace(tags, **summary(trajectories)), trajectories=trajectories))
+    store.close()
+    out = tmp_path / "sft.jsonl"
+    words = ["to-sft", "--path", str(tmp_path / "e.db"), str(out), "--tokenizer", str(tmp_path / "model")]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "1 answers written, 0 of several turns left out\n"
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {"id": "q0", "prompt": "1+1=", "answer": "2", "reward": 1.0}
+    ]
+    assert main([*words, "--min-reward", "0", "--best", "2"]) == 0
+    assert [example.answer for example in read_examples(out)] == ["2", "2", "three"]

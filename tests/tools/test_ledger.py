@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -66,3 +67,15 @@ def test_a_run_without_a_store_of_its_own_is_refused(tmp_path: Path, capsys: pyt
     (tmp_path / "config.yaml").write_text("experience: {store: memory}\n")
     assert main([str(tmp_path)]) == 2
     assert "keeps its episodes in memory" in capsys.readouterr().err
+
+
+def test_the_picture_compares_what_was_trained_with_what_was_finished(tmp_path: Path) -> None:
+    path = tmp_path / "experience.db"
+    fill(path)
+    assert main(["--path", str(path), "--picture", str(tmp_path / "bias.svg")]) == 0
+    text = (tmp_path / "bias.svg").read_text()
+    root = ElementTree.fromstring(text)
+    lines = [element for element in root if element.tag.endswith("polyline")]
+    assert len(lines) == 6 and all(line.get("points") for line in lines), "drawn and trained, of three figures"
+    # Dropped: a prompt whose answers are all right, difficulty 0; the others have 0.5.
+    assert "difficulty, KS 0.250" in text and "lengths, KS 0.000" in text

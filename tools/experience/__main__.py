@@ -3,6 +3,7 @@
     python -m tools.experience stats RUN                     # log folder of a job, {fileroot}/logs/...
     python -m tools.experience stats --path experience.db
     python -m tools.experience export RUN episodes.jsonl     # tags, and trajectories where they are kept
+    python -m tools.experience to-sft RUN answers.jsonl --tokenizer MODEL --min-reward 1    # rejection sampling
     python -m tools.experience import --path new.db episodes.jsonl
     python -m tools.experience prune RUN --keep 10           # tokens of trained steps but the last ten
 
@@ -20,10 +21,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rollout.experience import Episode, Experience
+from rollout.data.tokenizer import load_tokenizer
+from rollout.experience import Episode, Experience, StoreError
 from rollout.experience.text import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         store = open_store(arguments, new=arguments.command == "import")
         arguments.call(store, arguments)
-    except (BadRequest, PluginError, OSError) as error:
+    except (BadRequest, PluginError, StoreError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
@@ -56,13 +59,19 @@ def _parser() -> argparse.ArgumentParser:
         prog=program("tools.experience"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    calls = {"stats": stats, "export": export, "import": import_rows, "prune": prune}
+    calls = {"stats": stats, "export": export, "to-sft": to_sft, "import": import_rows, "prune": prune}
     for name, call in calls.items():
         command = commands.add_parser(name, help=(call.__doc__ or "").partition(".")[0])
         command.set_defaults(call=call)
         add_store(command)
-        if name in ("export", "import"):
+        if name in ("export", "to-sft", "import"):
             command.add_argument("file", type=data_file if name == "import" else Path, help="jsonl file")
+        if name == "to-sft":
+            command.add_argument("--tokenizer", type=Path, required=True, metavar="MODEL", help="folder of the model")
+            command.add_argument("--min-reward", type=float, default=1.0, help="least reward of an answer (default: 1)")
+            command.add_argument(
+                "--best", type=integer(least=1), default=1, metavar="N", help="most answers of a prompt (default: 1)"
+            )
         if name == "prune":
             command.add_argument(
                 "--keep",
@@ -105,6 +114,32 @@ def _trajectories(store: Experience, id: str) -> Sequence[Trajectory]:
     except KeyError:  # it is sampled, or its tokens are dropped
         return ()
     return episode.trajectories
+
+
+def to_sft(store: Experience, arguments: argparse.Namespace) -> None:
+    """Write the best answers as rows of prompt and answer, for fine-tuning. Raises OSError."""
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    count = left_out = 0
+    with arguments.file.open("w", encoding="utf-8") as file:
+        for tags in store.tags():
+            good = [t for t in _trajectories(store, tags.id) if t.reward >= arguments.min_reward]
+            best = sorted(good, key=lambda t: -t.reward)[: arguments.best]
+            for trajectory in best:
+                sampled = np.flatnonzero(trajectory.loss_mask)
+                if not len(sampled) or not trajectory.loss_mask[sampled[0] :].all():
+                    left_out += 1  # something stands between two answers
+                    continue
+                prompt, answer = trajectory.token_ids[: sampled[0]], trajectory.token_ids[sampled[0] :]
+                row = {
+                    "id": tags.id,
+                    "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
+                    "answer": tokenizer.decode(answer, skip_special_tokens=True),
+                    "reward": float(trajectory.reward),
+                }
+                if row["answer"].strip():
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    count += 1
+    print(f"{count} answers written, {left_out} of several turns left out")
 
 
 def import_rows(store: Experience, arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.experience.ledger RUN                         # log folder of a job, {fileroot}/logs/...
     python -m tools.experience.ledger --store sqlite --path experience.db
+    python -m tools.experience.ledger RUN --picture bias.svg      # length, reward and difficulty of what was trained
 
 drawn = trained + leased + ready + in flight + dropped (by reason) + skipped. The exit code is 1 where this does not add
 up, and where an episode was trained twice.
@@ -20,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rollout.experience import Experience, Tags
+from rollout.experience import Experience, StoreError, Tags
 from rollout.experience import open_store as open_by_name
 from rollout.experience.filters import no_spread
 from rollout.plugins import PluginError
@@ -41,10 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_store(parser)
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the distributions into this file")
     arguments = parser.parse_args(argv)
     try:
         store = open_store(arguments)
-    except (BadRequest, PluginError) as error:
+        if arguments.picture is not None:
+            finished, trained = _finished(store.tags())
+            arguments.picture.write_text(picture(finished, trained), encoding="utf-8")
+    except (BadRequest, PluginError, StoreError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return report(store.tags(), drawn=store.status().num_opened, console=Console())
@@ -83,8 +88,7 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
         if counts[name]:
             table.add_row(name, str(counts[name]))
     console.print(table)
-    finished = [tags for tags in episodes if tags.rewards]
-    trained = [tags for tags in finished if tags.fate == "trained"]
+    finished, trained = _finished(episodes)
     if trained:
         console.print(_bias(finished, trained))
     twice = [tags.id for tags in episodes if tags.uses > 1]
@@ -104,10 +108,51 @@ def _bias(finished: Sequence[Tags], trained: Sequence[Tags]) -> Table:
     table = Table(title="Trained against finished", title_justify="left")
     for name in ("of a trajectory", "mean finished", "mean trained", "Kolmogorov-Smirnov distance"):
         table.add_column(name, justify="left" if name.startswith("of") else "right")
-    for name in ("lengths", "rewards"):
-        drawn, kept = (np.array([v for tags in of for v in getattr(tags, name)]) for of in (finished, trained))
+    for name, (drawn, kept) in _distributions(finished, trained).items():
         table.add_row(name, f"{drawn.mean():.3f}", f"{kept.mean():.3f}", f"{distance(drawn, kept):.3f}")
     return table
+
+
+def _finished(episodes: Sequence[Tags]) -> tuple[list[Tags], list[Tags]]:
+    """Return the finished episodes, and those of them that were trained."""
+    finished = [tags for tags in episodes if tags.rewards]
+    return finished, [tags for tags in finished if tags.fate == "trained"]
+
+
+def _distributions(finished: Sequence[Tags], trained: Sequence[Tags]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return what is compared, of all finished episodes and of the trained ones. Difficulty: 1 - the mean reward of a
+    prompt over all its episodes."""
+    of_prompt: dict[tuple[str, str], list[float]] = {}
+    for tags in finished:
+        of_prompt.setdefault((tags.task_set, tags.row), []).extend(tags.rewards)
+
+    def values(name: str, of: Sequence[Tags]) -> np.ndarray:
+        if name == "difficulty":
+            return np.array([1.0 - np.mean(of_prompt[tags.task_set, tags.row]) for tags in of])
+        return np.array([value for tags in of for value in getattr(tags, name)])
+
+    return {name: (values(name, finished), values(name, trained)) for name in ("lengths", "rewards", "difficulty")}
+
+
+def picture(finished: Sequence[Tags], trained: Sequence[Tags]) -> str:
+    """Return an SVG picture of the distribution functions: grey of all finished episodes, blue of the trained ones."""
+    parts, width, height = [], 260, 160
+    for number, (name, (drawn, kept)) in enumerate(_distributions(finished, trained).items()):
+        left, low, high = number * (width + 40) + 30, drawn.min(initial=0), drawn.max(initial=1)
+        title = f"{name}, KS {distance(drawn, kept):.3f}" if len(kept) else f"{name}, nothing is trained"
+        parts.append(f'<text x="{left}" y="18">{title}</text>')
+        parts.append(f'<rect x="{left}" y="30" width="{width}" height="{height}" fill="none" stroke="#ccc"/>')
+        parts.append(f'<text x="{left}" y="{height + 48}">{low:.3g}</text>')
+        parts.append(f'<text x="{left + width}" y="{height + 48}" text-anchor="end">{high:.3g}</text>')
+        for of, colour in ((drawn, "#999"), (kept, "#06c")):
+            ordered = np.sort(of)
+            at = left + (ordered - low) / max(high - low, 1e-9) * width
+            share = 30 + height * (1 - np.arange(1, len(of) + 1) / max(len(of), 1))
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(at, share, strict=True))
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    size = f'width="{3 * (width + 40) + 30}" height="{height + 60}"'
+    style = 'font-family="sans-serif" font-size="13"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
 
 
 def distance(first: np.ndarray, second: np.ndarray) -> float:
