@@ -50,9 +50,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         process.wait(timeout=30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium of the distribution."""
+    """A headless Chromium of the distribution. Its event loop runs in this thread, so it ends with the module."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
