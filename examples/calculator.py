@@ -4,8 +4,8 @@
     python examples/calculator.py --without-tool   # the same, where calls have no answer
 
 A warm-up on both ways to answer, half of the rows each, teaches to write a call and to copy its result:
-"1234+5678=" -> "1234+5678*", the calculator adds "6912=", -> "6912"; or "6912" at once. The numbers are too long for so
-small a model and so short a warm-up. Then reinforcement learning finds out which way is right.
+"12345+56789=" -> "12345+56789*", the calculator adds "69134=", -> "69134"; or "69134" at once. The numbers are too long
+for so small a model and so short a warm-up. Reinforcement learning then finds out which way is right.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/calculator"), help="folder to write to")
     parser.add_argument("--without-tool", action="store_true", help="leave calls without an answer")
-    parser.add_argument("--digits", type=int, default=4, help="of the numbers")
+    parser.add_argument("--digits", type=int, default=5, help="of the numbers")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="supervised steps")
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
     given = parser.parse_args()
@@ -108,7 +108,7 @@ def main() -> None:
             "n_gpus_per_node": 1,
             "exp_ctrl": steps,
             "model": {"path": str(model), "optimizer": optimizer},
-            "dataset": {"train_path": str(warm_up), "train_bs_n_seqs": 128, "max_seqlen": 40},
+            "dataset": {"train_path": str(warm_up), "train_bs_n_seqs": 128, "max_seqlen": 48},
             **root,
         },
         experiment="sft",
