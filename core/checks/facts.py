@@ -43,6 +43,8 @@ class RunFacts:
         found: object = self._options if path.startswith(_OPTIONS) else self._config
         for name in path.removeprefix(_OPTIONS).split("."):
             found = getattr(found, name)
+        if isinstance(found, dict | list) and not found:
+            return None
         return found if isinstance(found, bool | int | float | str | None) else str(found)
 
     def lacks(self, fact: str, section: str) -> str | None:

@@ -120,7 +120,7 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path, read: ReadStrea
         return
     before = {**data, **settings}
     for key, field in _OF_THE_STREAM.items():
-        if field == "shuffle" and isinstance(config, PPOMATHConfig) and config.task_sets:  # each has its own order
+        if field == "shuffle" and getattr(config, "task_sets", None):  # each has its own order
             continue
         if field in before and before[field] != (now := attrgetter(key)(config)):
             shown, had = str(now).lower(), str(before[field]).lower()
