@@ -1,13 +1,16 @@
-"""Compute memory, time and layout of a run before it starts.
+"""Compute memory, time and layout of a run before any GPU is touched.
 
     python -m tools.plan --config examples/configs/ppo-gsm8k.yaml --gpu H100
     python -m tools.plan sft --config X.yaml model.gradient_checkpointing=auto --json
     python -m tools.plan --config X.yaml --gpu H100 --gpus 16 --search --mean-tokens 4000
+    python -m tools.plan --config X.yaml --gpu H100 --simulate 100 --output FOLDER
+    python -m tools.plan --calibrate b200.json
 
 Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits where what torch
 allocates, 14 % for its allocator and the context of the GPU are below the memory of the GPU. Only config.json of the
-models is read. Times need a calibration of the GPU (core/planning/calibrations). --search ranks the allocations of a
-number of GPUs by trained tokens per second, and proposes none that a dry run would refuse.
+models is read. Times need a calibration: there are some for H100 and H200, and --calibrate measures this host in about
+a minute. --search ranks the allocations of a number of GPUs, and proposes none that a dry run would refuse. --simulate
+runs steps on a virtual clock with the rules of a run, as planned and with faults.
 """
 
 from __future__ import annotations
@@ -15,24 +18,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from allocation import GPU, AllocationError
-from core.checks.rules import load_config
+from core.checks.rules import load_config, searches
 from core.config.experiments import EXPERIMENTS
+from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError
 from core.planning.advice import advice, verdict
-from core.planning.gpus import PlanError, chosen_gpu
+from core.planning.choice import Loader, proposals, unplaced, usual_lengths
+from core.planning.gpus import Gpu, PlanError, chosen_gpu
+from core.planning.lengths import SPREAD, Lengths
 from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
-from core.planning.rates import StepTime, calibration_of, step_time
+from core.planning.rates import Calibration, StepTime, calibration_of, read_calibration, step_time, write_calibration
 from core.planning.scene import Scene, scene_of
-from core.planning.search import Proposal, search
-from tools.arguments import integer, program
+from core.planning.search import METRICS, Proposal, nothing_fits, parse_fixed
+from tools.arguments import integer, new_folder, program
+
+if TYPE_CHECKING:
+    from core.planning.simulation import Outcome
 
 _COLUMNS = {
     "weights": ("weights", "FP8 copies"),
@@ -43,97 +54,195 @@ _COLUMNS = {
     "other": ("workspaces", "context"),
 }
 """Column of the table -> the parts of a phase that it sums."""
+_BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Shortest way from answer to update"}
 _BAD_INPUT, _DOES_NOT_FIT = 2, 1
 _WIDTH = 96
+_DRAWN_SERVERS, _DRAWN_STEPS = 8, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return 0 where the run fits, 1 where it does not, 2 for bad input."""
     given = _parser().parse_intermixed_args(argv)
-    words = list(given.words)
-    experiment = words.pop(0) if words and words[0] in EXPERIMENTS else "ppo-math"
     try:
-        gpu = chosen_gpu(given.gpu)
-        if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
-            words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
-        scene = scene_of(load_config(experiment, given.config, words).config, gpu)
+        return _calibrate(given.calibrate) if given.calibrate is not None else _plan(given)
     except (ConfigError, PlanError, AllocationError) as error:
         sys.stderr.write(f"error: {error}\n")
         return _BAD_INPUT
+
+
+def _calibrate(path: Path) -> int:
+    from core.planning.calibrate import calibrate
+
+    found = calibrate()
+    write_calibration(found, path)
+    print(f"{path}: rates of {found.gpu}; give it to later plans as --calibration {path}")
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """Print what was asked for; return the exit code."""
+    words = list(given.words)
+    experiment = words.pop(0) if words and words[0] in EXPERIMENTS else "ppo-math"
+    calibration = None if given.calibration is None else read_calibration(given.calibration)
+    if calibration is not None and given.gpu is None:
+        gpu = Gpu(name=calibration.gpu, gib=calibration.gib)
+    else:
+        gpu = chosen_gpu(given.gpu)
+    calibration = calibration or calibration_of(gpu.name)
+    if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
+        words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
+
+    def load(more: Sequence[str]) -> LoadedConfig:
+        return load_config(experiment, given.config, [*words, *more])
+
+    if searches(given.config, words):
+        given.search = True
+        words.append(unplaced(load))
+    scene = scene_of(load([]).config, gpu)
     width = max(_WIDTH, Console().width)
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
-    mean = given.mean_tokens or max(1, scene.answer_tokens // 3)
-    if given.search:
-        return _search(scene, given, experiment, words, mean, console)
-    plan, time = plan_memory(scene), timed(scene, mean)
+    usual = usual_lengths(scene)
+    answers = replace(usual, mean=given.mean_tokens or usual.mean, spread=given.spread)
+    if given.search or given.simulate:
+        what = "--search" if given.search else "--simulate"
+        if calibration is None:
+            raise PlanError(f"{what}: no calibration for {gpu.name}; without {what} the plan has memory alone")
+        if scene.servers is None or not scene.servers.on_gpu:
+            raise PlanError(f"{what}: the run has no servers on GPUs; without {what} the plan has memory alone")
+        if given.search:
+            return _search(scene, calibration, answers, load, given, console)
+        return _simulate(scene, calibration, answers, given, console)
+    plan, time = plan_memory(scene), None if calibration is None else step_time(scene, calibration, answers)
     if given.json:
         print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
         show(scene, plan, console)
-        console.print(time_line(scene, time, mean))
+        console.print(time_line(scene, calibration, time, answers))
     return 0 if plan.fits or plan.is_tight else _DOES_NOT_FIT
 
 
 def _search(
-    scene: Scene, given: argparse.Namespace, experiment: str, words: list[str], mean: int, console: Console
+    scene: Scene, calibration: Calibration, answers: Lengths, load: Loader, given: argparse.Namespace, console: Console
 ) -> int:
-    """Print the fastest allocations; return the exit code."""
-    calibration = calibration_of(scene.gpu.name)
-    if calibration is None or scene.servers is None or not scene.servers.on_gpu:
-        why = f"no calibration for {scene.gpu.name}" if calibration is None else "the run has no servers on GPUs"
-        sys.stderr.write(f"error: --search: {why}; without --search the plan has memory alone\n")
-        return _BAD_INPUT
-
-    def accepts(proposal: Proposal) -> bool:
-        try:
-            load_config(experiment, given.config, [*words, *proposal.overrides])
-        except ConfigError:
-            return False
-        return True
-
+    """Print the best allocations; return the exit code."""
     num_gpus = given.gpus or scene.n_nodes * scene.n_gpus_per_node
-    try:
-        found = search(scene, calibration, num_gpus=num_gpus, mean_answer=mean, accepts=accepts)
-    except PlanError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_INPUT
+    fixed = None if given.fix is None else parse_fixed(given.fix)
+    found = proposals(load, scene, calibration, answers, num_gpus=num_gpus, metric=given.metric, fixed=fixed)
     if given.json:
-        print(json.dumps([_proposal_json(proposal) for proposal in found], indent=1))
-        return 0 if found else _DOES_NOT_FIT
-    if not found:
-        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {_verdict(scene)}")
+        print(json.dumps([_proposal_json(proposal) for proposal in found.best], indent=1))
+        return 0 if found.best else _DOES_NOT_FIT
+    if not found.best:
+        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus)}")
         return _DOES_NOT_FIT
-    console.print(f"Fastest on {num_gpus} {scene.gpu.name}, answers of {mean:,} tokens on average:")
-    for number, proposal in enumerate(found, start=1):
-        console.print(f"{number}. {proposal.time.tokens_per_second:,.0f} trained tokens/s: {proposal.why}")
-        console.print(f"   {' '.join(proposal.overrides)}")
+    console.print(
+        f"{_BEST[given.metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
+        f"answers of {answers.mean:,.0f} tokens on average:"
+    )
+    for number, proposal in enumerate(found.best, start=1):
+        speed, memory = proposal.lines
+        console.print(f"{number}. {speed}\n   {memory}\n   {' '.join(proposal.overrides)}")
+    for proposal in found.others:
+        console.print(
+            f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], given.metric)}"
+        )
     return 0
 
 
-def _verdict(scene: Scene) -> str:
-    plan = plan_memory(scene)
-    return verdict(scene, plan, advice(scene, plan))
+def _simulate(
+    scene: Scene, calibration: Calibration, answers: Lengths, given: argparse.Namespace, console: Console
+) -> int:
+    """Print what a simulated run comes to, as planned and with each fault, and write pictures; return the exit code."""
+    from core.planning.simulation import faults, simulate, world_of
+
+    world = world_of(scene, calibration, answers)
+    assert world is not None, "the caller has servers on GPUs"
+    runs = {name: simulate(one, given.simulate) for name, one in faults(world, given.simulate).items()}
+    first = next(iter(runs.values()))
+    if given.json:
+        print(json.dumps({name: run.as_json() for name, run in runs.items()}, indent=1))
+    else:
+        table = Table(title=f"{given.simulate} simulated steps", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("run", "tokens/s", "", "s/step", "trainer computes", "requests a server", "mean staleness"):
+            table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=heading == "run")
+        for name, run in runs.items():
+            change = "" if run is first else f"{run.tokens_per_second / first.tokens_per_second - 1:+.0%}"
+            cells = [f"{run.tokens_per_second:,.0f}", change, f"{run.seconds:.1f}", f"{run.trainer_share:.0%}"]
+            table.add_row(name, *cells, f"{run.mean_running:.0f}", f"{run.mean_staleness:.2f}")
+        console.print(table)
+        ages = first.staleness
+        shares = ", ".join(f"{age}: {count / ages.total():.0%}" for age, count in sorted(ages.items()))
+        console.print(f"Answers by staleness, as planned: {shares}.")
+    if given.output is not None:
+        given.output.mkdir(parents=True, exist_ok=True)
+        paths = (given.output / "timeline.png", given.output / "simulation.png")
+        _draw_timeline(first, paths[0])
+        _draw_runs(runs, paths[1])
+        console.print("\n".join(map(str, paths)))
+    return 0
 
 
-def timed(scene: Scene, mean: int) -> StepTime | None:
-    """Return the time of a step; None without a calibration of the GPU."""
-    calibration = calibration_of(scene.gpu.name)
-    return None if calibration is None else step_time(scene, calibration, mean_answer=mean)
+def _draw_timeline(run: Outcome, path: Path) -> None:
+    """Draw the last steps of a run: the trainer, and the requests of the first servers."""
+    from tools.timeline import Span, draw
+
+    steps = run.steps[-_DRAWN_STEPS:]
+    begin, end = steps[0].begin, steps[-1].end
+    spans: list[Span] = []
+
+    def add(process: str, lane: str, name: str, first: float, last: float) -> None:
+        first, last = max(first, begin), min(last, end)
+        if last > first:
+            spans.append(Span(process=process, lane=lane, name=name, begin=int(1e6 * first), end=int(1e6 * last)))
+
+    for step in steps:
+        add("driver", "steps", "step", step.begin, step.end)
+        add("driver", "", "wait for rollout", step.begin, step.taken)
+        add("driver", "", "update", step.taken, step.trained)
+        add("driver", "", "push", step.trained, step.end)
+    for server, first, last in sorted(run.groups, key=lambda group: group[1]):
+        if server < _DRAWN_SERVERS:
+            add("servers", f"server {server}", "prompt", first, last)
+    draw(spans, (int(1e6 * begin), int(1e6 * end)), path)
 
 
-def time_line(scene: Scene, time: StepTime | None, mean: int) -> str:
+def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
+    """Draw throughput, queues and staleness of each step against the time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(4, 1, figsize=(11, 9), sharex=True, layout="constrained")
+    labels = ("tokens/s", "requests that wait at servers", "finished prompts that wait", "mean staleness")
+    for name, run in runs.items():
+        hours = [step.end / 3600 for step in run.steps]
+        ages = [sum(a * n for a, n in s.staleness.items()) / max(1, sum(s.staleness.values())) for s in run.steps]
+        series = ([s.tokens / (s.end - s.begin) for s in run.steps], [s.waiting for s in run.steps],
+                  [s.ready for s in run.steps], ages)  # fmt: skip
+        for ax, values in zip(axes, series, strict=True):
+            ax.plot(hours, values, label=name, linewidth=1)
+    for ax, label in zip(axes, labels, strict=True):
+        ax.set_ylabel(label)
+        ax.set_ylim(bottom=0)
+    axes[-1].set_xlabel("hours")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | None, answers: Lengths) -> str:
     """Return the time of a step in words."""
+    if calibration is None:
+        return f"No calibration for {scene.gpu.name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
-        if calibration_of(scene.gpu.name) is None:
-            return f"No calibration for {scene.gpu.name}: memory only."
         return "No time: that of runs without servers on GPUs is not computed."
     parts = (
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, "
         f"weight update {time.push:.2f} s"
     )
     return (
-        f"A step with answers of {mean:,} tokens on average (--mean-tokens) takes {time.step:.1f} s: {parts}. "
-        f"{time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}."
+        f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
+        f"{parts}. {time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}."
     )
 
 
@@ -155,13 +264,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="X.yaml", help="configuration file")
     parser.add_argument("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
-    parser.add_argument("--search", action="store_true", help="propose the fastest allocations")
+    parser.add_argument("--search", action="store_true", help="propose allocations")
     parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
     parser.add_argument(
-        "--mean-tokens", type=integer(least=1), help="mean tokens of an answer; default: a third of the longest"
+        "--metric", choices=METRICS, default="tokens", help="--search: tokens/s, tokens/s of a GPU, or age of tokens"
     )
+    parser.add_argument("--fix", metavar="LAYOUT", help="--search: what is decided, as sglang.d4m2p1 or d8m1p2")
+    parser.add_argument(
+        "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
+    )
+    parser.add_argument("--spread", type=_spread, default=SPREAD, help="standard deviation of the logarithm of lengths")
+    parser.add_argument(
+        "--simulate", type=integer(least=8, most=100_000), metavar="STEPS", help="run steps on a virtual clock"
+    )
+    parser.add_argument("--output", type=new_folder, metavar="FOLDER", help="--simulate: where to write pictures")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this host, write its rates")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="rates that --calibrate has written")
     parser.add_argument("--json", action="store_true", help="print the plan for programs")
     return parser
+
+
+def _spread(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 3.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3")
+    return value
 
 
 def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:

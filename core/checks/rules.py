@@ -12,6 +12,8 @@ from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig, load
+from core.config.parsing.problems import ConfigError
+from core.config.parsing.yaml_tree import Scalar, read_yaml
 from core.placement.rules import check_allocation
 from model_specs import hub
 
@@ -36,7 +38,8 @@ def config_warnings(config: ExperimentConfig, spelled: Callable[[str], str] = st
 def load_config(
     experiment: str, path: str | Path | None, overrides: Sequence[str] = (), *, weights: bool = False
 ) -> LoadedConfig:
-    """Return the configuration of `experiment` (a key of EXPERIMENTS), with models of the hub as folders of the cache.
+    """Return the configuration of `experiment` (a key of EXPERIMENTS), with models of the hub as folders of the cache,
+    and what the planner proposes in place of allocation_mode=search.
 
     `weights`: download their weights, too. Raises ConfigError with every problem there is."""
 
@@ -46,4 +49,23 @@ def load_config(
         except hub.HubError:
             return given  # reported with the other problems of models
 
-    return load(experiment, path, overrides, check_rules, folder)
+    def loaded(more: Sequence[str]) -> LoadedConfig:
+        return load(experiment, path, [*overrides, *more], check_rules, folder)
+
+    try:
+        return loaded([])
+    except ConfigError as error:
+        if not any(p.key == "allocation_mode" for p in error.problems) or not searches(path, overrides):
+            raise
+    from core.planning.choice import searched
+
+    return loaded(searched(loaded))
+
+
+def searches(path: str | Path | None, overrides: Sequence[str]) -> bool:
+    """Return whether allocation_mode is search."""
+    given = [override.partition("=")[2] for override in overrides if override.startswith("allocation_mode=")]
+    if not given and path is not None:
+        mode = read_yaml(path).children.get("allocation_mode")
+        given = [mode.text] if isinstance(mode, Scalar) else []
+    return given[-1:] == ["search"]

@@ -1,4 +1,4 @@
-"""Sizes and speeds of GPUs, by name."""
+"""Memory of GPUs, by name."""
 
 from __future__ import annotations
 
@@ -19,20 +19,14 @@ class Gpu:
     name: str
     gib: float
     """Memory in total."""
-    flops: float
-    """Dense bfloat16 operations per second by the data sheet; 0: unknown."""
-    bandwidth: float
-    """Bytes per second of its memory by the data sheet."""
-    link: float
-    """Bytes per second to another GPU of the host, in one direction."""
 
 
 GPUS: dict[str, Gpu] = {
-    "H100": Gpu(name="H100", gib=79.1, flops=989e12, bandwidth=3.35e12, link=371e9),
-    "H200": Gpu(name="H200", gib=139.8, flops=989e12, bandwidth=4.8e12, link=371e9),
-    "A100": Gpu(name="A100", gib=79.1, flops=312e12, bandwidth=2.0e12, link=240e9),
+    "H100": Gpu(name="H100", gib=79.1),
+    "H200": Gpu(name="H200", gib=139.8),
+    "A100": Gpu(name="A100", gib=79.1),
 }
-"""Key: name as in --gpu. `link` of H100 and H200 is the measured rate of an NCCL broadcast."""
+"""Key: name as in --gpu."""
 _FORMAT = re.compile(r"(?P<name>[A-Za-z0-9-]+):(?P<gib>\d+(\.\d+)?)")
 
 
@@ -44,7 +38,7 @@ def gpu_of_machine() -> Gpu | None:
     try:
         return find_gpu(found[0].name)
     except PlanError:
-        return Gpu(name=found[0].name, gib=found[0].total_mib / 1024, flops=0.0, bandwidth=0.0, link=0.0)
+        return Gpu(name=found[0].name, gib=found[0].total_mib / 1024)
 
 
 def find_gpu(text: str) -> Gpu:
@@ -54,10 +48,10 @@ def find_gpu(text: str) -> Gpu:
         if re.search(rf"\b{name}\b", text, re.IGNORECASE):
             return gpu
     if match := _FORMAT.fullmatch(text):
-        return Gpu(name=match["name"], gib=float(match["gib"]), flops=0.0, bandwidth=0.0, link=0.0)
+        return Gpu(name=match["name"], gib=float(match["gib"]))
     raise PlanError(
         f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
-        "times need its data sheet and a calibration, see docs/planner.md"
+        "times need a calibration (--calibrate), see docs/planner.md"
     )
 
 

@@ -22,6 +22,7 @@ CONTEXT_BYTES = 0.7 * GIB
 """CUDA's context with the loaded kernels of a process."""
 _GROUP_BYTES = 0.4 * GIB  # NCCL's buffers of one group of ranks
 _BLAS_BYTES = 3 * (32 << 20)  # workspaces of matrix products
+_DRIVER_MIB = 600  # of a GPU that the driver shows, and torch does not
 _BUCKETS = 3  # of a weight update, at least
 _MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
 _RANK_BYTES, _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 3.4e9, 1.5e9, 0.9e9, 6e9  # of processes, in host memory
@@ -277,7 +278,7 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
     """Return the memory of a GPU of a server: it takes its share of what is free before it loads the weights."""
     weights = server_weights(servers)
     free = scene.gpu.gib * GIB - CONTEXT_BYTES
-    share = servers.colocated_share if scene.shares_gpus else servers.share
+    share = servers.colocated_share if scene.shares_gpus else servers.share or _usual_share(servers, scene.gpu.gib)
     cache = free * share - weights
     per_token = cache_bytes_per_token(servers)
     most = 2 * servers.max_running * servers.config.max_position_embeddings
@@ -290,6 +291,15 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
         rest=free * (1 - share),
         context=CONTEXT_BYTES,
     )
+
+
+def _usual_share(servers: Servers, gpu_gib: float) -> float:
+    """Return mem_fraction_static as SGLang 0.5.17 chooses it: activations of a chunk of prompts, ranks, CUDA graphs
+    (ServerArgs, reserved_mem)."""
+    mib = 1024 * gpu_gib + _DRIVER_MIB
+    chunk = 16384 if mib > 160 * 1024 else 8192 if mib > 60 * 1024 else 4096
+    reserved = 512 + 1.5 * chunk + servers.layout.tp * servers.layout.pp * 128 + 2 * servers.max_running
+    return round(1 - max(reserved, 10240 if mib > 60 * 1024 else 0) / mib, 3)
 
 
 def server_weights(servers: Servers) -> float:

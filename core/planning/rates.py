@@ -1,15 +1,18 @@
-"""Time of a step: update, log-probabilities, generation and weight update, by operations and measured efficiencies.
+"""Time of a step: update, log-probabilities, generation and weight update, by operations and measured rates.
 
-Invariant: a time is a count (operations, bytes) over the data sheet of the GPU times a share that was measured, which
-is in calibrations/; without a calibration there is no time.
+Invariant: a time is a count (operations, bytes) over a rate that was measured, which is in calibrations/ or a file of
+`slipstream plan --calibrate`; without a calibration there is no time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.planning.gpus import PlanError
+from core.planning.lengths import Lengths
 from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of
 from core.planning.scene import Engine, Scene, Servers
 from mcore_adapter.data.token_chunks import LOGITS_BYTES
@@ -23,28 +26,41 @@ _WIDTH_PASSES, _HIDDEN_PASSES, _COPY_PASSES = 22, 66, 32
 """Elements that are read or written, for each element of the MLP's width, of the residual stream, and of the copies of
 tokens for experts: fitted to profiles of updates."""
 _RECOMPUTED_PASSES, _RECOMPUTED_BY_EXPERTS = 1.7, 1.1
-_OPTIMIZER_BYTES = 34  # of each parameter of the shard, read or written
-_OFFLOADED_BYTES, _HOST_LINK = 24, 56e9  # of each parameter; bytes per second to and from the host, measured
+_OPTIMIZER_BYTES = 50
+"""Of each parameter of the shard, read or written: Adam 28, copy to bfloat16 6, norm of gradients 4, clipping 8, zeros
+4."""
+_OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
+"""Of each parameter, in both directions at once; bytes per second in each, measured."""
+_WIDE_HEAD = 128
 _PREFILL_PASSES = 30  # elements that a layer of a prompt reads or writes beside products, for each of its width
-_SAMPLED_BYTES = 40  # of each entry of the vocabulary, read or written to sample a token
+_SAMPLED_BYTES = 200  # of each entry of the vocabulary, read or written to sample a token, measured
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured shares of the data sheet of a GPU."""
+    """Measured rates of a GPU or a host: operations, or bytes, per second."""
 
     gpu: str
     source: str
+    gib: float
+    """Memory of a GPU; 0 for a CPU."""
     products: float
+    """Operations per second of matrix products of an update."""
     expert_products: float
     attention_forward: float
     attention_backward: float
     attention_half_length: float
-    """Tokens of a sequence with which attention has half of its share."""
+    """Tokens of a sequence with which attention has half of its rate."""
+    attention_narrow: float
+    """Share of that rate with heads of fewer than 128 elements."""
+    layer_launch_seconds: float
+    """In which the processor launches the kernels of a layer, of both passes over a microbatch."""
     memory: float
-    decode_products: float
+    """Bytes per second that elementwise operations read or write."""
+    link: float
+    """Bytes per second to another GPU of the host, in one direction."""
     decode_step_seconds: float
     """Seconds of a decode step of the smallest model without requests."""
     decode_layer_link_seconds: float
@@ -75,37 +91,64 @@ class StepTime:
 
 
 def calibration_of(gpu: str) -> Calibration | None:
-    """Return the calibration of a GPU, or None."""
+    """Return the calibration of a GPU that is part of this package, or None."""
     path = FOLDER / f"{gpu}.json"
-    return Calibration(**json.loads(path.read_text())) if path.is_file() else None
+    return read_calibration(path) if path.is_file() else None
 
 
-def step_time(scene: Scene, calibration: Calibration, *, mean_answer: float) -> StepTime | None:
-    """Return the time of a step whose answers have so many tokens on average; None without generators on GPUs."""
+def read_calibration(path: Path) -> Calibration:
+    """Return what write_calibration() has written. Raises PlanError."""
+    try:
+        return Calibration(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanError(f"--calibration {path}: {error}; write a new one with slipstream plan --calibrate") from None
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration as JSON."""
+    rows = {name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in vars(calibration).items()}  # fmt: skip
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepTime | None:
+    """Return the time of a step whose answers have such lengths; None without generators on GPUs."""
     servers = scene.servers
     if servers is None or not servers.on_gpu or not scene.on_gpu:
         return None
-    length = scene.prompt_tokens / 2 + mean_answer
+    prompt = scene.prompt_tokens / 2
+    length = prompt + answers.mean
     tokens = scene.sequences * length
+    # Attention grows with the square of the length.
+    square = (answers.mean_square + 2 * prompt * answers.mean + prompt**2) / length
     update = sum(
-        update_seconds(scene, e, calibration, tokens=tokens, length=length, level=assumed_level(e))
+        e.sample_reuse * update_seconds(scene, e, calibration, tokens=tokens, length=square, level=assumed_level(e))
         for e in scene.engines
         if e.trains
     )
-    passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines)
-    running = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / length)))
-    rate = server_rate(scene, servers, calibration, running=running, context=length)
-    sampled = scene.sequences * mean_answer
-    rollout = sampled / (rate * servers.layout.dp)
-    push = 0.03 + server_weights(servers) / scene.gpu.link
+    passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
+    running = running_requests(scene, servers, length)
+    rate = server_rate(scene, servers, calibration, running=running, context=prompt + answers.mean / 2)
+    rollout = scene.sequences * answers.mean / (rate * servers.layout.dp)
+    prompts = scene.prompts * prompt / servers.layout.dp
+    rollout += prefill_seconds(scene, servers, calibration, tokens=prompts, length=prompt)
+    push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
     if scene.shares_gpus or scene.max_staleness == 0:
-        longest = scene.answer_tokens - mean_answer  # the last answers are alone
+        longest = answers.longest_of(scene.sequences) - answers.mean  # the last answers are alone
         rollout += longest * decode_seconds(scene, servers, calibration, running=8, context=length)
         step = rollout + update + passes + push + turn
     else:
         step = max(rollout, update + passes) * _SLACK + push
     return StepTime(update=update, passes=passes, rollout=rollout, push=push, turn=turn, step=step, tokens=tokens)
+
+
+def running_requests(scene: Scene, servers: Servers, length: float) -> int:
+    """Return how many requests of `length` tokens a server decodes at once: as many as it may, has memory for, and gets
+    of those that the staleness bound allows."""
+    allowed = scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
+    cached = plan_servers(scene, servers).tokens / length
+    return max(1, int(min(servers.max_running, cached, allowed)))
 
 
 def assumed_level(engine: Engine) -> Level:
@@ -117,33 +160,36 @@ def update_seconds(
     scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float, level: Level
 ) -> float:
     """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`."""
-    c, layout, gpu = calibration, engine.layout, scene.gpu
-    share = tokens / layout.dp / layout.cp / layout.tp / layout.pp
-    layer, experts = layer_operations(engine.config)
-    head = 2.0 * engine.config.hidden_size * (1 if engine.is_critic else engine.config.vocab_size)
-    again = _computed_again(engine.config, level)
-    forward = (layer - experts) * engine.config.num_layers
-    products = (3 + again) * forward + 3 * head
-    if engine.tokens / layout.cp * engine.config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
-        products += head  # logits are computed again
+    c, layout, config = calibration, engine.layout, engine.config
+    ranks = layout.dp * layout.cp * layout.tp * layout.pp
+    layer, experts = layer_operations(config)
     experts_again = {"full": 1.0, "linear": 2 / 3, "offload": 2 / 3}.get(level, 0.0)
-    of_experts = (3 + experts_again) * experts * engine.config.num_layers
-    attention = 2.0 * _attention_width(engine.config) * length * engine.config.num_layers
+    seconds = (3 + _computed_again(config, level)) * (layer - experts) * config.num_layers / c.products
+    seconds += (3 + experts_again) * experts * config.num_layers / c.expert_products
+    attention = 2.0 * _attention_width(config) * length * config.num_layers
     block = length / layout.cp**2  # queries and keys of one product of context-parallel ranks
-    reached = block / (block + c.attention_half_length)
-    seconds = products / (gpu.flops * c.products) + of_experts / (gpu.flops * c.expert_products)
-    seconds += attention * (2 if level == "full" else 1) / (gpu.flops * c.attention_forward * reached)
-    seconds += 2.5 * attention / (gpu.flops * c.attention_backward * reached)
-    seconds += elementwise_bytes(engine, level) / (gpu.bandwidth * c.memory)
-    seconds *= share
-    seconds += _communication(scene, engine, tokens)
+    reached = block / (block + c.attention_half_length) * (c.attention_narrow if _has_narrow_heads(config) else 1.0)
+    seconds += attention * (2 if level == "full" else 1) / (c.attention_forward * reached)
+    seconds += 2.5 * attention / (c.attention_backward * reached)
+    seconds += elementwise_bytes(engine, level) / c.memory
+    head = 3 * 2.0 * config.hidden_size * (1 if engine.is_critic else config.vocab_size)
+    if engine.tokens / layout.cp * config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
+        head *= 4 / 3  # logits are computed again
     microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
-    seconds *= 1 + (layout.pp - 1) / layout.vpp / microbatches
+    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens)
+    # The processor launches the kernels of layers no faster.
+    launched = scene.minibatches * microbatches * config.num_layers / layout.pp * c.layer_launch_seconds
+    total = max(of_layers, launched) + head / c.products * tokens / ranks
+    total *= 1 + (layout.pp - 1) / layout.vpp / microbatches
     held = sum(states_of(engine, 0).parameters.values()) / (layout.dp * layout.cp)
-    step = held * _OPTIMIZER_BYTES / (gpu.bandwidth * c.memory)
+    step = held * _OPTIMIZER_BYTES / c.memory
     if engine.offload:
         step += held * _OFFLOADED_BYTES / _HOST_LINK
-    return seconds + scene.minibatches * step
+    return total + scene.minibatches * step
+
+
+def _has_narrow_heads(config: ModelConfig) -> bool:
+    return config.mla is None and config.head_dim < _WIDE_HEAD
 
 
 def pass_seconds(scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float) -> float:
@@ -195,24 +241,24 @@ def elementwise_bytes(engine: Engine, level: Level) -> float:
     return engine.itemsize * config.num_layers * elements * again
 
 
-def _communication(scene: Scene, engine: Engine, tokens: float) -> float:
+def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) -> float:
     """Return the seconds of communication that no computation hides."""
     layout, config = engine.layout, engine.config
     rows = tokens / layout.dp / layout.cp * config.hidden_size * engine.itemsize
     per_node = scene.n_gpus_per_node
     seconds = 0.0
     if layout.tp > 1:  # nine gathers or sums of each layer
-        link = scene.gpu.link if layout.tp <= per_node else NODE_LINK
+        link = c.link if layout.tp <= per_node else NODE_LINK
         seconds += 9 * config.num_layers / layout.pp * rows * (layout.tp - 1) / layout.tp / link
     if layout.ep > 1 and config.moe is not None:  # gathers and sums of tokens, half of them hidden
-        link = scene.gpu.link if layout.ep <= per_node else NODE_LINK
+        link = c.link if layout.ep <= per_node else NODE_LINK
         sent = min(layout.ep - 1, config.moe.top_k)
         seconds += 2 * config.num_layers / layout.pp * rows / layout.tp * sent / link
     if layout.pp > 1:
-        seconds += 2 * rows / layout.tp / (scene.gpu.link if layout.world_size <= per_node else NODE_LINK)
+        seconds += 2 * rows / layout.tp / (c.link if layout.world_size <= per_node else NODE_LINK)
     if layout.dp * layout.cp > 1:  # a tenth of the gradients' sum and the weights' gather is not hidden
         states = states_of(engine, 0)
-        link = scene.gpu.link if layout.world_size <= per_node else NODE_LINK
+        link = c.link if layout.world_size <= per_node else NODE_LINK
         seconds += 0.1 * scene.minibatches * (states.gradients + states.weights) / link
     return seconds
 
@@ -234,23 +280,24 @@ def wave_seconds(
 
 def prefill_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, tokens: float, length: float) -> float:
     """Return the seconds in which a server computes prompts of so many tokens in total, each of `length`."""
-    c, gpu, config = calibration, scene.gpu, servers.config
+    c, config = calibration, servers.config
     layer, experts = layer_operations(config)
     attention = 2.0 * _attention_width(config) * length
-    seconds = (layer - experts) / (gpu.flops * c.products) + experts / (gpu.flops * c.expert_products)
-    seconds += attention / (gpu.flops * c.attention_forward * length / (length + c.attention_half_length))
-    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / (gpu.bandwidth * c.memory)
+    seconds = (layer - experts) / (c.products) + experts / (c.expert_products)
+    seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
+    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / (c.memory)
     return tokens * config.num_layers * seconds / servers.layout.tp
 
 
 def decode_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
     """Return the seconds of a decode step of a server with so many requests of `context` tokens on average."""
-    c, gpu, config = calibration, scene.gpu, servers.config
+    c, config = calibration, servers.config
     tp = servers.layout.tp
-    bandwidth = gpu.bandwidth * c.memory
     layer, _ = layer_operations(config)
     operations = layer * config.num_layers + 2.0 * config.hidden_size * config.vocab_size
-    request = operations / tp / (gpu.flops * c.decode_products) + _SAMPLED_BYTES * config.vocab_size / bandwidth
-    request += context * cache_bytes_per_token(servers) / bandwidth
+    products = running * operations / tp / c.products
+    reading = server_weights(servers) * servers.layout.pp / c.memory
+    request = (_SAMPLED_BYTES * config.vocab_size / tp + context * cache_bytes_per_token(servers)) / c.memory
     links = c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0
-    return c.decode_step_seconds + links + server_weights(servers) * servers.layout.pp / bandwidth + running * request
+    # Weights are read while others are multiplied; the overlap is not complete.
+    return c.decode_step_seconds + links + math.hypot(reading, products) + running * request

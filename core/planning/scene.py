@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
+from core.algorithms.build import algorithm_settings
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.models import ModelUse
+from core.config.presets import PRESETS
 from core.placement.allocation import resolve_allocation
 from core.planning.gpus import Gpu, PlanError
 from mcore_adapter.settings import Level
@@ -40,6 +42,12 @@ class Engine:
     """Most of a microbatch."""
     limit_gib: float | None
     host_gib: float | None
+    has_pass: bool = True
+    """A step computes its log-probabilities or values before the updates."""
+    has_pass_in_turns: bool = True
+    """The same with max_staleness=0."""
+    sample_reuse: int = 1
+    """Passes of updates over a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,7 @@ class Servers:
     itemsize: int
     fp8: bool
     max_running: int
-    share: float
+    share: float | None
     """Share of the memory of a GPU for weights and cache (mem_fraction_static)."""
     colocated_share: float
     """Value of `share` if servers share the GPUs with the trainer."""
@@ -176,18 +184,32 @@ def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> 
         tokens=config.max_tokens_per_mb(role),
         limit_gib=section.gradient_checkpointing_limit_gib,
         host_gib=section.gradient_checkpointing_host_gib,
+        has_pass=_has_pass(config, use.key),
+        has_pass_in_turns=_has_pass(config, use.key, in_turns=True),
+        sample_reuse=getattr(config.algorithm, f"{use.key}_sample_reuse", 1) if config.sampling else 1,
     )
+
+
+def _has_pass(config: ExperimentConfig, name: str, *, in_turns: bool = False) -> bool:
+    """Return whether a step runs a pass without gradients of the model. That of the actor depends on the algorithm; one
+    of the user may need it."""
+    if name != "actor" or config.sampling is None:
+        return name != "model"
+    sampling: PPOMATHConfig = config.sampling
+    if sampling.algorithm_name in PRESETS and in_turns and sampling.algorithm.correction is None:
+        return False  # correction=bypass, then
+    return sampling.algorithm_name not in PRESETS or algorithm_settings(sampling).needs_old_logprobs
 
 
 def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) -> Servers:
     placed = allocation.generator
     dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
     flag = BACKENDS[placed.backend].memory_flag
-    share = colocated_share = 1.0
+    share, colocated_share = None, 1.0
     if flag:
-        share, colocated_share = flag.default, flag.colocated
         given = {name.replace("-", "_"): v for name, v in {**config.actor.sglang, **config.generator.flags}.items()}
-        share, colocated_share = (float(str(given.get(flag.name, one))) for one in (share, colocated_share))
+        share = float(str(given[flag.name])) if flag.name in given else None
+        colocated_share = flag.colocated if share is None else share
     return Servers(
         backend=placed.backend,
         config=model,

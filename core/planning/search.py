@@ -1,35 +1,55 @@
-"""The fastest allocation of a number of GPUs that fits in memory and passes the checks of a run.
+"""The best allocations of a number of GPUs that fit in memory and pass the checks of a run.
 
 Invariant: what is proposed has been resolved and checked by the rules that the start of a run applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-from allocation import ParallelLayout, batch_errors, model_errors
+from allocation import AllocationError, ParallelLayout, batch_errors, model_errors
 from allocation.errors import divisors
+from allocation.grammar import REST, Spec, parse_spec
 from core.planning.gpus import PlanError
-from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers
+from core.planning.lengths import Lengths
+from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world
 from core.planning.rates import Calibration, StepTime, step_time
 from core.planning.scene import Scene, Servers
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 
+Metric = Literal["tokens", "cost", "latency"]
+"""tokens: most trained tokens per second. cost: most of them for each GPU, also with fewer GPUs. latency: the shortest
+time from the begin of an answer to the end of the last step that may train on it."""
+METRICS: tuple[Metric, ...] = get_args(Metric)
 _LEVELS: tuple[Level, ...] = ("selective", "linear", "full")
 _DEGREES = (1, 2, 4, 8, 16)
+_RUNNING = (1024, 512, 256, 128, 64, 32)
+_NODE_GPUS = 8
 _MOST_CHECKED = 400
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
+_AS_WRITTEN: dict[str, str] = {"full": "true", "none": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """An allocation, with the recomputation of its trainer."""
+    """An allocation, with what else it sets: recomputation, microbatches, requests of servers, staleness."""
 
     scene: Scene
+    asked: Scene
+    """The configuration: only what differs from it is set."""
     time: StepTime
     memory: MemoryPlan
+
+    @property
+    def num_gpus(self) -> int:
+        return self.scene.n_nodes * self.scene.n_gpus_per_node
+
+    @property
+    def latency(self) -> float:
+        return latency_of(self.scene, self.time)
 
     @property
     def mode(self) -> str:
@@ -47,110 +67,226 @@ class Proposal:
     @property
     def overrides(self) -> tuple[str, ...]:
         """Keys to set, as on the command line."""
-        level = {"selective": "selective", "linear": "linear", "full": "true", "none": "false"}
-        name = self.scene.actor.name
-        recompute = level.get(self.scene.actor.recompute, "auto")
-        return (
-            f"allocation_mode={self.mode}",
-            f"n_nodes={self.scene.n_nodes}",
-            f"n_gpus_per_node={self.scene.n_gpus_per_node}",
-            f"{name}.gradient_checkpointing={recompute}",
-            *((f"{name}.optimizer.offload=true",) if self.scene.actor.offload else ()),
-        )
+        actor, before, servers = self.scene.actor, self.asked.actor, self.scene.servers
+        assert servers is not None and self.asked.servers is not None, "a search has generators"
+        keys = [f"allocation_mode={self.mode}", f"n_nodes={self.scene.n_nodes}"]
+        keys.append(f"n_gpus_per_node={self.scene.n_gpus_per_node}")
+        for engine in self.scene.engines:
+            if engine.trains:
+                level = _AS_WRITTEN.get(engine.recompute, engine.recompute)
+                keys.append(f"{engine.name}.gradient_checkpointing={level}")
+                if engine.offload:
+                    keys.append(f"{engine.name}.optimizer.offload=true")
+        if actor.tokens != before.tokens:
+            keys.append(f"actor_train.mb_spec.max_tokens_per_mb={actor.tokens}")
+        if servers.max_running != self.asked.servers.max_running:
+            keys.append(f"generator.max_running={servers.max_running}")
+        if self.scene.max_staleness != self.asked.max_staleness:
+            keys.append(f"staleness.max_staleness={self.scene.max_staleness}")
+        return tuple(keys)
 
     @property
-    def why(self) -> str:
-        """What limits it, in a line."""
-        t = self.time
-        sides = f"update {t.update:.1f} s, log-probabilities {t.passes:.1f} s, generation {t.rollout:.1f} s"
-        spare = (self.memory.limit - self.memory.peak.total) / GIB
-        return (
-            f"a step takes {t.step:.1f} s ({sides}), limited by the {t.limited_by}; {spare:.0f} GiB of a GPU are free"
+    def lines(self) -> tuple[str, str]:
+        """Speed and what limits it, and memory."""
+        t, servers = self.time, self.memory.servers
+        sides = f"update {t.update:.1f}, log-probabilities {t.passes:.1f}, generation {t.rollout:.1f} s"
+        speed = (
+            f"{t.tokens_per_second:,.0f} trained tokens/s: a step takes {t.step:.1f} s ({sides}), limited by the "
+            f"{t.limited_by}"
         )
+        spare = (self.memory.limit - self.memory.peak.total) / GIB
+        memory = f"trainer: {spare:.0f} GiB of a GPU are free, {self.scene.actor.recompute} recomputation"
+        if servers is not None and self.scene.servers is not None:
+            running = self.scene.servers.max_running
+            memory += f"; servers: {running} requests at once, a cache of {servers.tokens:,} tokens"
+        return speed, memory
+
+    def why_not(self, best: Proposal, metric: Metric) -> str:
+        """Return why it is worse than another one."""
+        mine, other = self.time, best.time
+        if metric == "latency":
+            return f"{self.latency:.0f} instead of {best.latency:.0f} s from answer to update"
+        ratio = mine.tokens_per_second / other.tokens_per_second
+        slower = f"{ratio - 1:+.0%} tokens/s"
+        if metric == "cost":
+            slower = f"{ratio * best.num_gpus / self.num_gpus - 1:+.0%} tokens/s of a GPU"
+        if self.scene.shares_gpus and not best.scene.shares_gpus:
+            return f"{slower}: generation and update take turns, {mine.rollout:.1f} + {mine.update + mine.passes:.1f} s"
+        parts = {
+            "generation": (mine.rollout, other.rollout),
+            "update and log-probabilities": (mine.update + mine.passes, other.update + other.passes),
+        }
+        name, (took, takes) = max(parts.items(), key=lambda part: part[1][0] - part[1][1])
+        return f"{slower}: {name} {took:.1f} instead of {takes:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search has found."""
+
+    best: Sequence[Proposal]
+    """They differ in the GPUs of the trainer or in the servers."""
+    others: Sequence[Proposal]
+    """The next ones."""
+    num_considered: int
 
 
 def search(
     scene: Scene,
     calibration: Calibration,
+    answers: Lengths,
     *,
     num_gpus: int,
-    mean_answer: float,
     accepts: Callable[[Proposal], bool],
+    metric: Metric = "tokens",
+    fixed: Spec | None = None,
     most: int = 3,
-) -> list[Proposal]:
-    """Return the fastest allocations on `num_gpus` GPUs, best first. `accepts`: whether a run would start with it.
-    Raises PlanError for a number that equal nodes cannot have."""
-    nodes = max(1, num_gpus // 8)
-    if left := num_gpus % nodes:
-        raise PlanError(f"--gpus {num_gpus}: {nodes} nodes cannot have as many GPUs each; write {num_gpus - left}")
-    scene = replace(scene, n_nodes=nodes, n_gpus_per_node=num_gpus // nodes)
-    candidates = sorted(
-        _candidates(scene, calibration, num_gpus, mean_answer),
-        key=lambda one: (-one[1].tokens_per_second, one[1].update + one[1].passes),
-    )
+    num_others: int = 2,
+) -> Found:
+    """Return the best allocations of `num_gpus` GPUs, or with metric="cost" of at most so many. `accepts`: whether a
+    run would start with it. `fixed`: what the user has decided. Raises PlanError for a number that equal nodes cannot
+    have."""
+    sizes = [num_gpus]
+    while metric == "cost" and sizes[-1] % 2 == 0:
+        sizes.append(sizes[-1] // 2)
+    candidates = [one for size in sizes for one in _candidates(_on(scene, size), calibration, answers, fixed)]
+    candidates.sort(key=lambda one: (_cost(metric, *one), one[1].update + one[1].passes))
     found: list[Proposal] = []
+    splits = set()
     for candidate, time in candidates[:_MOST_CHECKED]:
-        memory = plan_memory(candidate)
-        if not memory.fits:
+        if _split(candidate) in splits:
             continue
-        proposal = Proposal(scene=candidate, time=time, memory=memory)
-        if all(_split(candidate) != _split(other.scene) for other in found) and accepts(proposal):
+        proposal = Proposal(scene=candidate, asked=scene, time=time, memory=plan_memory(candidate))
+        if proposal.memory.fits and accepts(proposal):
+            splits.add(_split(candidate))
             found.append(proposal)
-        if len(found) == most:
+        if len(found) == most + num_others:
             break
-    return found
+    return Found(best=found[:most], others=found[most:], num_considered=len(candidates))
 
 
-def _split(scene: Scene) -> tuple[int, ParallelLayout | None]:
+def parse_fixed(text: str) -> Spec:
+    """Return what --fix decides: sglang.d4m2p1 (servers), d8m1p2 (trainer), or both as in allocation_mode. Raises
+    PlanError."""
+    try:
+        if "+" in text or "|" in text or "." not in text:
+            return parse_spec(text)
+        return replace(parse_spec(f"{text}+d1m1p1"), trainer={})
+    except AllocationError as error:
+        raise PlanError(f"--fix {text}: {error.within('--fix', text)}; write sglang.d4m2p1, d8m1p2, or both") from None
+
+
+def nothing_fits(scene: Scene, num_gpus: int) -> str:
+    """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it."""
+    smallest = smallest_world(scene)
+    if smallest is None:
+        return "The trainer fits on no number of GPUs up to 4096."
+    if smallest >= num_gpus:
+        return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB."
+    return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
+
+
+def latency_of(scene: Scene, time: StepTime) -> float:
+    """Return the seconds from the begin of an answer to the end of the last step that may train on it."""
+    return time.step * (scene.max_staleness + 1)
+
+
+def _cost(metric: Metric, scene: Scene, time: StepTime) -> float:
+    if metric == "latency":
+        return latency_of(scene, time)
+    return -time.tokens_per_second / (scene.n_nodes * scene.n_gpus_per_node if metric == "cost" else 1)
+
+
+def _on(scene: Scene, num_gpus: int) -> Scene:
+    """Return the scene on so many GPUs: nodes as the configuration has them, or of eight."""
+    per_node = scene.n_gpus_per_node
+    if num_gpus != scene.n_nodes * per_node:
+        per_node = min(_NODE_GPUS, num_gpus)
+    if left := num_gpus % per_node:
+        nodes = num_gpus // per_node
+        raise PlanError(f"--gpus {num_gpus}: {nodes} nodes cannot have as many GPUs each; write {num_gpus - left}")
+    return replace(scene, n_nodes=num_gpus // per_node, n_gpus_per_node=per_node)
+
+
+def _split(scene: Scene) -> tuple[int, bool, ParallelLayout | None]:
     """Return what proposals differ in: GPUs of the trainer, and servers."""
-    return scene.actor.layout.world_size, scene.servers.layout if scene.servers else None
+    return scene.actor.layout.world_size, scene.shares_gpus, scene.servers.layout if scene.servers else None
 
 
 def _candidates(
-    scene: Scene, calibration: Calibration, num_gpus: int, mean_answer: float
+    scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spec | None
 ) -> Iterator[tuple[Scene, StepTime]]:
-    """Yield allocations that divide models and batch and whose trainer fits, each with its time. Of the levels of
-    recomputation, the first that fits is taken."""
+    """Yield allocations that divide models and batch and whose trainer fits, each with its time. Those on the same GPUs
+    take turns, without staleness."""
     assert scene.servers is not None, "the caller has generators"
-    sizes = list(_server_sizes(scene, scene.servers))
-    fits: dict[tuple[ParallelLayout, bool], Scene | None] = {}
+    num_gpus = scene.n_nodes * scene.n_gpus_per_node
+    wanted = None if fixed is None else fixed.trainer.get(REST)
+    served = None if fixed is None else fixed.generator
+    sizes = [served.tp] if served is not None else list(_server_sizes(scene, scene.servers))
     for layout in _trainer_layouts(scene, num_gpus):
+        if wanted is not None and layout != wanted:
+            continue
+        rest = num_gpus - layout.world_size
+        placed = replace(scene, shares_gpus=rest == 0) if rest else _in_turns(scene)
+        trainers: list[Scene] | None = None
         for tp in sizes:
-            rest = num_gpus - layout.world_size
-            colocated, of_servers = rest == 0, rest or num_gpus
-            if of_servers % tp or (colocated and scene.max_staleness > 0):
+            count, left = divmod(rest or num_gpus, tp)
+            if left or (served is not None and served.dp != count):
                 continue
-            count = of_servers // tp
-            if (layout, colocated) not in fits:
-                fits[layout, colocated] = _fitting(replace(scene, shares_gpus=colocated), layout)
-            trainer = fits[layout, colocated]
-            if trainer is None:
-                continue
-            servers = replace(scene.servers, layout=ParallelLayout(dp=count, tp=tp))
-            placed = replace(trainer, servers=servers)
-            time = step_time(placed, calibration, mean_answer=mean_answer)
-            if time is not None:
-                yield placed, time
+            if trainers is None:
+                trainers = list(_fitting(placed, layout))
+            for trainer in trainers:
+                servers = replace(scene.servers, layout=ParallelLayout(dp=count, tp=tp))
+                whole = _with_requests(replace(trainer, servers=servers), servers, answers)
+                if (time := step_time(whole, calibration, answers)) is not None:
+                    yield whole, time
 
 
-def _fitting(scene: Scene, layout: ParallelLayout) -> Scene | None:
-    """Return the scene with the trainer in this layout and the least recomputation that fits."""
+def _in_turns(scene: Scene) -> Scene:
+    """Return the scene with servers and trainer on the same GPUs."""
+    engines = tuple(replace(engine, has_pass=engine.has_pass_in_turns) for engine in scene.engines)
+    return replace(scene, engines=engines, shares_gpus=True, max_staleness=0)
+
+
+def _with_requests(scene: Scene, servers: Servers, answers: Lengths) -> Scene:
+    """Return the scene whose servers decode as many requests at once as their cache holds, of those that the staleness
+    bound lets begin."""
+    length = scene.prompt_tokens / 2 + answers.mean
+    allowed = 1.25 * scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
+    for running in _RUNNING:
+        more = replace(servers, max_running=running)
+        if running < 2 * allowed and plan_servers(scene, more).tokens >= running * length:
+            return replace(scene, servers=more)
+    return scene
+
+
+def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:
+    """Yield the scene with the trainer in this layout and the least recomputation that fits: with microbatches as the
+    configuration has them, and with smaller ones where that fits otherwise, or shortens the bubble of a pipeline."""
     placed = scene.in_layout(layout)
+    tokens = scene.actor.tokens
+    smaller = max(scene.longest, tokens // 2)
     for offload in (False, True):
-        for level in _LEVELS:
-            leveled = placed.with_engines(recompute=level, offload=offload)
-            if plan_memory(replace(leveled, servers=None)).fits:
-                return leveled
-    return None
+        found = False
+        for limit in dict.fromkeys((tokens, smaller)):
+            if found and layout.pp == 1:
+                continue
+            for level in _LEVELS:
+                leveled = placed.with_engines(recompute=level, offload=offload, tokens=limit)
+                if plan_memory(replace(leveled, servers=None)).fits:
+                    found = True
+                    yield leveled
+                    break
+        if found:
+            return
 
 
 def _server_sizes(scene: Scene, servers: Servers) -> Iterator[int]:
-    """Yield the tensor-parallel ranks of servers that hold the model and a quarter of the longest sequences."""
+    """Yield the tensor-parallel ranks of servers that hold the model and several of the longest sequences."""
     for tp in (1, 2, 4, 8):
         if tp > scene.n_gpus_per_node or not _divides(servers.config, ParallelLayout(tp=tp), "actor_gen"):
             continue
-        plan = plan_servers(scene, replace(servers, layout=ParallelLayout(tp=tp)))
-        if plan.tokens >= servers.max_running * scene.longest / 4:
+        if plan_servers(scene, replace(servers, layout=ParallelLayout(tp=tp))).longest >= 4:
             yield tp
 
 

@@ -5,41 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from core.planning.rates import calibration_of, write_calibration
+from helpers.plan_recipe import write_recipe
+from tools.bench.gpu.shapes import SHAPES
 from tools.plan import main
-
-RECIPE = """\
-experiment_name: planned
-trial_name: one
-allocation_mode: sglang.d8m1p1+d4m2p1
-n_nodes: 2
-n_gpus_per_node: 8
-actor: {path: MODEL}
-dataset: {path: prompts.jsonl, train_bs_n_seqs: 64}
-group_size: 8
-ppo:
-  gen: {max_new_tokens: 8192}
-  kl_ctl: 0.0
-  disable_value: true
-"""
-MODEL: dict[str, Any] = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", max_position_embeddings=32768,
-    rms_norm_eps=1e-6, rope_theta=1e6, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-    num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
-)  # fmt: skip
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.replace("MODEL", str(tmp_path / "model")))
-    return path
+    return write_recipe(tmp_path, SHAPES["7B"])
 
 
 def test_the_plan_needs_neither_torch_nor_ray(recipe: Path) -> None:
@@ -75,7 +54,10 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
         (["--gpu", "B300"], "--gpu B300: unknown"),
         (["--gpu", "H100", "actor.path=/nowhere"], "actor.path: /nowhere: no such folder"),
         (["--gpu", "H100", "ppo.gen.max_new_tokenz=3"], "did you mean"),
-        (["--gpu", "H100", "ppo.gen.max_new_tokens=40000"], "max_position_embeddings=32768"),
+        (
+            ["--gpu", "H100", "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000"],
+            "max_position_embeddings=32768",
+        ),
     ):
         assert main(["--config", str(recipe), *words]) == 2
         assert error in capsys.readouterr().err
@@ -86,3 +68,40 @@ def test_a_number_of_gpus_that_equal_nodes_cannot_have_is_refused(
 ) -> None:
     assert main(["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "17"]) == 2
     assert capsys.readouterr().err == "error: --gpus 17: 2 nodes cannot have as many GPUs each; write 16\n"
+
+
+def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(recipe), "--gpu", "H100", "--gpus", "32", "--fix", "sglang.d8m2p1"]
+    assert main([*words[:-2], "allocation_mode=search"]) == 0
+    assert "\nNext: sglang." in capsys.readouterr().out
+    assert main([*words, "--search"]) == 0
+    assert "\n   allocation_mode=sglang.d8m2p1+" in capsys.readouterr().out
+    assert main([*words[:-1], "sglang.d9m2q1", "--search"]) == 2
+    assert "error: --fix sglang.d9m2q1: " in capsys.readouterr().err
+
+
+def test_a_calibration_of_another_gpu_gives_times(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), "--gpu", "B200:178"]) == 0
+    assert "No calibration for B200: memory only." in capsys.readouterr().out
+    known = calibration_of("H200")
+    assert known is not None
+    path = tmp_path / "b200.json"
+    write_calibration(replace(known, gpu="B200", gib=178.0), path)
+    assert main(["--config", str(recipe), "--calibration", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "(B200, 178.0 GiB)" in shown and "trained tokens/s" in shown
+    path.write_text("{}")
+    assert main(["--config", str(recipe), "--calibration", str(path)]) == 2
+    assert "write a new one with slipstream plan --calibrate" in capsys.readouterr().err
+
+
+def test_a_simulation_prints_what_faults_cost_and_draws(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(recipe), "--gpu", "H200", "--simulate", "12", "--output", str(tmp_path / "pictures")]
+    assert main([*words, "dataset.train_bs_n_seqs=16", "ppo.ppo_n_minibatches=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "as planned" in shown and "at half speed" in shown
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"timeline.png", "simulation.png"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,9 @@ from core.planning.advice import advice, verdict
 from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
 from core.planning.scene import Scene, scene_of
+from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
 from tools.bench.gpu.shapes import SHAPES, SLICE
-
-RECIPE = """\
-experiment_name: planned
-trial_name: one
-allocation_mode: sglang.d8m1p1+d4m2p1
-n_nodes: 2
-n_gpus_per_node: 8
-actor: {path: MODEL}
-actor_train: {mb_spec: {max_tokens_per_mb: 16384}}
-dataset: {path: prompts.jsonl, max_prompt_len: 1024, train_bs_n_seqs: 64}
-group_size: 8
-ppo:
-  gen: {max_new_tokens: 7168}
-  kl_ctl: 0.0
-  disable_value: true
-"""
-
-
-def write_recipe(folder: Path, raw: dict[str, Any]) -> Path:
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model/config.json").write_text(json.dumps(raw))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.replace("MODEL", str(folder / "model")))
-    return path
 
 
 def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:

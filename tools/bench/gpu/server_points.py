@@ -30,7 +30,7 @@ from rollout.inference.gpus import query_gpus
 from tools.bench.gpu.plan import gpu_name
 from tools.bench.gpu.shapes import SHAPES
 
-MAX_RUNNING = 512
+MAX_RUNNING = 520
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def _predicted(shape: str, gpu: str) -> dict[str, float] | None:
     config = parse_config(SHAPES[shape])
     servers = Servers(
         backend="sglang", config=config, layout=ParallelLayout(), itemsize=2, fp8=False, max_running=MAX_RUNNING,
-        share=0.85, colocated_share=0.6, on_gpu=True,
+        share=None, colocated_share=0.6, on_gpu=True,
     )  # fmt: skip
     scene = Scene(
         gpu=GPUS[gpu], on_gpu=True, engines=(), servers=servers, shares_gpus=False, n_nodes=1, n_gpus_per_node=1,

@@ -1,0 +1,403 @@
+"""A run on a virtual clock: admission, selection and router are those of a run, servers and trainer are times.
+
+A server decodes all its requests at once, one token of each in a step whose time grows with their number. A group of
+answers is one request to the router, which keeps groups together anyway. Invariant: no thread, no host time: the same
+input gives the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from core.planning.lengths import Lengths
+from core.planning.memory import plan_servers
+from core.planning.rates import Calibration, decode_seconds, prefill_seconds, step_time
+from core.planning.scene import Scene
+from core.planning.virtual_clock import run_virtual
+from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
+from rollout.inference.router import Router, requests_at_once
+from rollout.types import Completion, GenerateRequest, Health, SamplingParams
+
+_GROUPS = 4096
+_PREFILL_STEPS = 2.5  # decode steps that a prefill takes beside its tokens: it has no CUDA graph, as was measured
+_HEALTH_SECONDS = 1e9  # a server that is lost is found by its failed requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What a simulated run consists of. Times in seconds."""
+
+    num_servers: int
+    max_running: int
+    """Requests that a server decodes at once; others wait there."""
+    step_seconds: float
+    """Of a decode step without any request."""
+    request_seconds: float
+    """That each request adds to it."""
+    prefill_seconds: float
+    """Of the prompt of a group."""
+    prompts: int
+    """Of a training step."""
+    group_size: int
+    answers: Lengths
+    prompt_tokens: float
+    max_staleness: int
+    train_token_seconds: float
+    """Of the update and the passes before it, for each trained token."""
+    push_seconds: float
+    turn_seconds: float = 0.0
+    """Colocated: memory changes sides twice a step."""
+    dead_server_at: int | None = None
+    """Step in which a server fails for good."""
+    straggler: float = 1.0
+    """Factor of the times of one server."""
+    tool_seconds: float = 0.0
+    """Mean of what tools take in each answer, exponentially distributed; the server decodes others meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one training step came to."""
+
+    begin: float
+    taken: float
+    """When its episodes were there."""
+    trained: float
+    end: float
+    tokens: float
+    staleness: Mapping[int, int]
+    """Answers by age in versions."""
+    running: float
+    """Requests that a server decodes on average."""
+    waiting: int
+    """Requests that wait at servers, at its end."""
+    ready: int
+    """Finished episodes that no step has taken."""
+
+
+@dataclass
+class Outcome:
+    """A simulated run."""
+
+    world: World
+    steps: list[Step] = field(default_factory=list)
+    groups: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_GROUPS))
+    """(server, begin, end) of the last groups of answers."""
+
+    @property
+    def measured(self) -> list[Step]:
+        """The steps after the first ones, in which the buffer fills."""
+        return self.steps[min(len(self.steps) // 4, 2 * self.world.max_staleness + 2) :]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return (self.measured[-1].end - self.measured[0].begin) / len(self.measured)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(s.tokens for s in self.measured) / (self.measured[-1].end - self.measured[0].begin)
+
+    @property
+    def trainer_share(self) -> float:
+        """Share of the time in which the trainer computes."""
+        return sum(s.trained - s.taken for s in self.measured) / (self.measured[-1].end - self.measured[0].begin)
+
+    @property
+    def mean_staleness(self) -> float:
+        ages = self.staleness
+        return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Answers by age, of all measured steps."""
+        return sum((Counter(s.staleness) for s in self.measured), Counter())
+
+    @property
+    def mean_running(self) -> float:
+        """Requests that a server decodes on average."""
+        steps = self.measured
+        return sum(s.running * (s.end - s.begin) for s in steps) / (steps[-1].end - steps[0].begin)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return figures of the run, and of each step, as plain values."""
+        names = ("tokens_per_second", "seconds", "trainer_share", "mean_running", "mean_staleness")
+        steps = [vars(step) | {"staleness": dict(step.staleness)} for step in self.steps]
+        return {name: getattr(self, name) for name in names} | {"staleness": dict(self.staleness), "steps": steps}
+
+
+class _Server:
+    """A server as the router sees it: decodes the answers of groups."""
+
+    def __init__(self, world: World, outcome: Outcome, number: int, groups: dict[str, _Answers]) -> None:
+        factor = 1.0 if number else world.straggler
+        self._most, self._outcome, self._index, self._groups = world.max_running, outcome, number, groups
+        self._base, self._each = world.step_seconds * factor, world.request_seconds * factor
+        self._prefill = world.prefill_seconds * factor
+        self._tokens = 0.0  # that each request got since the begin, as long as it was there
+        self._since = 0.0
+        self._running: list[tuple[float, int, _Group]] = []
+        self.waiting: deque[tuple[float, _Group]] = deque()
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._filling: asyncio.Handle | None = None
+        self._dead: asyncio.Future[None] | None = None
+        self.request_seconds = 0.0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self._dead is not None:
+            raise ConnectionError("the server is gone")
+        group, begin = _Group(self._groups[request.request_id]), asyncio.get_running_loop().time()
+        self.waiting.extend((length, group) for length in group.lengths)
+        if self._filling is None:  # with those that come at the same moment
+            self._filling = asyncio.get_running_loop().call_soon(self._fill)
+        try:
+            await group.done
+        except asyncio.CancelledError:
+            group.cancelled = True
+            raise
+        self._outcome.groups.append((self._index, begin, asyncio.get_running_loop().time()))
+        return _EMPTY
+
+    async def partial(self) -> Mapping[str, Completion]:
+        return {}
+
+    async def health(self) -> Health:
+        if self._dead is not None:
+            raise ConnectionError("the server is gone")
+        return Health(version=0, num_running=len(self._running), num_waiting=len(self.waiting))
+
+    async def close(self) -> None: ...
+
+    def fail(self) -> None:
+        """End every request with an error, for good."""
+        self._dead = asyncio.get_running_loop().create_future()
+        if self._timer is not None:
+            self._timer.cancel()
+        for group in {id(g): g for *_, g in self._running}.values():
+            if not group.done.done():
+                group.done.set_exception(ConnectionError("the server is gone"))
+        for _, group in self.waiting:
+            if not group.done.done():
+                group.done.set_exception(ConnectionError("the server is gone"))
+        self._running, self.waiting = [], deque()
+
+    def stall(self, seconds: float) -> None:
+        """Decode nothing for a while: a prefill, or a weight update."""
+        self.advance()
+        self._since += seconds
+        self._schedule()
+
+    def advance(self) -> None:
+        """Bring what the requests have up to now."""
+        now = asyncio.get_running_loop().time()
+        if now > self._since:
+            self._tokens += (now - self._since) / self._step()
+            self.request_seconds += (now - self._since) * len(self._running)
+            self._since = now
+
+    def _step(self) -> float:
+        return self._base + self._each * len(self._running)
+
+    def _fill(self) -> None:
+        """Let waiting requests begin in one prefill. While the server is nearly full, they wait until a tenth of its
+        places is free."""
+        self._filling = None
+        self.advance()
+        if self.waiting and len(self._running) <= 0.9 * self._most:
+            groups = set()
+            while self.waiting and len(self._running) < self._most:
+                length, group = self.waiting.popleft()
+                if not group.cancelled:
+                    self._number += 1
+                    groups.add(id(group))
+                    heapq.heappush(self._running, (self._tokens + length, self._number, group))
+            self._since += _PREFILL_STEPS * self._base + self._prefill * len(groups)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running and self._dead is None:
+            seconds = max(0.0, self._running[0][0] - self._tokens) * self._step()
+            self._timer = asyncio.get_running_loop().call_at(self._since + seconds, self._finish)
+
+    def _finish(self) -> None:
+        self.advance()
+        while self._running and self._running[0][0] <= self._tokens + 0.5:
+            _, _, group = heapq.heappop(self._running)
+            group.left -= 1
+            group.on_answer()
+            if not group.left and not group.done.done():
+                group.done.set_result(None)
+        self._fill()
+
+
+class _Group:
+    """The answers to one prompt, on their server."""
+
+    def __init__(self, answers: _Answers) -> None:
+        self.lengths, self.on_answer = answers
+        self.left = len(self.lengths)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+
+_Answers = tuple[list[float], Callable[[], None]]
+"""Lengths of the answers of a group, and what is called when one of them ends."""
+_EMPTY = Completion(
+    token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int32),
+    finish_reason="stop",
+)  # fmt: skip
+
+
+def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World | None:
+    """Return the world of a scene; None without servers on GPUs."""
+    time, servers = step_time(scene, calibration, answers), scene.servers
+    if time is None or servers is None:
+        return None
+    context = scene.prompt_tokens / 2 + answers.mean / 2
+    empty, one = (decode_seconds(scene, servers, calibration, running=running, context=context) for running in (0, 1))
+    prompt = scene.prompt_tokens / 2
+    cached = plan_servers(scene, servers).tokens / (prompt + answers.mean)
+    return World(
+        num_servers=servers.layout.dp, max_running=max(1, min(servers.max_running, int(cached))), step_seconds=empty,
+        request_seconds=one - empty, prompts=scene.prompts, group_size=scene.group_size, answers=answers,
+        prefill_seconds=prefill_seconds(scene, servers, calibration, tokens=prompt, length=prompt), 
+        prompt_tokens=prompt, max_staleness=scene.max_staleness,
+        train_token_seconds=(time.update + time.passes) / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
+    )  # fmt: skip
+
+
+def faults(world: World, num_steps: int) -> dict[str, World]:
+    """Return what may happen to a run, as it is planned first."""
+    third = num_steps // 3
+    spread = world.answers.spread + 0.4
+    slow = 0.2 * world.answers.mean * (world.step_seconds + world.request_seconds * world.max_running)
+    cases = {"as planned": world}
+    if world.num_servers > 1:
+        cases[f"a server fails in step {third}"] = replace(world, dead_server_at=third)
+        cases["a server at half speed"] = replace(world, straggler=2.0)
+    cases[f"a longer tail: spread {spread:.1f}"] = replace(world, answers=replace(world.answers, spread=spread))
+    cases[f"tools of {slow:.0f} s in each answer"] = replace(world, tool_seconds=slow)
+    return cases
+
+
+def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
+    """Run so many training steps."""
+    return run_virtual(_Run(world, num_steps, seed).run())
+
+
+class _Run:
+    def __init__(self, world: World, num_steps: int, seed: int) -> None:
+        self._world, self._num_steps = world, num_steps
+        self._random = random.Random(seed)
+        self._rules: Rules = make_rules(
+            num_prompts=world.prompts * num_steps, batch_size=world.prompts, max_staleness=world.max_staleness,
+            num_epochs=1,
+        )  # fmt: skip
+        self._experience = MemoryExperience()
+        self._version = self._opened = self._requests = 0
+        self._most = requests_at_once(
+            max_running=world.max_running, num_generators=world.num_servers, group_size=world.group_size
+        )
+        self._outcome = Outcome(world=world)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokens: dict[str, float] = {}
+        self._groups: dict[str, _Answers] = {}  # by episode
+        self._request_seconds = 0.0
+
+    async def run(self) -> Outcome:
+        world = self._world
+        self._servers = [_Server(world, self._outcome, i, self._groups) for i in range(world.num_servers)]
+        self._router = Router(self._servers, health_interval_seconds=_HEALTH_SECONDS)
+        lessee, loop = Lessee(self._experience, self._rules), asyncio.get_running_loop()
+        self._start()
+        for step in range(self._num_steps):
+            if step == world.dead_server_at:
+                self._servers[-1].fail()
+            begin = loop.time()
+            episodes = await lessee.take(step)
+            taken = loop.time()
+            tokens = sum(self._tokens.pop(episode.tags.id) for episode in episodes)
+            await asyncio.sleep(tokens * world.train_token_seconds + world.turn_seconds)
+            trained = loop.time()
+            for server in self._servers:
+                server.stall(world.push_seconds)
+            await asyncio.sleep(world.push_seconds)
+            lessee.trained(step + 1)
+            self._version += 1
+            running = self._mean_running(loop.time() - begin)
+            ages = Counter(step - oldest for episode in episodes for oldest in episode.tags.oldest)
+            self._outcome.steps.append(
+                Step(
+                    begin=begin,
+                    taken=taken,
+                    trained=trained,
+                    end=loop.time(),
+                    tokens=tokens,
+                    staleness=ages,
+                    running=running,
+                    waiting=sum(len(s.waiting) for s in self._servers),
+                    ready=self._experience.status().num_ready,
+                )  # fmt: skip
+            )
+            self._start()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._router.close()
+        return self._outcome
+
+    def _mean_running(self, seconds: float) -> float:
+        """Return the requests that a server decoded on average since the last call."""
+        for server in self._servers:
+            server.advance()
+        total = sum(server.request_seconds for server in self._servers)
+        since, self._request_seconds = total - self._request_seconds, total
+        return since / max(seconds, 1e-9) / len(self._servers)
+
+    def _start(self) -> None:
+        """Start prompts as the producer of a run does: while the generators have room and admission allows it."""
+        while self._requests < self._most and self._opened < self._rules.schedule.total_prompts:
+            id = str(self._opened)
+            tags = Tags(id=id, group_id=id, task="", row=id, epoch=0, version=self._version)
+            if self._experience.open(tags, self._rules.admission) == "full":
+                return
+            self._opened += 1
+            self._requests += self._world.group_size
+            task = asyncio.create_task(self._episode(tags))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _episode(self, tags: Tags) -> None:
+        world = self._world
+        lengths = [self._length() for _ in range(world.group_size)]
+        self._groups[tags.id] = lengths, self._end_answer
+        request = GenerateRequest(
+            request_id=tags.id, prompt_ids=(), sampling=SamplingParams(max_new_tokens=world.answers.longest),
+            group_id=tags.id,
+        )  # fmt: skip
+        await self._router.generate(request)
+        if world.tool_seconds:
+            await asyncio.sleep(max(self._random.expovariate(1 / world.tool_seconds) for _ in lengths))
+        del self._groups[tags.id]
+        self._tokens[tags.id] = sum(lengths) + world.prompt_tokens * len(lengths)
+        oldest = [tags.version] * len(lengths)
+        ready = replace(tags, lengths=[round(n) for n in lengths], trained=[1] * len(lengths), oldest=oldest)
+        self._experience.put(Episode(tags=ready, trajectories=()))
+
+    def _end_answer(self) -> None:
+        self._requests -= 1
+        self._start()
+
+    def _length(self) -> float:
+        return self._world.answers.of_normal(self._random.gauss(0.0, 1.0))

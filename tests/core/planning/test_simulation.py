@@ -1,0 +1,54 @@
+"""Simulated runs: a conservation law, the staleness bound, and what faults do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.planning.lengths import Lengths
+from core.planning.simulation import World, simulate
+
+WORLD = World(
+    num_servers=4, max_running=64, step_seconds=0.005, request_seconds=1e-4, prefill_seconds=0.002, prompts=32,
+    group_size=4, answers=Lengths(mean=500, longest=4000), prompt_tokens=100, max_staleness=2,
+    train_token_seconds=1e-4, push_seconds=0.1,
+)  # fmt: skip
+
+
+def test_a_run_trains_every_answer_once_and_never_beyond_the_bound() -> None:
+    run = simulate(WORLD, 40)
+    assert [sum(step.staleness.values()) for step in run.steps] == [128] * 40
+    assert max(run.staleness) <= 2
+    mean = sum(step.tokens for step in run.steps) / 40 / 128
+    assert mean == pytest.approx(600, rel=0.03)
+
+
+def test_a_trainer_that_limits_is_busy_and_one_that_waits_is_not() -> None:
+    slow = simulate(replace(WORLD, train_token_seconds=1e-3), 20)
+    assert slow.trainer_share > 0.97
+    seconds = 128 * 600 * 1e-3 + 0.1
+    assert slow.seconds == pytest.approx(seconds, rel=0.03)
+    fast = simulate(replace(WORLD, train_token_seconds=1e-6), 20)
+    assert fast.trainer_share < 0.1
+
+
+def test_a_server_with_one_request_at_a_time_takes_the_sum_of_its_answers() -> None:
+    alone = replace(
+        WORLD, num_servers=1, max_running=1, group_size=1, prompts=4, answers=Lengths(mean=100, longest=100),
+        prefill_seconds=0.0, train_token_seconds=0.0, push_seconds=0.0,
+    )  # fmt: skip
+    run = simulate(alone, 12)
+    assert run.seconds == pytest.approx(4 * (100 * 0.0051 + 2.5 * 0.005), rel=0.02)
+
+
+def test_faults_cost_throughput() -> None:
+    few = replace(WORLD, max_running=16)
+    whole = simulate(few, 30).tokens_per_second
+    for fault in (dict(dead_server_at=8), dict(straggler=4.0), dict(tool_seconds=20.0)):
+        assert simulate(replace(few, **fault), 30).tokens_per_second < 0.97 * whole, fault  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert simulate(WORLD, 10, seed=3).as_json() == simulate(WORLD, 10, seed=3).as_json()
+    assert simulate(WORLD, 10, seed=3).seconds != simulate(WORLD, 10, seed=4).seconds
