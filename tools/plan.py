@@ -112,7 +112,7 @@ def _plan(given: argparse.Namespace) -> int:
         if given.search:
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)
-    plan, time = plan_memory(scene), None if calibration is None else step_time(scene, calibration, answers)
+    plan, time = plan_memory(scene), timed(scene, calibration, answers)
     if given.json:
         print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
@@ -228,6 +228,11 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> StepTime | None:
+    """Return the time of a step, None where something for it is lacking."""
+    return None if calibration is None else step_time(scene, calibration, answers)
 
 
 def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | None, answers: Lengths) -> str:

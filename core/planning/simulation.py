@@ -376,7 +376,7 @@ class _Run:
             self._requests += self._world.group_size
             task = asyncio.create_task(self._episode(tags))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._end_task)
 
     async def _episode(self, tags: Tags) -> None:
         world = self._world
@@ -392,8 +392,19 @@ class _Run:
         del self._groups[tags.id]
         self._tokens[tags.id] = sum(lengths) + world.prompt_tokens * len(lengths)
         oldest = [tags.version] * len(lengths)
-        ready = replace(tags, lengths=[round(n) for n in lengths], trained=[1] * len(lengths), oldest=oldest)
+        ready = replace(
+            tags,
+            rewards=[0.0] * len(lengths),
+            lengths=[round(n) for n in lengths],
+            trained=[1] * len(lengths),
+            oldest=oldest,
+        )
         self._experience.put(Episode(tags=ready, trajectories=()))
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._experience.fail(error)
 
     def _end_answer(self) -> None:
         self._requests -= 1

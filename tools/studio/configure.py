@@ -33,8 +33,10 @@ from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
 from core.config.show import choices_of, python_type
 from core.placement.allocation import resolve_allocation
+from core.planning.choice import usual_lengths
 from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import plan_memory
+from core.planning.rates import calibration_of
 from core.planning.scene import scene_of
 from core.runs.record import leaves
 from rollout.plugins import ROOT
@@ -193,9 +195,9 @@ def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str,
 
 def _plan(config: ExperimentConfig, gpu: str) -> dict[str, Any]:
     scene = scene_of(config, find_gpu(gpu))
-    mean = max(1, scene.answer_tokens // 3)
-    plan = as_json(scene, plan_memory(scene), timed(scene, mean))
-    return {**plan, "mean_tokens": mean, "on_gpu": scene.on_gpu}
+    answers = usual_lengths(scene)
+    plan = as_json(scene, plan_memory(scene), timed(scene, calibration_of(scene.gpu.name), answers))
+    return {**plan, "mean_tokens": answers.mean, "on_gpu": scene.on_gpu}
 
 
 def set_key(body: Mapping[str, Any]) -> dict[str, Any]:
