@@ -20,18 +20,19 @@ from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.rates import Calibration, calibration_of
 from rollout.inference.gpus import query_gpus
 
-_ROUNDS = 5
+_ROUNDS = 3
 _WIDTHS = ((1536, 17920), (3584, 37888))  # hidden size and both halves of an MLP, of 1.5B and 7B
 _HEADS = 12
 
 
 def calibrate() -> Calibration:
     """Measure this host, which takes about a minute."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda:0" if on_gpu else "cpu")
+    found = torch.accelerator.current_accelerator()
+    on_gpu = found is not None
+    device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    tokens = 16384 if on_gpu else 512
-    lengths = (1024, 16384) if on_gpu else (256, 2048)
+    tokens = 16384 if on_gpu else 128
+    lengths = (1024, 16384) if on_gpu else (256, 1024)
     forward, backward = zip(*(_attention(device, dtype, length, on_gpu) for length in lengths), strict=True)
     half = _half_length(lengths, forward)
     reached = lengths[-1] / (lengths[-1] + half)
@@ -50,7 +51,7 @@ def calibrate() -> Calibration:
         attention_narrow=_attention(device, dtype, lengths[-1], on_gpu, head_dim=64)[0] / forward[-1],
         layer_launch_seconds=reference.layer_launch_seconds,
         memory=_memory(device, 1 << 28 if on_gpu else 1 << 24),
-        link=_link() if on_gpu and torch.cuda.device_count() > 1 else reference.link,
+        link=_link(device) if on_gpu and torch.accelerator.device_count() > 1 else reference.link,
         decode_step_seconds=reference.decode_step_seconds,
         decode_layer_link_seconds=reference.decode_layer_link_seconds,
     )
@@ -71,7 +72,7 @@ def _seconds(device: torch.device, step: Callable[[], object]) -> float:
         start = time.perf_counter()
         step()
         if device.type != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return time.perf_counter() - start
 
     return statistics.median([once() for _ in range(_ROUNDS + 1)][1:])
@@ -146,13 +147,13 @@ def _memory(device: torch.device, elements: int) -> float:
     return 8.0 * elements / _seconds(device, lambda: target.copy_(source))
 
 
-def _link() -> float:
+def _link(device: torch.device) -> float:
     """Return bytes per second from the first GPU to the second."""
-    source = torch.empty(1 << 28, device="cuda:0")
-    target = torch.empty_like(source, device="cuda:1")
-    return 4.0 * len(source) / _seconds(torch.device("cuda:0"), lambda: target.copy_(source))
+    source = torch.empty(1 << 28, device=device)
+    target = torch.empty_like(source, device=torch.device(device.type, 1))
+    return 4.0 * len(source) / _seconds(device, lambda: target.copy_(source))
 
 
 def _memory_gib() -> float:
-    name = _name()
-    return GPUS[name].gib if name in GPUS else torch.cuda.get_device_properties(0).total_memory / 2**30
+    name, found = _name(), query_gpus()[0]
+    return GPUS[name].gib if name in GPUS else found.total_mib / 1024
