@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from allocation import AllocationError
+from allocation import GPU, AllocationError
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.planning.gpus import PlanError, gpu_of_machine
@@ -13,6 +13,7 @@ from core.planning.lengths import Lengths
 from core.planning.rates import Calibration, calibration_of
 from core.planning.scene import Scene, scene_of
 from core.planning.search import Found, Metric, Proposal, Spec, nothing_fits, search
+from rollout.inference.registry import DEFAULT_BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def unplaced(load: Loader) -> str:
     if config.TRAINER_ONLY:
         raise PlanError("this experiment has no servers, and nothing to search for")
     others = config.n_nodes * config.n_gpus_per_node - 1
-    return f"allocation_mode=sglang.d{others}m1p1+d1m1p1" if others else "allocation_mode=sglang.d1m1p1"
+    side = f"allocation_mode={DEFAULT_BACKEND[GPU]}.d{max(1, others)}m1p1"
+    return f"{side}+d1m1p1" if others else side
 
 
 def usual_lengths(scene: Scene) -> Lengths:

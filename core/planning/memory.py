@@ -294,7 +294,7 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
 
 
 def _usual_share(servers: Servers, gpu_gib: float) -> float:
-    """Return mem_fraction_static as SGLang 0.5.17 chooses it: activations of a chunk of prompts, ranks, CUDA graphs
+    """Return mem_fraction_static as a server chooses it: activations of a chunk of prompts, ranks, CUDA graphs
     (ServerArgs, reserved_mem)."""
     mib = 1024 * gpu_gib + _DRIVER_MIB
     chunk = 16384 if mib > 160 * 1024 else 8192 if mib > 60 * 1024 else 4096

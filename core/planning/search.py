@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from allocation import AllocationError, ParallelLayout, batch_errors, model_errors
+from allocation import GPU, AllocationError, ParallelLayout, batch_errors, model_errors
 from allocation.errors import divisors
 from allocation.grammar import REST, Spec, parse_spec
 from core.planning.gpus import PlanError
@@ -19,6 +19,7 @@ from core.planning.rates import Calibration, StepTime, step_time
 from core.planning.scene import Scene, Servers
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
+from rollout.inference.registry import DEFAULT_BACKEND
 
 Metric = Literal["tokens", "cost", "latency"]
 """tokens: most trained tokens per second. cost: most of them for each GPU, also with fewer GPUs. latency: the shortest
@@ -166,14 +167,16 @@ def search(
 
 
 def parse_fixed(text: str) -> Spec:
-    """Return what --fix decides: sglang.d4m2p1 (servers), d8m1p2 (trainer), or both as in allocation_mode. Raises
+    """Return what --fix decides: BACKEND.d4m2p1 (servers), d8m1p2 (trainer), or both as in allocation_mode. Raises
     PlanError."""
     try:
         if "+" in text or "|" in text or "." not in text:
             return parse_spec(text)
         return replace(parse_spec(f"{text}+d1m1p1"), trainer={})
     except AllocationError as error:
-        raise PlanError(f"--fix {text}: {error.within('--fix', text)}; write sglang.d4m2p1, d8m1p2, or both") from None
+        raise PlanError(
+            f"--fix {text}: {error.within('--fix', text)}; write {DEFAULT_BACKEND[GPU]}.d4m2p1, d8m1p2, or both"
+        ) from None
 
 
 def nothing_fits(scene: Scene, num_gpus: int) -> str:
