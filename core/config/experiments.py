@@ -30,9 +30,10 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import Judged, PushConfig, RewardConfig, Summary, WorkflowConfig
+from core.config.runtime import Judged, PushConfig, Summary, WorkflowConfig
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue
+from rollout.rewards.settings import RewardConfig
 
 
 class SFTOptions(Section):

@@ -41,7 +41,6 @@ from core.config.runtime import (
     EvaluationSetConfig,
     Judged,
     PushConfig,
-    RewardConfig,
     SamplesConfig,
     Summary,
     WorkflowConfig,
@@ -51,6 +50,7 @@ from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
 from rollout.rewards.load import split_spec
+from rollout.rewards.settings import RewardConfig
 from rollout.types import SamplingParams
 
 _REFERENCE = REFERENCE.else_("it has no reference model")

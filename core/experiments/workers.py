@@ -137,7 +137,6 @@ def start_generators(
         backend_settings(config, allocation),
         threads=_threads(config, allocation, gpus=placed.on_gpu),
         restarts=BACKENDS[placed.backend].capabilities.restarts and not allocation.shares_gpus,
-        health_timeout_seconds=config.generator.health_timeout_seconds,
         memory=memory,
     )
     rollout = RolloutClient(cluster, RolloutActor, config, generators.actors)

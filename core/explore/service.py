@@ -21,9 +21,8 @@ from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_
 from rollout.inference.router import NoGeneratorError, Routed, Router, requests_at_once
 from rollout.inference.stop_texts import StopTexts
 from rollout.producer import RolloutProducer
-from rollout.rewards.failures import FailedScores
 from rollout.rewards.pool import RewardWorkerError
-from rollout.rewards.pools import RewardPools
+from rollout.rewards.pools import FailedScores, RewardPools
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.policy_server import PolicyServer
 from rollout.sessions.session import Limits
@@ -53,26 +52,16 @@ class RolloutService(BatchService):
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
-        config, generator, reward = self._config, self._config.generator, self._config.reward
+        config, reward = self._config, self._config.reward
         facts = await super().start()
-        self._failed_scores = FailedScores(max_share=reward.max_failed_share, max_batches=reward.max_failed_batches)
+        self._failed_scores = FailedScores(reward)
         specs = {name: one.reward or reward.spec for name, one in config.sets.items()}
         held_out = {name: one.reward or reward.spec for name, one in config.evaluation_sets.items()}
-        self._rewards = RewardPools(
-            {*specs.values(), *held_out.values()},
-            num_workers=reward.num_workers,
-            timeout_seconds=reward.timeout_seconds,
-        )
+        self._rewards = RewardPools({*specs.values(), *held_out.values()}, reward)
         self._eval_rewards = {name: RecordedRewards(self._rewards.of(spec)) for name, spec in held_out.items()}
         stop = StopTexts(self._data.tokenizer, config.ppo.gen.stop)
         self._ends = self._data.encoder.end_token_ids, stop.token_ids
-        self.router = Router(
-            self._generators,
-            stop=stop,
-            health_interval_seconds=generator.health_interval_seconds,
-            health_timeout_seconds=generator.health_timeout_seconds,
-            patience_seconds=generator.patience_seconds,
-        )
+        self.router = Router(self._generators, config.generator, stop=stop)
         make = partial(make_workflow, tokenizer=self._data.tokenizer, encoder=self._data.encoder, seed=config.seed)
         self._workflow = by_task_set({
             name: make(

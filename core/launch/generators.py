@@ -83,13 +83,12 @@ class GeneratorPool:
         *,
         threads: int,
         restarts: bool,
-        health_timeout_seconds: float,
         memory: MemoryLimits,
     ):
         """`settings` are those of every replica; its layout, GPUs, name and host are filled in. `restarts`: whether a
         lost replica is started again. One that shares its GPUs with the trainer is not: then the attempt ends."""
         self._cluster, self._placed, self._threads = cluster, placed, threads
-        self._restarts, self._health_timeout, self._memory = restarts, health_timeout_seconds, memory
+        self._restarts, self._memory = restarts, memory
         self.judge: Judge | None = None
         self._report: ObjectRef[dict[str, str]] | None = None
         self._key = secrets.token_hex(32)
@@ -241,11 +240,12 @@ class GeneratorPool:
         checks = [(replica, replica.actor.send(GeneratorActor.health)) for replica in self._new]
         for name, why in self.judge.check_generators().items():
             self.lose(name, why)
+        timeout = self._settings.config.health_timeout_seconds
         if checks:
-            ray.wait([ref for _, ref in checks], num_returns=len(checks), timeout=self._health_timeout)
+            ray.wait([ref for _, ref in checks], num_returns=len(checks), timeout=timeout)
         for replica, ref in checks:
             if (answer := _answer(ref)) != "":
-                self._lose(replica, answer or f"did not answer within {self._health_timeout:g} s")
+                self._lose(replica, answer or f"did not answer within {timeout:g} s")
         return self._membership_changed
 
     def lose(self, name: str, why: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from rollout.inference.backend import GeneratorConfig
 from rollout.inference.stop_texts import StopTexts
 from rollout.inference.versions import MemoryVersions
 from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
@@ -21,6 +22,8 @@ from tracing import frequent_span
 
 logger = logging.getLogger(__name__)
 
+_UNSUPERVISED = GeneratorConfig(health_timeout_seconds=60.0, patience_seconds=0.0)
+"""Of generators that nobody restarts, as in an evaluation."""
 _MAX_RETRIES = 3
 _MAX_IDLE_GROUPS = 4096
 """Conversations between two turns whose generator is remembered."""
@@ -88,18 +91,16 @@ class _Group:
 class Router:
     """Samples on `generators`, which its close() closes. Use it in one event loop.
 
-    The router decides which generators are lost, and keeps that in `versions`. Every `health_interval_seconds`, and
-    when a request fails, a generator gets a health check. One that does not answer within `health_timeout_seconds` is
-    lost until replace() adds another in its place. With no working generator, requests wait for `patience_seconds`.
+    The router decides which generators are lost, and keeps that in `versions`. A generator gets a health check at the
+    interval of `config`, and when a request fails. One that does not answer in time is lost until replace() adds
+    another in its place. With no working generator, requests wait for the patience of `config`.
     """
 
     def __init__(
         self,
         generators: Sequence[Routed] | Mapping[str, Routed],
+        config: GeneratorConfig = _UNSUPERVISED,
         *,
-        health_interval_seconds: float = 5.0,
-        health_timeout_seconds: float = 60.0,
-        patience_seconds: float = 0.0,
         stop: StopTexts | None = None,
     ) -> None:
         """`stop`: texts that end the requests that have their tokens as pause_token_ids."""
@@ -117,10 +118,7 @@ class Router:
         self._idle_groups: dict[str, _Group] = {}  # without a request at present, the longest idle first
         self._handed_back: dict[str, Completion] = {}  # by request id: what interrupted requests have
         self._reported: dict[str, Completion] = {}  # by request id: what partial() has found last
-        self._interval = health_interval_seconds
-        self._timeout = health_timeout_seconds
-        self._patience = patience_seconds
-        self._stop = stop
+        self._config, self._stop = config, stop
         self._none_since: float | None = None
         self._replaced = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -178,7 +176,9 @@ class Router:
 
         async def partial_of(member: _Member) -> Mapping[str, Completion]:
             try:
-                return await asyncio.wait_for(member.generator.partial(), min(self._timeout, _REPORT_SECONDS))
+                return await asyncio.wait_for(
+                    member.generator.partial(), min(self._config.health_timeout_seconds, _REPORT_SECONDS)
+                )
             except Exception as e:  # noqa: BLE001 (its requests are sampled anew, as after its death)
                 logger.warning("%s did not return the tokens of its running requests: %r", member.name, e)
                 return {}
@@ -328,10 +328,10 @@ class Router:
                 break
             if self._none_since is None:
                 self._none_since = time.monotonic()
-                logger.warning("no generator is left; waiting %g s for one to restart", self._patience)
+                logger.warning("no generator is left; waiting %g s for one to restart", self._config.patience_seconds)
             self._replaced.clear()
             try:
-                async with asyncio.timeout(self._none_since + self._patience - time.monotonic()):
+                async with asyncio.timeout(self._none_since + self._config.patience_seconds - time.monotonic()):
                     await self._replaced.wait()
             except TimeoutError:
                 self._least_loaded()  # raises
@@ -375,10 +375,10 @@ class Router:
     async def _check(self, member: _Member) -> None:
         """Check the health of a generator, and mark it as lost if it does not respond."""
         try:
-            async with asyncio.timeout(self._timeout) as limit:
+            async with asyncio.timeout(self._config.health_timeout_seconds) as limit:
                 await member.generator.health()
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
-            late = f"{NO_ANSWER} within generator.health_timeout_seconds={self._timeout:g}"
+            late = f"{NO_ANSWER} within generator.health_timeout_seconds={self._config.health_timeout_seconds:g}"
             self._lose(member, late if limit.expired() else str(e) or repr(e))
 
     def _lose(self, member: _Member, why: str) -> None:
@@ -398,7 +398,7 @@ class Router:
 
     async def _watch_health(self) -> None:
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self._config.health_interval_seconds)
             await asyncio.gather(*(self._check(member) for member in self._alive()))
 
 

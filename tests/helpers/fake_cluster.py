@@ -120,10 +120,14 @@ def make_pool(cluster: Cluster, num_generators: int, *, restarts: bool = True) -
     pool = GeneratorPool(
         cluster,  # type: ignore[arg-type]
         allocation.generator,
-        BackendSettings(model_path="", dtype="float32", device="cpu", config=GeneratorConfig(max_running=8)),
+        BackendSettings(
+            model_path="",
+            dtype="float32",
+            device="cpu",
+            config=GeneratorConfig(max_running=8, health_timeout_seconds=20.0),
+        ),
         threads=1,
         restarts=restarts,
-        health_timeout_seconds=20.0,
         memory=MemoryLimits(),
     )
     pool.wait_started()

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
 from helpers.virtual_clock import run_virtual
+from rollout.inference.backend import GeneratorConfig
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
@@ -284,7 +285,9 @@ def test_a_generator_that_failed_is_reported_once_with_the_reason(
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
     async def scene() -> None:
         generators = [Silent(), Recorded(folder)]
-        router = Router(generators, health_interval_seconds=0.05, health_timeout_seconds=0.05)
+        router = Router(
+            generators, GeneratorConfig(health_interval_seconds=0.05, health_timeout_seconds=0.05, patience_seconds=0.0)
+        )
         requests = groups_of_four(2)
         completions = await asyncio.gather(*(router.generate(r) for r in requests))
         for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
@@ -312,7 +315,7 @@ def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
 def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(folder: Path, model: Any) -> None:
     async def scene() -> None:
         first, second = Recorded(folder), Recorded(folder)
-        router = Router([first], patience_seconds=DEADLINE_SECONDS)
+        router = Router([first], GeneratorConfig(patience_seconds=DEADLINE_SECONDS))
         requests = groups_of_four(2, max_new_tokens=300)
         running = await started(router, requests)
         await first.close()
@@ -334,7 +337,7 @@ def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(fo
 def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path) -> None:
     async def scene() -> None:
         generator = Recorded(folder)
-        router = Router([generator], patience_seconds=0.2)
+        router = Router([generator], GeneratorConfig(patience_seconds=0.2))
         running = await started(router, groups_of_four(1, max_new_tokens=400))
         await generator.close()
         outcomes = await asyncio.gather(*running, return_exceptions=True)
@@ -471,7 +474,7 @@ class Dead(Silent):
 
 def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -> None:
     async def scene() -> None:
-        router = Router([Dead()], patience_seconds=3.0)
+        router = Router([Dead()], GeneratorConfig(patience_seconds=3.0))
         running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
         for following in (Dead(), Scripted("stop")):
             await asyncio.sleep(1.8)

@@ -14,6 +14,7 @@ from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import token_at
 from helpers.sglang_double.server import SGLangDouble
 from rollout.errors import GeneratorCallError
+from rollout.inference.backend import GeneratorConfig
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
 
@@ -33,7 +34,7 @@ async def fleet(
             await stack.enter_async_context(generator_on(double, folder, name=f"generator-{i}", interrupt=interrupt))
             for i, double in enumerate(doubles)
         ]
-        router = Router(generators, health_timeout_seconds=30.0)
+        router = Router(generators, GeneratorConfig(health_timeout_seconds=30.0, patience_seconds=0.0))
         for generator in generators:
             await generator.resume(0)
         yield router, generators
@@ -105,7 +106,7 @@ def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(
     async def main() -> None:
         async with generator_on(double, folder) as generator:
             await generator.resume(0)
-            router = Router([generator], health_interval_seconds=0.001)
+            router = Router([generator], GeneratorConfig(health_interval_seconds=0.001, patience_seconds=0.0))
             running = asyncio.create_task(router.generate(request("a", max_new_tokens=1)))
             await where([double])
             await double.step()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.rewards.failures import FailedScores, RewardFailureError
+from rollout.rewards.pools import FailedScores, RewardFailureError
+from rollout.rewards.settings import RewardConfig
 
 
 class Pool:
@@ -20,7 +21,7 @@ class Pool:
 
 
 def test_most_failures_warn_at_once_and_end_the_run_after_batches_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    pool, scores = Pool(), FailedScores(max_share=0.5, max_batches=3)
+    pool, scores = Pool(), FailedScores(RewardConfig(max_failed_share=0.5, max_failed_batches=3))
     common = {"last_error": "KeyError: 'answer'"}
     assert scores.check(pool.batch(scored=8), step=1, **common) == 0.0
     assert scores.check(pool.batch(error=6, timeout=2), step=2, **common) == 1.0
@@ -32,7 +33,7 @@ def test_most_failures_warn_at_once_and_end_the_run_after_batches_in_a_row(caplo
 
 
 def test_a_batch_that_is_scored_begins_the_count_anew_and_wrong_answers_are_no_failures() -> None:
-    pool, scores = Pool(), FailedScores(max_share=0.5, max_batches=2)
+    pool, scores = Pool(), FailedScores(RewardConfig(max_failed_share=0.5, max_failed_batches=2))
     for step in range(1, 10, 2):
         scores.check(pool.batch(error=8), step=step, last_error="")
         assert scores.check(pool.batch(unparsable=4, error=4), step=step + 1, last_error="") == 0.5
@@ -40,4 +41,5 @@ def test_a_batch_that_is_scored_begins_the_count_anew_and_wrong_answers_are_no_f
 
 def test_a_step_for_which_nothing_was_scored_is_no_failure() -> None:
     """As in a workflow that computes its rewards itself."""
-    assert FailedScores(max_share=0.0, max_batches=1).check({}, step=1, last_error="") == 0.0
+    scores = FailedScores(RewardConfig(max_failed_share=0.0, max_failed_batches=1))
+    assert scores.check({}, step=1, last_error="") == 0.0
