@@ -28,10 +28,6 @@ _CHECK_SECONDS = 120.0
 COLOCATED_MEM_FRACTION = 0.6
 """Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
 generators' turn must fit beside it."""
-
-COLOCATED_MEM_FRACTION = 0.6
-"""Share of a GPU that a server beside the trainer takes for weights and cache; what the trainer keeps there in the
-generators' turn must fit beside it."""
 FROM_ELSEWHERE = {
     "model_path": "set by actor.path",
     "tp_size": "set by allocation_mode",
