@@ -23,7 +23,7 @@ from tracing import frequent_span
 logger = logging.getLogger(__name__)
 
 _UNSUPERVISED = GeneratorConfig(health_timeout_seconds=60.0, patience_seconds=0.0)
-"""Of generators that nobody restarts, as in an evaluation."""
+"""Settings of generators that are not restarted, as in an evaluation."""
 _MAX_RETRIES = 3
 _MAX_IDLE_GROUPS = 4096
 """Conversations between two turns whose generator is remembered."""
