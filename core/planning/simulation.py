@@ -23,6 +23,7 @@ from core.planning.rates import Calibration, decode_seconds, prefill_seconds, st
 from core.planning.scene import Scene
 from core.planning.virtual_clock import run_virtual
 from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
+from rollout.inference.backend import GeneratorConfig
 from rollout.inference.router import Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
@@ -318,7 +319,10 @@ class _Run:
     async def run(self) -> Outcome:
         world = self._world
         self._servers = [_Server(world, self._outcome, i, self._groups) for i in range(world.num_servers)]
-        self._router = Router(self._servers, health_interval_seconds=_HEALTH_SECONDS)
+        checks = GeneratorConfig(
+            health_interval_seconds=_HEALTH_SECONDS, health_timeout_seconds=60.0, patience_seconds=0.0
+        )
+        self._router = Router(self._servers, checks)
         lessee, loop = Lessee(self._experience, self._rules), asyncio.get_running_loop()
         self._start()
         for step in range(self._num_steps):
