@@ -61,6 +61,7 @@ nightly-sglang: $(STAMP)
 
 nightly-chaos: $(STAMP)
 	$(BIN)/python -m tools.chaos --kills 50 --seed 7
+	$(BIN)/python -m tools.chaos --workflow agent --kills 20 --seed 7
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -24,6 +24,21 @@ from tools.demo.data import write_jsonl
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_effects_of_tools_are_compared_by_the_ids_of_their_calls(tmp_path: Path) -> None:
+    trials = [finished(tmp_path, name, critic_loss=0.25, critic_weight=2.0) for name in ("one", "two")]
+    for trial in trials:
+        trial.agent = True
+        trial.effects.mkdir(parents=True)
+        (trial.effects / "a").write_text("asked\n7")
+        (trial.effects / "executions").write_text("a\na\n")
+    verdict = Verdict(problems=[])
+    compare(*trials, verdict)
+    assert (verdict.problems, verdict.effects, verdict.repeated) == ([], 1, 1)
+    (trials[1].effects / "b").write_text("asked\n8")
+    compare(*trials, verdict)
+    assert verdict.problems == ["two: other effects: 0 missing, 1 more, 0 with another content"]
+
+
 @pytest.mark.parametrize("counts", [[6], [3, 3], [1] * 6])
 def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int]) -> None:
     rng = random.Random(1)

@@ -3,12 +3,14 @@
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
     python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
+    python -m tools.chaos --kills 12 --workflow agent     # turns with a tool, whose effects are counted outside the run
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
 moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
 itself; from everything else it recovers (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
 same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit;
-and no process and no file in /dev/shm was left.
+every tool call had its effect once (kills hit calls, too; a call that is made again has the same id); and no process
+and no file in /dev/shm was left.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core.config.presets import PRESETS
 from tools import arguments
+from tools.chaos.agent import is_called
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.run import (
     Leftovers,
@@ -56,13 +59,16 @@ _PATIENCE_SECONDS = 600.0
 _GONE_SECONDS = 60.0
 """Time for the watchdog of a killed command to end the remaining processes."""
 
-Moment = Literal["in a step", "while a checkpoint is written", "while starting again"]
+Moment = Literal["in a step", "while a checkpoint is written", "while starting again", "in a tool call"]
 LONGEST_DELAY_SECONDS: dict[Moment, float] = {
     "in a step": 0.1,
     "while a checkpoint is written": 0.03,
     "while starting again": 4.0,
+    "in a tool call": 0.04,
 }
 SHARES: dict[Moment, float] = {"in a step": 0.35, "while a checkpoint is written": 0.35, "while starting again": 0.3}
+_SHARE_OF_CALLS = 0.4
+"""Of the kills in steps of agents: those that hit a tool call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,35 +131,49 @@ def main() -> int:
     parser.add_argument(
         "--mode", choices=("both", "split"), default="both", help="one job, or a train job and an explore job"
     )
+    parser.add_argument("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
     parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
     )
     given = parser.parse_args()
-    if given.mode == "split" and given.algorithm in ("sft", "dpo"):
-        parser.error(f"--mode split does not work with --algorithm {given.algorithm}, which samples nothing")
+    if (given.mode == "split" or given.workflow == "agent") and given.algorithm in ("sft", "dpo"):
+        option = "--mode split" if given.mode == "split" else "--workflow agent"
+        parser.error(f"{option} does not work with --algorithm {given.algorithm}, which samples nothing")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        verdict = chaos(folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split")
+        verdict = chaos(
+            folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split",
+            agent=given.workflow == "agent",
+        )  # fmt: skip
     for problem in verdict.problems:
         print(problem)
+    if given.workflow == "agent":
+        print(f"{verdict.effects} effects of tools, each once; {verdict.repeated} calls made again with the same id")
     equal = "yes" if verdict.losses_equal else "no"
     print(f"{given.kills} kills: {verdict.lost} lost, {verdict.duplicated} duplicated, losses bit-equal: {equal}")
     return 0 if verdict.holds else 1
 
 
 def chaos(
-    folder: Path, kills: int, seed: int, report: Report, algorithm: str | None = None, *, split: bool = False
+    folder: Path,
+    kills: int,
+    seed: int,
+    report: Report,
+    algorithm: str | None = None,
+    *,
+    split: bool = False,
+    agent: bool = False,
 ) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
     targets = targets_of_jobs() if split else targets_of(algorithm)
-    plans = [plan(count, rng, targets, first=sum(counts[:i])) for i, count in enumerate(counts)]
+    plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
-    undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm)
+    undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm, agent=agent)
     killed = replace(undisturbed, mode="train") if split else undisturbed
     trials = [replace(killed, name=f"killed{number}") for number in range(len(plans))]
     stop, verdict = threading.Event(), Verdict(problems=[])
@@ -181,7 +201,7 @@ def shares(kills: int) -> list[int]:
     return [kills // runs + (i < kills % runs) for i in range(runs)]
 
 
-def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int = 0) -> list[Kill]:
+def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int = 0, agent: bool = False) -> list[Kill]:
     """Return the kills of one run after `first` kills of other runs; over all of them every kind of process is killed
     as often as any other."""
     chosen = [targets[i % len(targets)] for i in range(first, first + count)]
@@ -191,6 +211,8 @@ def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int =
         # The first kill cannot hit a run that starts again.
         moments = list(SHARES)[: 3 if i else 2]
         moment = rng.choices(moments, [SHARES[m] for m in moments])[0]
+        if agent and moment == "in a step" and rng.random() < _SHARE_OF_CALLS:
+            moment = "in a tool call"
         after_step = STEPS_BEFORE + STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
         delay = rng.uniform(0.0, LONGEST_DELAY_SECONDS[moment])
         kills.append(Kill(target=target, moment=moment, after_step=after_step, delay=delay))
@@ -280,6 +302,8 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
         raise RunFailed(f"{trial.name} made no progress:\n{trial.log_tail()}")
     if kill.moment == "while a checkpoint is written":
         wait_until(lambda: trial.is_writing() or ended(), 5.0, stop)
+    if kill.moment == "in a tool call":
+        wait_until(lambda: is_called(trial.effects) or ended(), 5.0, stop)
     wait_until(ended, kill.delay, stop)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.chaos.agent import effects_of, num_executions
 from tools.chaos.run import Trial
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Verdict:
     duplicated: int = 0
     losses_equal: bool = True
     problems: list[str]
+    effects: int = 0
+    """Of tools, in all runs that were killed."""
+    repeated: int = 0
+    """Executions of a tool whose effect was there already."""
 
     @property
     def holds(self) -> bool:
@@ -66,6 +71,8 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     if figures[0] != figures[1]:
         verdict.losses_equal = False
         verdict.problems.append(f"{found.name}: other losses: {first_difference(*figures)}")
+    if expected.agent:
+        _compare_effects(expected, found, verdict)
     last = f"globalstep{expected.steps}"
     if not (found.recover / last).exists():
         verdict.problems.append(f"{found.name}: there is no checkpoint of its last step")
@@ -78,6 +85,18 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
         ):
             if one.numpy().tobytes() != other.numpy().tobytes():
                 verdict.problems.append(f"{found.name}: {engine}/{name} of the last checkpoint differs")
+
+
+def _compare_effects(expected: Trial, found: Trial, verdict: Verdict) -> None:
+    """Compare what the tools of two runs did, as it is seen outside of them."""
+    wanted, got = effects_of(expected.effects), effects_of(found.effects)
+    verdict.effects += len(got)
+    verdict.repeated += num_executions(found.effects) - len(got)
+    if wanted != got:
+        missing, more = len(wanted.keys() - got.keys()), len(got.keys() - wanted.keys())
+        other = sum(wanted[name] != got[name] for name in wanted.keys() & got.keys())
+        problem = f"{found.name}: other effects: {missing} missing, {more} more, {other} with another content"
+        verdict.problems.append(problem)
 
 
 def first_difference(wanted: list, got: list) -> str:

@@ -51,6 +51,8 @@ class Trial:
     """A preset (ppo: with a critic), sft or dpo; None: PPO without a critic."""
     mode: str = "both"
     """Of the job; train: an explore job fills its store."""
+    agent: bool = False
+    """Whether its workflow has turns and a tool with effects."""
 
     def explorer(self) -> Trial:
         """Return the explore job of a train job."""
@@ -128,6 +130,11 @@ class Trial:
             return False
 
     @property
+    def effects(self) -> Path:
+        """The folder of the effects of the tool, outside of the run."""
+        return self.folder / "effects" / self.name.removesuffix("-explore")
+
+    @property
     def recoveries(self) -> int:
         """How many attempts continued from a recover checkpoint."""
         return self.log.read_text(errors="replace").count("Recovered from ")
@@ -193,7 +200,14 @@ def _config(trial: Trial) -> dict:
         rest["demonstrations"] = {"path": str(trial.folder / "pairs.jsonl")}
     if trial.with_critic:
         rest["critic"] = {**_model(trial), "init_critic_from_actor": True}
-    return {**_common(trial), **_sampling(trial), **rest, **_job(trial)}
+    return {**_common(trial), **_sampling(trial), **rest, **_job(trial), **_workflow(trial)}
+
+
+def _workflow(trial: Trial) -> dict:
+    if not trial.agent:
+        return {}
+    trial.effects.mkdir(parents=True, exist_ok=True)
+    return {"workflow": {"type": "tools.chaos.agent:Agent", "options": {"effects": str(trial.effects)}}}
 
 
 def _job(trial: Trial) -> dict:
@@ -233,7 +247,7 @@ def _sampling(trial: Trial) -> dict:
         "group_size": 2,
         "group_adv_norm": True,
         "ppo": {
-            "gen": {"max_new_tokens": 24},
+            "gen": {"max_new_tokens": 12 if trial.agent else 24},
             "ppo_n_minibatches": 2,
             "kl_ctl": 0.0,
             "disable_value": not trial.with_critic,
