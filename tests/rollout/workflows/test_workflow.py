@@ -192,7 +192,7 @@ class OtherSettings:
         ("plugin_workflows:OtherSettings", "its signature is (tokenizer, temperature)"),
         ("plugin_workflows:Goood", "has no 'Goood'; did you mean 'Good'?"),
         ("plugin_workflowz:Good", "there is no module 'plugin_workflowz'"),
-        ("plugin_workflows", "use one of endpoint, environment, math, or package.module:Class"),
+        ("plugin_workflows", "use one of endpoint, environment, math, tools, or package.module:Class"),
         ("plugin_workflows:Good()", "write it as package.module:Name"),
     ],
 )
