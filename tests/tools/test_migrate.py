@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from config_schema.section import all_keys
 from core.checks.rules import load_config
@@ -118,6 +119,7 @@ pretrain: model
 prompt_data: a.jsonl
 input_key: input
 rollout_batch_size: 64
+train_batch_size: 128
 micro_rollout_batch_size: 8
 n_samples_per_prompt: 8
 prompt_max_len: 64
@@ -180,6 +182,8 @@ def check_values(name: str, config: PPOMATHConfig) -> None:
         assert config.actor.optimizer.lr == 1e-6 and config.exp_ctrl.ckpt_freq_steps is None
     if name == "NeMo-RL":
         assert config.staleness.max_staleness == 2
+    if name == "OpenRLHF":
+        assert config.ppo.ppo_n_minibatches == 4, "64 prompts of 8 answers, 128 answers in an update"
     if name == "AReaL":
         assert config.allocation_mode == "sglang.d2m2p1+d4m1p1" and config.staleness.max_staleness == 3
     if name == "SkyRL":
@@ -226,3 +230,50 @@ def test_a_file_of_no_known_system_is_refused(tmp_path: Path, capsys: pytest.Cap
     path.write_text("a: 1\n")
     assert main([str(path)]) == 2
     assert "its keys are those of none of verl, Trinity-RFT" in capsys.readouterr().err
+
+
+def test_overrides_reach_references_and_sections_and_are_numbers(tmp_path: Path) -> None:
+    path, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    path.write_text(
+        RECIPES["verl"].replace("ppo_mini_batch_size: 16", 'ppo_mini_batch_size: "${data.train_batch_size}"')
+    )
+    overrides = ["data.train_batch_size=32", "actor_rollout_ref.actor.optim.lr=3e-6", "++trainer={nnodes: 2}"]
+    assert main([str(path), *overrides, "-o", str(ours)]) == 0
+    written = yaml.safe_load(ours.read_text())
+    assert written["ppo"]["ppo_n_minibatches"] == 1 and written["dataset"]["train_bs_n_seqs"] == 32
+    assert written["actor"]["optimizer"]["lr"] == 3e-6 and written["n_nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a=["], "'a=[': the value is not valid YAML"),
+        (["a"], "'a': write KEY=VALUE"),
+        (["-o", "/proc/none/y.yaml"], "-o /proc/none/y.yaml: cannot be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(RECIPES["TRL (GRPOConfig)"])
+    with pytest.raises(SystemExit) as end:
+        main([str(path), *words])
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_table_shows_values_as_they_are_and_what_was_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "theirs.yaml"
+    path.write_text(RECIPES["TRL (GRPOConfig)"] + "system_prompt: '[INST] be :smile: brief [/INST]'\neval_steps: 5\n")
+    assert main([str(path)]) == 0
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert "[INST] be :smile: brief [/INST]" in rows["system_prompt"]
+    assert "no meaning here" in rows["eval_steps"], "there is no evaluation set"
+    several = RECIPES["ROLL"].replace("[a.jsonl]", "[a.jsonl, b.jsonl]")
+    assert several != RECIPES["ROLL"]
+    path.write_text(several)
+    assert main([str(path)]) == 0
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert "dataset.path=a.jsonl; write task_sets for the others" in rows["actor_train.data_args.file_name"]
+    assert "ppo.ppo_n_minibatches" in rows["actor_train.training_args.gradient_accumulation_steps"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,8 @@ from core.config.migrate.table import Row, counts, systems, translate
 from tools.arguments import data_file, program
 from tools.migrate.recipe import completed, nested
 
+_DROPPED = "without effect here: another key that it needs is not set"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Translate one recipe; return the exit code."""
@@ -34,12 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="its overrides, + and ++ before them or not")
     parser.add_argument("-o", "--output", type=Path, metavar="Y.yaml", help="write the recipe to this file")
     arguments = parser.parse_args(argv)
-    given = read(arguments.recipe)
-    for override in arguments.overrides:
-        key, equals, text = override.lstrip("+~").partition("=")
-        if not equals:
-            parser.error(f"{override!r}: write KEY=VALUE")
-        given[key] = yaml.safe_load(text)
+    try:
+        given = read(arguments.recipe, arguments.overrides)
+    except ValueError as error:
+        parser.error(str(error))
     system = system_of(given)
     if system is None:
         names = ", ".join(one.name for one in systems())
@@ -48,13 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, rows = translate(system, given)
     recipe = completed(ours, source=arguments.recipe.stem, given=given)
     text = f"# From {arguments.recipe.name} of {system.name}\n" + yaml.safe_dump(nested(recipe), sort_keys=False)
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)
+    rows = [row if row.target in ("", *recipe) else replace(row, fate="no meaning here", note=_DROPPED) for row in rows]
+    if arguments.output is not None:
+        try:
+            arguments.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            parser.error(f"-o {arguments.output}: cannot be written: {error.strerror}")
     console.print(_table(system.name, rows))
     console.print(", ".join(f"{count} {fate}" for fate, count in counts(rows)))
     if arguments.output is None:
         sys.stdout.write(text)
     else:
-        arguments.output.write_text(text, encoding="utf-8")
         console.print(
             f"Written to {arguments.output}; check it: slipstream dry-run ppo-math --config {arguments.output}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,37 @@ import yaml
 from core.config.migrate.table import System, flat, systems
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key; empty for a file that is none. Numbers as 1e-6 are numbers."""
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of a YAML file by dotted key, with overrides `KEY=VALUE`; empty for a file that is none.
+    Numbers as 1e-6 are numbers. Raises ValueError for an override that cannot be read."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return {key: _number(value) for key, value in flat(tree).items()} if isinstance(tree, Mapping) else {}
+    if not isinstance(tree, Mapping):
+        return {}
+    for override in overrides:
+        tree = _overridden(tree, override)
+    return {key: _number(value) for key, value in flat(tree).items()}
+
+
+def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a recipe with one more value, which `+` or `++` may precede."""
+    key, equals, text = override.lstrip("+").partition("=")
+    if not equals or key.startswith("~"):
+        raise ValueError(f"{override!r}: write KEY=VALUE")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{override!r}: the value is not valid YAML") from None
+    return _with(tree, key.split("."), value)
+
+
+def _with(tree: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    section = dict(tree) if isinstance(tree, Mapping) else {}
+    first, *rest = names
+    section[first] = _with(section.get(first), rest, value) if rest else value
+    return section
 
 
 def system_of(recipe: Mapping[str, Any]) -> System | None:

@@ -4,7 +4,7 @@ A target is one of our keys, with what becomes of the value:
 
     actor.path                                 taken over
     algorithm.name: gae=ppo grpo=grpo          by value; `*=` is any other one
-    ppo.ppo_n_minibatches = data.train_batch_size / .    another key's value divided by this one
+    ppo.ppo_n_minibatches = data.train_batch_size / .    another key's value, or a product, divided by this one
     ppo.kl_ctl if algorithm.use_kl_loss        only where that key is true
 """
 
@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +64,8 @@ class Row:
     fate: Fate
     note: str
     """Our key and value, or what to do."""
+    target: str = ""
+    """Our key, where it gets a value."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -144,14 +147,18 @@ def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tupl
         if (given := pairs.get(text, pairs.get("*"))) is None:
             return Row(key=key, value=value, fate="no equivalent", note=f"{name} has {', '.join(pairs.values())}"), {}
     elif other:
-        whole = recipe.get(other.removesuffix(" / ."))
-        if not isinstance(whole, int) or not isinstance(value, int) or whole % value:
+        factors = [recipe.get(factor) for factor in other.removesuffix(" / .").split(" * ")]
+        whole = prod(factor if isinstance(factor, int) else 0 for factor in factors)
+        if not isinstance(value, int) or value < 1 or whole < 1 or whole % value:
             return Row(key=key, value=value, fate="no equivalent", note=f"write {name}; {other} is no integer"), {}
         given = whole // value
     elif isinstance(value, list):
         given = value[0] if len(value) == 1 or name.endswith("path") and name != "evaluation.path" else value
     fate: Fate = "taken over" if name == key else "renamed"
-    return Row(key=key, value=value, fate=fate, note=f"{name}={given}"), {name: given}
+    note = f"{name}={given}"
+    if isinstance(value, list) and given != value and len(value) > 1:
+        note += "; write task_sets for the others (docs/experience.md)"
+    return Row(key=key, value=value, fate=fate, note=note, target=name), {name: given}
 
 
 def counts(rows: list[Row]) -> Iterator[tuple[str, int]]:
