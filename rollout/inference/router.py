@@ -150,7 +150,7 @@ class Router:
                         request = replace(request, output=reported)
                         self._handed_back[request.request_id] = reported
                 else:
-                    if completion.finish_reason != "stop" and self._has_ended(request, completion):
+                    if self._has_ended(request, completion):
                         return replace(completion, finish_reason="stop")
                     if completion.finish_reason != "abort":
                         return completion
@@ -220,6 +220,8 @@ class Router:
     def release(self, name: str) -> None:
         """Send requests to a reserved generator again. It must have the current weights."""
         self._reserved.discard(name)
+        self._none_since = None
+        self._replaced.set()
 
     async def sample_on(self, member: _Member, request: GenerateRequest) -> Completion:
         """Sample one completion to its end on one generator. Raises as generate()."""
@@ -235,6 +237,8 @@ class Router:
                     assert e.__cause__ is not None, "raised from what the generator raised"
                     raise e.__cause__ from None
                 continue
+            if self._has_ended(request, completion):
+                return replace(completion, finish_reason="stop")
             if completion.finish_reason != "abort":
                 return completion
             request = replace(request, output=completion)
@@ -321,8 +325,9 @@ class Router:
         return min(free, key=lambda member: member.outstanding_tokens)
 
     async def _member_of(self, group: _Group) -> _Member:
-        """Return the group's generator; another one where that is dead. Waits where there is none at all."""
-        while group.member is None or self._is_lost(group.member):
+        """Return the group's generator; another one where that is dead or reserved. Waits where there is none at
+        all."""
+        while group.member not in self._free():
             if self._free():
                 group.member = self._least_loaded()
                 break
@@ -335,6 +340,7 @@ class Router:
                     await self._replaced.wait()
             except TimeoutError:
                 self._least_loaded()  # raises
+        assert group.member is not None, "None is never free"
         return group.member
 
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:

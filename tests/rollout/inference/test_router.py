@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,31 @@ def test_the_turns_of_a_conversation_go_where_its_prefix_is_until_that_generator
         for session in "abcd":
             await turn(session)
         assert set(second.seen) == set("abcd")
+        await router.close()
+
+    play(scene())
+
+
+def test_the_next_turn_of_a_conversation_leaves_a_generator_that_is_reserved() -> None:
+    """A reserved generator keeps its weights: what it sampled for training would be too old."""
+
+    async def scene() -> None:
+        first, second = generators = [Turns(), Turns()]
+        router = Router({"first": first, "second": second}, GeneratorConfig(patience_seconds=30.0))
+        turn = GenerateRequest(request_id="a", group_id="a", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=8))
+        await router.generate(turn)
+        assert [g.seen for g in generators] == [["a"], []]
+        reserved = router.reserved("first")
+        await router.generate(turn)
+        await reserved.generate(replace(turn, group_id="evaluation"))
+        assert [g.seen for g in generators] == [["a", "evaluation"], ["a"]]
+        second.is_dead = True
+        waits = asyncio.ensure_future(router.generate(turn))
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        router.release("first")
+        await waits
+        assert first.seen == ["a", "evaluation", "a"]
         await router.close()
 
     play(scene())

@@ -61,6 +61,9 @@ async def check_ends(generator: Sampler, asked: GenerateRequest, tokenizer: Syll
     interrupted = with_stop(asked, stop, request_id="again", output=replace(part, finish_reason="abort"))
     again: Completion = await router.generate(interrupted)
     assert (again.finish_reason, len(again.token_ids)) == ("stop", end)
+    reserved = Router({"one": generator}, stop=stop).reserved("one")
+    evaluated = await reserved.generate(with_stop(asked, stop, request_id="evaluated"))
+    assert (evaluated.finish_reason, len(evaluated.token_ids)) == ("stop", end)
 
 
 def test_a_completion_of_an_embedded_generator_ends_with_the_token_that_completes_a_stop_text(tmp_path: Path) -> None:
