@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
 from rollout.experience.episode import Episode, Tags
 from rollout.experience.rules import Rules
@@ -167,4 +169,24 @@ def mask_over_age(trajectory: Trajectory, oldest_allowed: int) -> tuple[Trajecto
     num_masked = int(too_old.sum())
     if not num_masked:
         return trajectory, 0
-    return replace(trajectory, loss_mask=trajectory.loss_mask & ~too_old), num_masked
+    return _with_mask(trajectory, trajectory.loss_mask & ~too_old), num_masked
+
+
+def _with_mask(trajectory: Trajectory, mask: np.ndarray) -> Trajectory:
+    """Return a trajectory of which fewer tokens are trained. What turns without such a token have earned is part of the
+    next turn's reward."""
+    if trajectory.turn_rewards is None:
+        return replace(trajectory, loss_mask=mask)
+    states = trajectory.turn_states or [None] * len(trajectory.turn_rewards)
+    begins = np.diff(trajectory.loss_mask, prepend=False) & trajectory.loss_mask
+    trained = set((begins.cumsum() - 1)[mask].tolist())
+    kept: list[tuple[float, str | None]] = []
+    earned = 0.0
+    for number, (reward, state) in enumerate(zip(trajectory.turn_rewards, states, strict=True)):
+        earned += reward
+        if number in trained:
+            kept.append((earned, state))
+            earned = 0.0
+    return replace(
+        trajectory, loss_mask=mask, turn_rewards=[reward for reward, _ in kept], turn_states=[s for _, s in kept]
+    )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from rollout.experience.base import Admission, LesseeError, Opened, StoreError
 from rollout.experience.episode import Episode, Tags
@@ -30,23 +32,29 @@ class FileExperience(MemoryExperience):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._done = {row["tags"]["id"]: Tags(**row["tags"]) for row in self._rows()}
-            number = len(list(self._folder.glob("episodes-*.jsonl")))
-            self._file = open(self._folder / f"episodes-{number}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            self._file = self._own_file()
         except (OSError, ValueError) as error:
             raise StoreError(f"experience.path={path}: {error}; name a folder of such files, or a new one") from error
-        self._num_opened = len(self._done)
+
+    def _own_file(self) -> IO[str]:
+        for number in count():
+            with suppress(FileExistsError):
+                return open(self._folder / f"episodes-{number}.jsonl", "x", encoding="utf-8")
+        raise AssertionError("count() does not end")
 
     def _rows(self) -> list[dict[str, Any]]:
         lines = [line for file in self._folder.glob("episodes-*.jsonl") for line in file.read_text().split("\n")[:-1]]
         return [json.loads(line) for line in lines]
 
     def open(self, tags: Tags, admission: Admission) -> Opened:
-        if tags.id in self._done or tags.id in self._numbers:
+        if tags.id in self._numbers:
             return "known"
         if not admission.admits(self._num_opened, next_step=0, version=_ANY_VERSION):
             return "full"
-        self._add(tags, self._num_opened)
-        self._num_opened += 1
+        self._num_opened += 1  # from the beginning of the stream: what was in flight at a kill is sampled again
+        if tags.id in self._done:
+            return "known"
+        self._add(tags, self._num_opened - 1)
         return "open"
 
     def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:

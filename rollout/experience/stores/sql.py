@@ -472,6 +472,7 @@ class SQLExperience(ABC):
         with self._transaction():
             self._execute("DELETE FROM episodes")
             self._execute("DELETE FROM journals")
+            self._execute("DELETE FROM meta WHERE key LIKE 'settled %'")
             for key, value in (("next_step", step), ("num_opened", num_opened), ("behind_leased", num_opened)):
                 self._set_meta(key, value)
 

@@ -116,6 +116,10 @@ def test_a_curriculum_draws_by_success_rates_and_every_process_draws_the_same(st
         assert again.success("a") == store.success("a")
         assert again.settle("a/0/1", lambda: []) == store.settle("a/0/1", lambda: [])
     assert {row for _, row, _ in drawn(first, 6)} == {f"q{i}" for i in range(6)}, "every row once an epoch"
+    store.begin_at(0, num_opened=0)  # batches are cut in another way
+    larger = TaskSets([TaskSet("a", rows("a", 6), curriculum=easiest_first)], batch_size=3)
+    larger.connect(store)
+    assert {row for _, row, _ in drawn(larger, 6)} == {f"q{i}" for i in range(6)}
 
 
 def test_a_curriculum_with_a_wrong_number_of_scores_is_an_error(store: Experience) -> None:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.data.rollout_batch import pack_trajectories
 from helpers.postgres import PostgresServer
 from helpers.simulated_sampling import make_prompts, trajectory
 from helpers.virtual_clock import run_virtual
@@ -39,9 +40,11 @@ from rollout.experience import (
     make_rules,
 )
 from rollout.experience.episode import summary
+from rollout.experience.lessee import mask_over_age
 from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
 from rollout.experience.stores.files import FileExperience
 from rollout.experience.stores.postgres import PostgresExperience
+from rollout.trajectories import num_turns
 from rollout.types import Completion, Trajectory
 
 
@@ -311,6 +314,21 @@ def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old(stores:
         assert lessee.stats()["rollout/num_masked_tokens"] == 4
 
     run_virtual(main())
+
+
+def test_turns_that_are_masked_leave_the_others_with_their_rewards() -> None:
+    mask = np.array([False, True, True, False, True, False, True])
+    versions = np.array([-1, 0, 0, -1, 1, -1, 2], np.int32)
+    t = Trajectory(
+        query_id="q", token_ids=np.arange(7, dtype=np.int32), loss_mask=mask, versions=versions, reward=6.0,
+        rollout_logprobs=np.zeros(7, np.float32), finish_reason="stop", turn_rewards=[1.0, 2.0, 3.0],
+        turn_states=["a", "b", None],
+    )  # fmt: skip
+    for oldest, rewards, states in ((0, [1, 2, 3], ["a", "b", None]), (1, [3, 3], ["b", None]), (3, [], [])):
+        masked, _ = mask_over_age(t, oldest)
+        assert (masked.turn_rewards, masked.turn_states) == (rewards, states)
+        batch = pack_trajectories([[masked]], ["q"])
+        assert batch.turn_rewards is not None and len(batch.turn_rewards) == num_turns(masked.loss_mask)
 
 
 def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stores) -> None:
@@ -871,3 +889,18 @@ def test_files_keep_every_episode_once_and_refuse_a_trainer(tmp_path: Path) -> N
     finish(again, 0, 0)
     again.close()
     assert sorted(t.id for t in FileExperience(tmp_path / "episodes").tags()) == ["q0", "q1"]
+
+
+def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
+    rules = make_rules(num_prompts=3, batch_size=1, max_staleness=0, num_epochs=1)
+    store = FileExperience(tmp_path)
+    for number in range(3):
+        store.open(tags(number), rules.admission)
+    finish(store, 1, 0)
+    store.close()
+    again, beside = FileExperience(tmp_path), FileExperience(tmp_path)
+    stream = range(again.status().num_opened, 4)  # as a producer goes through it
+    assert [again.open(tags(number), rules.admission) for number in stream] == ["open", "known", "open", "full"]
+    for one in (again, beside):
+        one.close()
+    assert len(list(tmp_path.iterdir())) == 3, "each process has a file of its own"
