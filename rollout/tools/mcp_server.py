@@ -34,6 +34,8 @@ class McpServer:
     async def close(self) -> None:
         """End the connection, and the server where it is a command."""
         self._closing.set()
+        if not self._tools.done():  # the server does not answer
+            self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _hold(self) -> None:

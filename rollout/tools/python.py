@@ -27,4 +27,5 @@ def python_tool(sandbox: Sandbox) -> Tool:
         "Each call begins anew.",
         parameters={"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
         call=call,
+        limits_itself=True,
     )

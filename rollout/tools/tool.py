@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rollout.plugins import PluginError, find_plugin
@@ -27,6 +29,8 @@ class Tool:
     parameters: Mapping[str, Any]
     call: Callable[[Mapping[str, Any]], Awaitable[str]]
     """Raises ToolError."""
+    limits_itself: bool = False
+    """A call ends in time by itself; it may wait for others before it begins."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -58,11 +62,26 @@ def function_tool(spec: str) -> Tool:
         try:
             if inspect.iscoroutinefunction(function):
                 return _text(await function(**arguments))
-            return _text(await asyncio.to_thread(function, **arguments))
+            return _text(await _in_thread(function, arguments))
         except Exception as error:  # the policy reads what went wrong
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
     return Tool(name=name, description=description, parameters=parameters, call=call)
+
+
+def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Any]:
+    """Run a function in a thread of its own: one that never ends takes no place from other work."""
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(**arguments))
+        except BaseException as error:  # noqa: BLE001 (raised where it is awaited)
+            outcome.set_exception(error)
+
+    Thread(target=run, name=f"tool {function.__name__}", daemon=True).start()
+    return asyncio.wrap_future(outcome)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

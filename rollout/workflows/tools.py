@@ -24,8 +24,6 @@ from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows.samples import all_of
 
 _MCP = "mcp:"
-_GRACE_SECONDS = 10.0
-"""The sandbox has limits of its own, and replaces a worker within this time."""
 
 
 class ToolsWorkflow:
@@ -168,8 +166,9 @@ class ToolsWorkflow:
         async def call() -> list[Any]:
             if name not in tools:
                 return [f"Error: there is no tool {name!r}; there are {', '.join(tools)}.", True]
+            limit = None if tools[name].limits_itself else self._options.tool_seconds
             try:
-                async with asyncio.timeout(self._options.tool_seconds + _GRACE_SECONDS):
+                async with asyncio.timeout(limit):
                     return [await tools[name].call(arguments), False]
             except ToolError as error:
                 return [f"Error: {error}", True]

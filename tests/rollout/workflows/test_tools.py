@@ -17,6 +17,7 @@ from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
+from rollout.tools.mcp_server import McpServer
 from rollout.tools.tool import function_tool
 from rollout.types import Prompt, SamplingParams, Trajectory
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
@@ -43,6 +44,11 @@ def fails(a: int) -> int:
 
 def silent(a: int) -> int:
     return a
+
+def hangs() -> int:
+    """Never end."""
+    import time
+    time.sleep(1000)
 
 def vague(a) -> int:
     """Take anything."""
@@ -143,6 +149,24 @@ def test_a_conversation_ends_at_its_limits(answers: list[str], options: Any, tur
     assert t.loss_mask[-1] and len(t.token_ids) <= options.get("context_tokens", 4096)
 
 
+def test_functions_that_never_end_take_no_place_from_others() -> None:
+    async def main() -> None:
+        hanging = asyncio.gather(*(function_tool("own_tools:hangs").call({}) for _ in range(40)))
+        assert await asyncio.wait_for(function_tool("own_tools:add").call({"a": 1}), 20) == "2"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "pack"), 20) == "pack"
+        hanging.cancel()
+
+    asyncio.run(main())
+    t, shown = converse(call("hangs"), "Done.", tools=["own_tools:hangs"], tool_seconds=0.2)
+    assert "Error: hangs took more than 0.2 s." in shown and t.metrics["num_tool_errors"] == 1.0
+
+
+def test_a_call_of_python_has_its_time_from_its_beginning() -> None:
+    waits = call("python", code="import time; time.sleep(0.6)")
+    _, shown = converse(waits * 3, "Done.", tool_seconds=1, num_workers=1)
+    assert "Error" not in shown
+
+
 def test_after_a_restart_a_call_is_not_made_again(module: Path) -> None:
     answers = [call("add", a=1), "two"]
     store = MemoryExperience()
@@ -166,6 +190,17 @@ def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
     assert "Double a number." in shown and "<tool_response>\n42\n" in shown
     t, shown = converse(call("double", n="x"), "42", tools=[spec])
     assert t.metrics["num_tool_errors"] == 1.0
+
+
+def test_a_server_that_never_answers_is_left_at_the_end() -> None:
+    pytest.importorskip("mcp")
+
+    async def main() -> None:
+        server = McpServer(f"{sys.executable} -c 'import time; time.sleep(1000)'")
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(server.close(), 30)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
