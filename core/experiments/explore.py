@@ -143,8 +143,12 @@ class _Evaluations:
 
     def begin_if_due(self, version: int) -> None:
         """Evaluate a version that every generator has, if one has been due since the last evaluation."""
-        if not self._evaluates or self._running.step is not None:
+        if not self._evaluates:
             return
+        if self._running.step is not None:
+            if version < self._schedule.total_steps:
+                return
+            self._running.finish()
         due = version == 0 and self._at_start
         for step in range(self._last + 1, version + 1):  # versions that were not followed count as well
             epoch, within = self._schedule.position(step)

@@ -85,7 +85,7 @@ class PeriodicActions:
         for name, state in self.start.extra.get("timers", {}).items():  # type: ignore[attr-defined]
             self._timers[name].load_state_dict(state, now=now)
         self._finished = self.start.step
-        self._waits = {"eval": False, "ckpt": False}
+        self._waits = {"eval": False, "ckpt": False, **self.start.extra.get("waits", {})}  # type: ignore[dict-item]
         self._last = {"save": self.start.step, "ckpt": self.start.step}
 
     @contextmanager
@@ -187,7 +187,8 @@ class PeriodicActions:
         began = time.perf_counter()
         elapsed, extra = self.actions.driver_state()
         now = time.monotonic()
-        extra = extra | {"timers": {name: due.state_dict(now=now) for name, due in self._timers.items()}}
+        timers = {name: due.state_dict(now=now) for name, due in self._timers.items()}
+        extra = extra | {"timers": timers, "waits": dict(self._waits)}
         state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
         recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
         self._last["ckpt"] = step

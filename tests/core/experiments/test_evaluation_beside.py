@@ -90,7 +90,7 @@ def test_an_explore_job_evaluates_the_versions_that_it_follows(assets, tmp_path:
         for job in jobs:
             assert job.finish() == 0, job.output()[-4000:]
         found = evaluations(jobs[1])
-        assert found and set(found) <= set(range(NUM_STEPS + 1)) and not evaluations(jobs[0])
+        assert NUM_STEPS in found and set(found) <= set(range(NUM_STEPS + 1)) and not evaluations(jobs[0])
         assert "beside training" in jobs[1].output()
     finally:
         for job in jobs:

@@ -1,7 +1,7 @@
 """Steps, epochs and what is due when."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,27 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
     assert evaluated == [3, 6, 6, 9]
     assert [name.partition("global")[2] for name in saved] == ["step4", "step8"]
     assert store.state.step == 8 and store.state.extra["value_norm"] == {}
+
+
+def test_an_evaluation_that_waits_for_another_one_is_made_up_for_after_a_restart() -> None:
+    class Others:
+        """Evaluations beside training, of which that of step 3 runs until step 7."""
+
+        step: int | None = 3
+
+        def look(self) -> None: ...
+
+    store, timer = Store(), StepTimer(lambda phase: None)
+    evaluated: list[int] = []
+    for last in (7, 8):
+        periodic = make_periodic(store, evaluated=evaluated)
+        others = Others()
+        periodic.actions = replace(periodic.actions, evaluations=others)  # type: ignore[arg-type]
+        for step in range(store.state.step + 1, last + 1):
+            others.step = 3 if 4 <= step < 7 else None
+            periodic.after_step(step, timer)
+            periodic.after_report(step, timer)
+    assert evaluated == [3, 8], "the checkpoint of step 7 has what is due"
 
 
 def test_a_checkpoint_that_failed_ends_the_run_after_the_next_step_though_none_is_due() -> None:
