@@ -15,6 +15,7 @@ import pytest
 
 from rollout.answer_file import Answer
 from rollout.evaluation import EvaluationPlan
+from rollout.inference.stop_texts import StopTexts
 from rollout.types import Prompt, SamplingParams
 from tools.eval.__main__ import BAD_INPUT, main
 from tools.eval.compare import compare, setting_differences
@@ -309,6 +310,6 @@ def test_a_report_is_made_of_the_answers_that_are_requested_not_of_all_that_are_
     sampling = SamplingParams(max_new_tokens=4, temperature=1.0)
     plan = EvaluationPlan(num_samples=2, sampling=sampling, context_tokens=64, seed=0)
     settings: Any = SimpleNamespace(output_path=tmp_path)  # nothing is missing: no generator, no reward
-    found = asyncio.run(_answer_all(settings, {"d": prompts}, tmp_path, None, plan))
+    found = asyncio.run(_answer_all(settings, {"d": prompts}, tmp_path, None, plan, StopTexts(None, ())))
     assert {a.name for a in found["d"]} == {name for prompt in prompts for name in plan.names(prompt)}
     assert summarise("d", found["d"]).num_questions == 2

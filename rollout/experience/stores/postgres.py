@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 60.0
 """Most seconds to wait for a server that starts."""
+_END_SECONDS = 2.0
+"""Most seconds until a server frees the locks of a process that has ended."""
 
 
 class PostgresExperience(SQLExperience):
@@ -67,11 +69,18 @@ class PostgresExperience(SQLExperience):
         return self._execute("SELECT to_regclass('meta')").fetchone()[0] is not None
 
     def _lock(self, name: str) -> bool:
+        """See SQLExperience. The server frees the lock of a process that has ended a moment later."""
+        deadline = time.monotonic() + _END_SECONDS
+        while not (is_taken := self._try_lock(name)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return is_taken
+
+    def _try_lock(self, name: str) -> bool:
         statement = "SELECT pg_try_advisory_lock(?, ?)"
         return bool(self._execute(statement, (self._locks, _number(name))).fetchone()[0])
 
     def _is_locked(self, name: str) -> bool:
-        if not self._lock(name):
+        if not self._try_lock(name):
             return True
         self._execute("SELECT pg_advisory_unlock(?, ?)", (self._locks, _number(name)))
         return False

@@ -37,7 +37,7 @@ def test_a_signal_during_the_imports_is_one_line_and_the_exit_code_of_an_interru
 def test_ctrl_c_during_the_checks_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(quickstart, "load_config", interrupted)
