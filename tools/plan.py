@@ -37,7 +37,15 @@ from core.planning.choice import Loader, proposals, unplaced, usual_lengths
 from core.planning.gpus import Gpu, PlanError, chosen_gpu
 from core.planning.lengths import SPREAD, Lengths
 from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
-from core.planning.rates import Calibration, StepTime, calibration_of, read_calibration, step_time, write_calibration
+from core.planning.rates import (
+    LONGEST_ANSWERS,
+    Calibration,
+    StepTime,
+    calibration_of,
+    read_calibration,
+    step_time,
+    write_calibration,
+)
 from core.planning.scene import Scene, scene_of
 from core.planning.search import METRICS, Proposal, nothing_fits, parse_fixed
 from tools.arguments import integer, new_folder, program
@@ -245,9 +253,10 @@ def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | No
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, "
         f"weight update {time.push:.2f} s"
     )
+    more = " (a larger staleness.max_staleness hides them)" if time.limited_by == LONGEST_ANSWERS else ""
     return (
         f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
-        f"{parts}. {time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}."
+        f"{parts}. {time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}{more}."
     )
 
 

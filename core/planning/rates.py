@@ -35,6 +35,8 @@ _WIDE_HEAD = 128
 _PREFILL_PASSES = 30  # elements that a layer of a prompt reads or writes beside products, for each of its width
 _SAMPLED_BYTES = 200  # of each entry of the vocabulary, read or written to sample a token, measured
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
+LONGEST_ANSWERS = "longest answers"
+"""One of StepTime.limited_by."""
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
 
 
@@ -78,6 +80,9 @@ class StepTime:
     push: float
     turn: float
     """Seconds in which colocated trainer and servers hand over GPU memory."""
+    lag: float
+    """Least time of a step by the staleness bound: from the begin of a batch, with its longest answer, to the end of
+    its update, divided by the steps that this may take. 0 where sides take turns."""
     step: float
     tokens: float
 
@@ -87,7 +92,15 @@ class StepTime:
 
     @property
     def limited_by(self) -> str:
+        """The slower side, or the longest answers where both sides wait for them."""
+        if self.waits > 0:
+            return LONGEST_ANSWERS
         return "generators" if self.rollout > self.update + self.passes else "trainer"
+
+    @property
+    def waits(self) -> float:
+        """Seconds that the slower side waits for the longest answers; negative: it does not."""
+        return self.lag - max(self.rollout, self.update + self.passes)
 
 
 def calibration_of(gpu: str) -> Calibration | None:
@@ -134,13 +147,18 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     rollout += prefill_seconds(scene, servers, calibration, tokens=prompts, length=prompt)
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
-    if scene.shares_gpus or scene.max_staleness == 0:
-        longest = answers.longest_of(scene.sequences) - answers.mean  # the last answers are alone
-        rollout += longest * decode_seconds(scene, servers, calibration, running=8, context=length)
-        step = rollout + update + passes + push + turn
+    trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
+    tail = answers.longest_of(scene.sequences) - answers.mean  # the last answers are nearly alone
+    batch = rollout + tail * decode_seconds(scene, servers, calibration, running=8, context=length)
+    if in_turns:
+        rollout, lag = batch, 0.0
+        step = rollout + trainer + push + turn
     else:
-        step = max(rollout, update + passes) * _SLACK + push
-    return StepTime(update=update, passes=passes, rollout=rollout, push=push, turn=turn, step=step, tokens=tokens)
+        lag = (batch + trainer) / (scene.max_staleness + 1)
+        step = max(rollout, trainer, lag) * _SLACK + push
+    return StepTime(
+        update=update, passes=passes, rollout=rollout, push=push, turn=turn, lag=lag, step=step, tokens=tokens
+    )
 
 
 def running_requests(scene: Scene, servers: Servers, length: float) -> int:

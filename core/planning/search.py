@@ -15,7 +15,7 @@ from allocation.grammar import REST, Spec, parse_spec
 from core.planning.gpus import PlanError
 from core.planning.lengths import Lengths
 from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world
-from core.planning.rates import Calibration, StepTime, step_time
+from core.planning.rates import LONGEST_ANSWERS, Calibration, StepTime, step_time
 from core.planning.scene import Scene, Servers
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
@@ -113,6 +113,8 @@ class Proposal:
             slower = f"{ratio * best.num_gpus / self.num_gpus - 1:+.0%} tokens/s of a GPU"
         if self.scene.shares_gpus and not best.scene.shares_gpus:
             return f"{slower}: generation and update take turns, {mine.rollout:.1f} + {mine.update + mine.passes:.1f} s"
+        if mine.limited_by == LONGEST_ANSWERS:
+            return f"{slower}: a step waits {mine.waits:.1f} s for the {LONGEST_ANSWERS}"
         parts = {
             "generation": (mine.rollout, other.rollout),
             "update and log-probabilities": (mine.update + mine.passes, other.update + other.passes),

@@ -19,6 +19,7 @@ from core.planning.memory import plan_memory, plan_servers
 from core.planning.rates import calibration_of, decode_seconds, step_time, update_seconds, wave_seconds
 from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, search
+from core.planning.simulation import simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
 from model_specs.hf_config import parse_config
@@ -115,6 +116,17 @@ def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None
     assert apart is not None and turns is not None
     assert max(apart.rollout, apart.update + apart.passes) < apart.step < apart.rollout + apart.update + apart.passes
     assert turns.step > apart.rollout + apart.update + apart.passes
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("mean", [900, 2000, 4000])
+def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int) -> None:
+    """Waits for the longest answers, sides that overlap and sides in turns."""
+    scene = replace(make_scene(SHAPES["7B"]), max_staleness=staleness, answer_tokens=15360)
+    answers = Lengths(mean=mean, longest=15360)
+    time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
+    assert time is not None and world is not None
+    assert time.step == pytest.approx(simulate(world, 12 + 2 * staleness).seconds, rel=0.15)
 
 
 @pytest.mark.parametrize(
