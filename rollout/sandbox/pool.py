@@ -59,11 +59,16 @@ class SandboxSettings:
     """Of a call."""
     memory_mib: int = 256
     output_chars: int = 10_000
-    """What is printed beyond is cut."""
+    """What is printed beyond is cut; four times as many bytes are an error."""
     modules: tuple[str, ...] = ()
     """Installed modules that code may import, such as numpy; they are loaded once. Not at the level interpreter."""
     num_workers: int = 2
     """Calls at the same time."""
+
+    @property
+    def output_bytes(self) -> int:
+        """What is read of the output."""
+        return 4 * self.output_chars
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Sandbox:
             return Ran(output, status)  # type: ignore[arg-type] # one of Status
         worker = self._free.get()
         try:
-            if worker is None or worker.is_lost:
+            if worker is None or worker.has_ended():
                 worker = self._started(self.level)
             return worker.run(code, input, self._settings)
         finally:
@@ -198,7 +203,7 @@ class _Worker:
             os.close(writable)
         deadline = time.monotonic() + settings.seconds + _GRACE_SECONDS
         try:
-            output = _read_output(readable, 4 * settings.output_chars, deadline)
+            output = _read_output(readable, settings.output_bytes, deadline)
         finally:
             os.close(readable)
         return self._outcome(output, settings, deadline)
@@ -207,17 +212,25 @@ class _Worker:
         try:
             self._channel.settimeout(max(deadline - time.monotonic(), 0.1))
             code, late = ENDED.unpack(self._channel.recv(ENDED.size, socket.MSG_WAITALL))
-        except Exception:  # noqa: BLE001 - a worker that does not answer, or ended: it is replaced
+        except Exception as error:  # noqa: BLE001 - a worker that does not answer, or ended: it is replaced
             self.end()
-            code, late = -9, True
+            code, late = -9, isinstance(error, TimeoutError)
         text = output.decode(errors="replace")
         if len(text) > settings.output_chars:
             text = text[: settings.output_chars] + "\n[output cut]\n"
+        if len(output) > settings.output_bytes:  # whether it ended before or after nobody read on is chance
+            return Ran(text, "error")
         if late:
             return Ran(f"{text}TimeoutError: more than {settings.seconds:g} s\n", "timeout")
         if code < 0:
             return Ran(f"{text}ended by signal {-code}\n", "crashed")
         return Ran(text, "error" if code else "ok")
+
+    def has_ended(self) -> bool:
+        """Return whether it can take no call; it may have been killed while it had none."""
+        if self._process.poll() is not None:
+            self.end()
+        return self.is_lost
 
     def end(self) -> None:
         """Kill the process with its children."""

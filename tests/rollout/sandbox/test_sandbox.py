@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 import slipstream
-from rollout.sandbox.pool import Sandbox, SandboxError, SandboxSettings
+from rollout.sandbox.pool import Ran, Sandbox, SandboxError, SandboxSettings
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def sandbox() -> Iterator[Sandbox]:
         ("raise SystemExit(2)", "", "error"),
         ("print('ä€')", "ä€\n", "ok"),
         ("print('\\ud800')", "\\ud800\n", "ok"),
-        ("print('x' * 1000)", "x" * 100 + "\n[output cut]\n", "ok"),
+        ("print('x' * 200)", "x" * 100 + "\n[output cut]\n", "ok"),
     ],
 )
 def test_a_caller_gets_what_code_printed_its_last_value_or_its_error(
@@ -59,12 +61,30 @@ def test_calls_run_at_the_same_time_and_know_nothing_of_each_other(sandbox: Sand
 def test_a_worker_that_is_killed_is_replaced() -> None:
     sandbox = Sandbox(SandboxSettings(num_workers=1))
     assert sandbox.run("1").output == "1\n"
-    for child in psutil.Process().children(recursive=True):
-        if "rollout.sandbox.worker" in child.cmdline():
-            child.kill()
-    assert sandbox.run("2").status in ("timeout", "crashed")
+    end_workers()
+    assert sandbox.run("2").output == "2\n"
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(sandbox.run, "import time\ntime.sleep(4)")
+        time.sleep(0.5)
+        end_workers()
+        assert running.result() == Ran("ended by signal 9\n", "crashed")
     assert sandbox.run("3").output == "3\n"
     sandbox.close()
+
+
+def end_workers() -> None:
+    workers = [c for c in psutil.Process().children(recursive=True) if "rollout.sandbox.worker" in c.cmdline()]
+    for worker in workers:
+        worker.kill()
+    psutil.wait_procs(workers, timeout=10)
+    time.sleep(0.2)
+
+
+def test_code_that_prints_too_much_ends_in_one_way(sandbox: Sandbox) -> None:
+    codes = ("print('x' * 500)", "import os\nos.write(1, b'x' * 1000)\nprint('more')", "while True: print('x' * 99)")
+    for code in codes:
+        found = {sandbox.run(code) for _ in range(5)}
+        assert [(ran.status, ran.output.count("[output cut]")) for ran in found] == [("error", 1)]
 
 
 def test_where_the_host_allows_no_namespaces_the_next_level_is_in_force() -> None:
