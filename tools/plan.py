@@ -47,7 +47,7 @@ from core.planning.rates import (
     write_calibration,
 )
 from core.planning.scene import Scene, scene_of
-from core.planning.search import METRICS, Proposal, nothing_fits, parse_fixed
+from core.planning.search import METRICS, Metric, Proposal, nothing_fits, parse_fixed
 from tools.arguments import integer, new_folder, program
 
 if TYPE_CHECKING:
@@ -106,10 +106,16 @@ def _plan(given: argparse.Namespace) -> int:
     if searches(given.config, words):
         given.search = True
         words.append(unplaced(load))
+    _check_together(given)
     scene = scene_of(load([]).config, gpu)
     width = max(_WIDTH, Console().width)
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
     usual = usual_lengths(scene)
+    if (given.mean_tokens or 0) > usual.longest:
+        raise PlanError(
+            f"--mean-tokens {given.mean_tokens}: the longest answer has {usual.longest} tokens; write at most that, or "
+            "set ppo.gen.max_new_tokens"
+        )
     answers = replace(usual, mean=given.mean_tokens or usual.mean, spread=given.spread)
     if given.search or given.simulate:
         what = "--search" if given.search else "--simulate"
@@ -129,13 +135,28 @@ def _plan(given: argparse.Namespace) -> int:
     return 0 if plan.fits or plan.is_tight else _DOES_NOT_FIT
 
 
+def _check_together(given: argparse.Namespace) -> None:
+    """Raise PlanError for an option without the one that it belongs to."""
+    if given.search and given.simulate:
+        raise PlanError("--simulate: not with a search; simulate one of its proposals")
+    of_search = {"--gpus": given.gpus, "--fix": given.fix, "--metric": given.metric}
+    for options, main_option, is_given in (
+        (of_search, "--search", given.search),
+        ({"--output": given.output}, "--simulate STEPS", given.simulate),
+    ):
+        for name, value in options.items():
+            if value is not None and not is_given:
+                raise PlanError(f"{name} {value}: has no effect without {main_option}")
+
+
 def _search(
     scene: Scene, calibration: Calibration, answers: Lengths, load: Loader, given: argparse.Namespace, console: Console
 ) -> int:
     """Print the best allocations; return the exit code."""
     num_gpus = given.gpus or scene.n_nodes * scene.n_gpus_per_node
     fixed = None if given.fix is None else parse_fixed(given.fix)
-    found = proposals(load, scene, calibration, answers, num_gpus=num_gpus, metric=given.metric, fixed=fixed)
+    metric: Metric = given.metric or "tokens"
+    found = proposals(load, scene, calibration, answers, num_gpus=num_gpus, metric=metric, fixed=fixed)
     if given.json:
         print(json.dumps([_proposal_json(proposal) for proposal in found.best], indent=1))
         return 0 if found.best else _DOES_NOT_FIT
@@ -143,16 +164,14 @@ def _search(
         console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus)}")
         return _DOES_NOT_FIT
     console.print(
-        f"{_BEST[given.metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
+        f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
         f"answers of {answers.mean:,.0f} tokens on average:"
     )
     for number, proposal in enumerate(found.best, start=1):
         speed, memory = proposal.lines
         console.print(f"{number}. {speed}\n   {memory}\n   {' '.join(proposal.overrides)}")
     for proposal in found.others:
-        console.print(
-            f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], given.metric)}"
-        )
+        console.print(f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], metric)}")
     return 0
 
 
@@ -281,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="propose allocations")
     parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
     parser.add_argument(
-        "--metric", choices=METRICS, default="tokens", help="--search: tokens/s, tokens/s of a GPU, or age of tokens"
+        "--metric", choices=METRICS, help="--search: tokens/s (default), tokens/s of a GPU, or age of tokens"
     )
     parser.add_argument("--fix", metavar="LAYOUT", help="--search: what is decided, as sglang.d4m2p1 or d8m1p2")
     parser.add_argument(

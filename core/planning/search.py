@@ -208,8 +208,8 @@ def _on(scene: Scene, num_gpus: int) -> Scene:
     if num_gpus != scene.n_nodes * per_node:
         per_node = min(_NODE_GPUS, num_gpus)
     if left := num_gpus % per_node:
-        nodes = num_gpus // per_node
-        raise PlanError(f"--gpus {num_gpus}: {nodes} nodes cannot have as many GPUs each; write {num_gpus - left}")
+        below = num_gpus - left
+        raise PlanError(f"--gpus {num_gpus}: nodes have {per_node} GPUs each; write {below} or {below + per_node}")
     return replace(scene, n_nodes=num_gpus // per_node, n_gpus_per_node=per_node)
 
 

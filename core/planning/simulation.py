@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -293,8 +294,14 @@ def faults(world: World, num_steps: int) -> dict[str, World]:
 
 
 def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
-    """Run so many training steps."""
-    return run_virtual(_Run(world, num_steps, seed).run())
+    """Run so many training steps. The router does not log its faults: they are those of the simulation."""
+    logger = logging.getLogger(Router.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return run_virtual(_Run(world, num_steps, seed).run())
+    finally:
+        logger.setLevel(level)
 
 
 class _Run:

@@ -49,6 +49,32 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
     assert "It does not fit" in shown and "actor.optimizer.offload=true" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--gpus", "64"], "--gpus 64: has no effect without --search"),
+        (["--metric", "cost"], "--metric cost: has no effect without --search"),
+        (["--fix", "d8m1p2"], "--fix d8m1p2: has no effect without --search"),
+        (["--output", "/tmp"], "--output /tmp: has no effect without --simulate STEPS"),
+        (["--search", "--simulate", "20"], "--simulate: not with a search"),
+        (["allocation_mode=search", "--simulate", "20"], "--simulate: not with a search"),
+        (["--mean-tokens", "999999"], "--mean-tokens 999999: the longest answer has"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    words: list[str], error: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), "--gpu", "H100", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_simulated_faults_are_no_warnings(recipe: Path) -> None:
+    words = [sys.executable, "-m", "tools.plan", "--config", str(recipe), "--gpu", "H100", "--simulate", "8"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and "a server fails in step" in done.stdout
+    assert done.stderr == ""
+
+
 def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, error in (
         (["--gpu", "B300"], "--gpu B300: unknown"),
@@ -67,7 +93,7 @@ def test_a_number_of_gpus_that_equal_nodes_cannot_have_is_refused(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "17"]) == 2
-    assert capsys.readouterr().err == "error: --gpus 17: 2 nodes cannot have as many GPUs each; write 16\n"
+    assert capsys.readouterr().err == "error: --gpus 17: nodes have 8 GPUs each; write 16 or 24\n"
 
 
 def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

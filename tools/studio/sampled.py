@@ -105,11 +105,12 @@ class SampleIndex:
         evaluation = str(row.get("evaluation") or "")
         if evaluation not in self._sets:
             self._sets.append(evaluation)
-        notable = row.get("notable") or ()
+        notable = row.get("notable")
+        notable = notable if isinstance(notable, list) else ()
         finish = str(row.get("finish_reason", ""))
         return (
-            inode, offset, row["step"], _number(row.get("reward"), float("nan")), _number(row.get("answer_tokens")),
-            _number(row.get("prompt_tokens")), _number(row.get("oldest_version")),
+            inode, offset, _whole(row["step"]), _number(row.get("reward"), float("nan")),
+            _whole(row.get("answer_tokens")), _whole(row.get("prompt_tokens")), _whole(row.get("oldest_version")),
             _FINISHES.index(finish) if finish in _FINISHES else 0,
             sum(1 << i for i, name in enumerate(_NOTABLE) if name in notable) if notable else 0,
             self._sets.index(evaluation), _checksum(row.get("query_id")), _checksum(row.get("episode")),
@@ -246,7 +247,7 @@ class SampleIndex:
             matches = self._matches(query)
             places = [(int(self._columns["file"][i]), int(self._columns["offset"][i])) for i in matches[:256]]
         group = [found for place in places if (found := self._read(*place))]
-        group = [one for one in group if (one["query_id"], one["episode"]) == (row["query_id"], row["episode"])]
+        group = [one for one in group if all(one.get(k) == row.get(k) for k in ("query_id", "episode"))]
         return {**row, "group": sorted(group, key=lambda one: _number(one.get("index")))}
 
     def all(self, query: Query) -> Iterator[dict[str, Any]]:
@@ -270,6 +271,11 @@ def _number(value: object, otherwise: float = 0) -> float:
     return value if isinstance(value, int | float) else otherwise
 
 
+def _whole(value: object) -> float:
+    """Return a number that the columns of whole numbers hold; 0 for anything else."""
+    return value if isinstance(value, int | float) and abs(value) < 1 << 31 else 0
+
+
 def _checksum(value: object) -> int:
     return zlib.crc32(str(value or "").encode(errors="replace"))
 
@@ -281,7 +287,8 @@ def _texts(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _short(row: dict[str, Any], wanted: re.Pattern[str] | None) -> dict[str, Any]:
     """Return a row with the part of its texts that a table shows: their end, or the place that was searched."""
-    short = {**row, "turns": len(row.get("turns") or ())}
+    turns = row.get("turns")
+    short = {**row, "turns": len(turns) if isinstance(turns, list) else 0}
     for name in ("prompt", "answer"):
         text = str(row.get(name) or "")
         found = wanted.search(text) if wanted else None

@@ -288,7 +288,7 @@ class Studio:
         axis = query.get("x", "step")
         points = min(_MOST_POINTS, int(query.get("points", 600)))
         low, high = (float(query.get(name, default)) for name, default in (("from", "-inf"), ("to", "inf")))
-        smooth = float(query.get("smooth", 0))
+        smooth = min(1.0, float(query.get("smooth", 0)))
         runs = [self.folders.run(id) for id in query.getall("run", [])][:12]
         series = [self.indices.series(run) for run in runs]
         await self.indices.fresh(*series)
@@ -406,6 +406,7 @@ def query_of(request: web.Request) -> Query:
         if given.get(name)
     }
     whole["count"] = min(200, whole.get("count", 50))
+    whole["start"] = max(0, whole.get("start", 0))
     return Query(**whole, **numbers, **texts, descending=given.get("order", "down") == "down")  # type: ignore[arg-type]
 
 
