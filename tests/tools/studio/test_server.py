@@ -270,3 +270,23 @@ def test_a_log_is_filtered_and_no_other_file_is_read_as_one(base: str, root: Pat
     for name in ("evil.log", "../other/master_worker.log", "/etc/passwd", "config.yaml"):
         assert status(base, f"api/run/{run}/log?name={name}") == 404, name
     assert {r["name"]: r["warning"] for r in get(base, "api/runs")["runs"]}["sums/good"] == "b"
+
+
+def test_rows_of_samples_with_unexpected_types_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    logs = make_run(tmp_path / "runs").logs
+    with open(logs / "samples.jsonl", "a") as file:
+        file.write('{"step": 50, "answer_tokens": 1e30, "notable": 5, "turns": 3, "answer": {"a": 1}}\n')
+        file.write('{"step": 51, "reward": 1, "answer": "last"}\n')
+    (run,) = Folders([tmp_path / "runs"]).runs()
+    samples = SampleIndex(run)
+    samples.refresh()
+    rows = samples.find(Query(first_step=50))["rows"]
+    assert samples.status()["samples"] == 322 and {row["step"] for row in rows} == {50, 51}
+    assert samples.sample(rows[0]["at"])["group"]
+
+
+def test_numbers_out_of_range_are_no_errors_of_the_server(base: str) -> None:
+    run = ids(base)["sums/good"]
+    assert status(base, f"api/run/{run}/samples?start=-9999") == 200
+    assert status(base, f"api/series?run={run}&metric=reward/mean&smooth=inf") == 200
