@@ -1,5 +1,5 @@
 """The command line: `python -m core.quickstart EXPERIMENT --config X.yaml [a.b.c=value ...] [--dry-run] [--help]`, with
-EXPERIMENT one of ppo-math, sft and dpo.
+EXPERIMENT one of ppo-math (or train), sft and dpo. A file with the key `stages` is several runs, see core/stages.py.
 
 Reads and checks everything, logs what it is going to do, then starts the experiment (core/experiments). Invariant:
 until then nothing is written and no process started, and neither torch nor Ray is imported, except that a dry run which
@@ -20,8 +20,10 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 
 from rich.console import Console
@@ -37,10 +39,11 @@ from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.migrate.recipe import read, system_of
 from core.config.parsing.masking import masked_override
 from core.config.parsing.problems import ConfigError, Problem, host_section
+from core.config.parsing.yaml_tree import Table as Tree
 from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
-from core.monitoring.screen import Screen
+from core.monitoring.screen import Screen, duration
 from core.placement.allocation import resolve_allocation
 from core.placement.ray_address import RAY_ADDRESS, not_joined_note
 from core.planning.advice import summary_lines
@@ -64,6 +67,7 @@ from core.runs.record import (
     write_complete,
     write_record,
 )
+from core.stages import Stage, result_lines, stages_of
 from rollout.plugins import refuse_while_importing
 
 logger = logging.getLogger("quickstart")
@@ -106,21 +110,129 @@ def _main(argv: Sequence[str] | None) -> int:
         console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
         console.print("\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items()))
         return 0
-    if arguments.experiment not in EXPERIMENTS:
-        return _refuse(_which_experiment(arguments.experiment))
+    experiment = "ppo-math" if arguments.experiment == "train" else arguments.experiment
+    if experiment not in EXPERIMENTS:
+        return _refuse(_which_experiment(experiment))
+    command = None if arguments.dry_run or arguments.preflight else list(map(masked_override, command_line(argv)))
     try:
-        looks_only = arguments.dry_run or arguments.preflight
-        loaded = load_config(arguments.experiment, arguments.config, arguments.overrides, weights=not looks_only)
-        with kept_records("rollout.data", "core.data", "core.checks") as about_data:
-            problems = run_checks(loaded, connections=looks_only, nodes=arguments.preflight)
-        lacking = [problem for problem in problems if problem.of_host] if looks_only else []
-        if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
-            raise ConfigError(problems, lacking)
+        may_have_stages = experiment == "ppo-math" and arguments.config is not None
+        if may_have_stages and (stages := stages_of(arguments.config, arguments.overrides)):
+            return _run_stages(stages, arguments, console, command)
+        checked = _check(experiment, arguments.config, arguments.overrides, arguments)
+        lacking = _lacking(checked.problems, arguments)
     except ConfigError as error:
         if arguments.config is not None and (other := system_of(read(arguments.config))) is not None:
             return _refuse(f"{arguments.config} is a recipe of {other.name}; translate it: slipstream migrate "
                            f"{arguments.config} -o recipe.yaml")  # fmt: skip
         return _refuse(str(error), count=len(error.problems))
+    if command and not checked.loaded.where("trial_name"):
+        command.append(f"trial_name={checked.loaded.config.trial_name}")
+    return _prepare(checked, lacking, arguments, console, command)
+
+
+def _run_stages(
+    stages: Sequence[Stage], arguments: argparse.Namespace, console: Console, command: list[str] | None
+) -> int:
+    """Check all stages, then run each that is not complete, from the model of the one before; returns the exit code of
+    the last one that ran. `command`: as for _start. Raises ConfigError."""
+    problems: list[Problem] = []
+    for stage in stages:
+        try:
+            found = _check(stage.experiment, stage.tree, (), arguments).problems
+        except ConfigError as error:
+            found = list(error.problems)
+        problems += map(stage.named, found)
+    lacking = _lacking(list(dict.fromkeys(problems)), arguments)
+    ran: list[tuple[Stage, RunPaths]] = []
+    began = time.monotonic()
+    try:
+        code = _run_each(stages, ran, lacking, arguments, console, command)
+    except KeyboardInterrupt:
+        if len(ran) < 2:
+            raise
+        sys.stderr.write("Interrupted between two stages; the same command continues.\n")
+        return INTERRUPTED
+    if code == DONE and command is not None:
+        title = f"{len(stages)} stages done in {duration(time.monotonic() - began)}"
+        Screen(console, compact=True).box(title, list(result_lines(ran)))
+    return code
+
+
+def _run_each(
+    stages: Sequence[Stage],
+    ran: list[tuple[Stage, RunPaths]],
+    lacking: Sequence[Problem],
+    arguments: argparse.Namespace,
+    console: Console,
+    command: list[str] | None,
+) -> int:
+    """Run one stage after the other and add each to `ran`; see _run_stages."""
+    environment = dict(os.environ)
+    for stage in stages:
+        if ran and stage.follows and command is not None:
+            if (model := newest_model(ran[-1][1])) is None:
+                return _refuse(f"stage {stage.name}: the one before saved no model to begin from")
+            stage.begins_from(model)
+        checked = _check(stage.experiment, stage.tree, (), arguments)
+        loaded = replace(checked.loaded, replaced=stage.replaced)
+        config, paths = loaded.config, RunPaths.of(loaded.config)
+        if command and not ran and not loaded.where("trial_name"):
+            command.append(f"trial_name={config.trial_name.removesuffix(f'.{stage.name}')}")
+        ran.append((stage, paths))
+        if command is not None and _is_complete(config, paths) and not changes_since(paths, recorded(config)):
+            console.print(f"stage {stage.name} is complete. {where_the_model_is(paths)}")
+            continue
+        console.print(f"stage {stage.name}, {len(ran)} of {len(stages)}")
+        code = _prepare(replace(checked, loaded=loaded), lacking, arguments, console, command, is_stage=True)
+        if code != DONE:
+            return code
+        lacking = ()  # said once
+        os.environ.clear()  # of external_configs.envs of this stage
+        os.environ.update(environment)
+    return DONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A valid configuration, what else is wrong with it on this host, and what the checks logged."""
+
+    experiment: str
+    loaded: LoadedConfig
+    problems: list[Problem]
+    records: list[logging.LogRecord]
+
+
+def _check(
+    experiment: str, source: str | Tree | None, overrides: Sequence[str], arguments: argparse.Namespace
+) -> Checked:
+    """Read and check a configuration. Raises ConfigError where it breaks its rules."""
+    looks_only = arguments.dry_run or arguments.preflight
+    loaded = load_config(experiment, source, overrides, weights=not looks_only)
+    with kept_records("rollout.data", "core.data", "core.checks") as records:
+        problems = run_checks(loaded, connections=looks_only, nodes=arguments.preflight)
+    return Checked(experiment=experiment, loaded=loaded, problems=problems, records=records)
+
+
+def _lacking(problems: list[Problem], arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems that a dry run tells of without failing: those of this host. Raises ConfigError for
+    others."""
+    lacking = [p for p in problems if p.of_host] if arguments.dry_run or arguments.preflight else []
+    if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
+        raise ConfigError(problems, lacking)
+    return lacking
+
+
+def _prepare(
+    checked: Checked,
+    lacking: Sequence[Problem],
+    arguments: argparse.Namespace,
+    console: Console,
+    command: list[str] | None,
+    *,
+    is_stage: bool = False,
+) -> int:
+    """Open the log of a run, alone in its trial, and start it. `command`, `is_stage`: as for _start."""
+    loaded, looks_only = checked.loaded, command is None
     paths = RunPaths.of(loaded.config)
     log_file = None if looks_only else paths.logs / DRIVER_LOG
     in_full = looks_only or arguments.verbose or loaded.config.monitor.style == "areal"
@@ -141,12 +253,11 @@ def _main(argv: Sequence[str] | None) -> int:
             key = "external_configs.cluster_config.fileroot"
             wrong = f"cannot write {error.filename}: {error.strerror}"
             return _refuse(f"{key}: {wrong}; set it to a folder that you may write")
-        for record in about_data:
+        for record in checked.records:
             logging.getLogger(record.name).handle(record)
-        command = None if looks_only else list(map(masked_override, command_line(argv)))
-        if command and not loaded.where("trial_name"):
-            command.append(f"trial_name={loaded.config.trial_name}")
-        return _start(arguments.experiment, loaded, paths, screen, command, aside=aside, lacking=lacking)
+        return _start(
+            checked.experiment, loaded, paths, screen, command, aside=aside, lacking=lacking, is_stage=is_stage
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,9 +308,11 @@ def _start(
     *,
     aside: RunPaths | None,
     lacking: Sequence[Problem],
+    is_stage: bool,
 ) -> int:
     """Log what will run, then run it. `command`: the words that start it again; None: a dry run. `aside`: the folders
-    that an earlier run of the trial has now. `lacking`: what this host does not have for the run."""
+    that an earlier run of the trial has now. `lacking`: what this host does not have for the run. `is_stage`: other
+    runs of this command may follow."""
     config = loaded.config
     if screen.compact:
         screen.print(*header(loaded, paths))
@@ -230,8 +343,7 @@ def _start(
     if note := not_joined_note(config):
         logger.info(note)
     changes = changes_since(paths, recorded(config))
-    continues = not begins_anew(config, paths) and not config.recover_ignore_changes  # other data: other steps
-    complete = continues and is_complete(paths, _length(config))
+    complete = _is_complete(config, paths)
     if complete:
         logger.info(_how_to_train_on(config, paths), extra=NOTICE)
     if command is None:
@@ -260,17 +372,24 @@ def _start(
         os.environ.setdefault(name, value)
     retries = config.recover_retries if config.recover_mode == "auto" else 0
     return run_attempts(
-        lambda attempt: _attempt(config, paths, screen, attempt, command),
+        lambda attempt: _attempt(config, paths, screen, attempt, command, is_stage=is_stage),
         retries=retries,
         driver_seconds=config.deadlines.driver_seconds,
         end_seconds=2 * config.deadlines.interrupt_seconds + 30,
         log_folder=paths.logs,
+        more_follow=is_stage,
         interrupted=lambda attempt: _interrupted(config, paths, attempt, command),
     )
 
 
 def _attempt(
-    config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt, command: Sequence[str]
+    config: ExperimentConfig,
+    paths: RunPaths,
+    screen: Screen,
+    attempt: Attempt,
+    command: Sequence[str],
+    *,
+    is_stage: bool = False,
 ) -> int:
     """Run one attempt and return the exit code. Unless it is final, another attempt may follow."""
     try:
@@ -281,7 +400,8 @@ def _attempt(
         begin_shutdown()  # a signal changes nothing from here on
         write_complete(paths, _length(config))
         logger.info("Training is complete. %s", where_the_model_is(paths))
-        screen.finish(model=newest_model(paths), logs=paths.logs, experiment=config.NAME)
+        if not is_stage:  # whose results are shown with those of all
+            screen.finish(model=newest_model(paths), logs=paths.logs, experiment=config.NAME)
         return DONE
     except KeyboardInterrupt:
         return _interrupted(config, paths, attempt, command)
@@ -297,6 +417,11 @@ def _attempt(
             logger.error("%s", raised, exc_info=error)
             return FAILED
         raise
+
+
+def _is_complete(config: ExperimentConfig, paths: RunPaths) -> bool:
+    continues = not begins_anew(config, paths) and not config.recover_ignore_changes  # other data: other steps
+    return continues and is_complete(paths, _length(config))
 
 
 def _length(config: ExperimentConfig) -> dict[str, int | None]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.experiments import ExperimentConfig
-from core.config.load import LoadedConfig, load
+from core.config.load import LoadedConfig, load, tree_of
 from core.config.parsing.problems import ConfigError
-from core.config.parsing.yaml_tree import Scalar, read_yaml
+from core.config.parsing.yaml_tree import Scalar, Table
 from core.placement.rules import check_allocation
 from model_specs import hub
 
@@ -36,12 +36,13 @@ def config_warnings(config: ExperimentConfig, spelled: Callable[[str], str] = st
 
 
 def load_config(
-    experiment: str, path: str | Path | None, overrides: Sequence[str] = (), *, weights: bool = False
+    experiment: str, source: str | Path | Table | None, overrides: Sequence[str] = (), *, weights: bool = False
 ) -> LoadedConfig:
     """Return the configuration of `experiment` (a key of EXPERIMENTS), with models of the hub as folders of the cache,
     and what the planner proposes in place of allocation_mode=search.
 
-    `weights`: download their weights, too. Raises ConfigError with every problem there is."""
+    `source`: a file, or its tree. `weights`: download their weights, too. Raises ConfigError with every problem there
+    is."""
 
     def folder(given: str, reads_weights: bool) -> str:
         try:
@@ -50,22 +51,22 @@ def load_config(
             return given  # reported with the other problems of models
 
     def loaded(more: Sequence[str]) -> LoadedConfig:
-        return load(experiment, path, [*overrides, *more], check_rules, folder)
+        return load(experiment, source, [*overrides, *more], check_rules, folder)
 
     try:
         return loaded([])
     except ConfigError as error:
-        if not any(p.key == "allocation_mode" for p in error.problems) or not searches(path, overrides):
+        if not any(p.key == "allocation_mode" for p in error.problems) or not searches(source, overrides):
             raise
     from core.planning.choice import searched
 
     return loaded(searched(loaded))
 
 
-def searches(path: str | Path | None, overrides: Sequence[str]) -> bool:
+def searches(source: str | Path | Table | None, overrides: Sequence[str]) -> bool:
     """Return whether allocation_mode is search."""
     given = [override.partition("=")[2] for override in overrides if override.startswith("allocation_mode=")]
-    if not given and path is not None:
-        mode = read_yaml(path).children.get("allocation_mode")
+    if not given:
+        mode = tree_of(source).children.get("allocation_mode")
         given = [mode.text] if isinstance(mode, Scalar) else []
     return given[-1:] == ["search"]

@@ -35,7 +35,7 @@ from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
 from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
-from core.config.presets import PRESETS
+from core.config.presets import PRESETS, plain_name
 
 S = TypeVar("S", bound=Section)
 
@@ -64,30 +64,29 @@ class LoadedConfig:
 
 def load(
     experiment: str,
-    path: str | Path | None,
+    source: str | Path | Table | None,
     overrides: Sequence[str],
     rules: Callable[[ExperimentConfig], Iterable[Violation]],
     model_folder: Callable[[str, bool], str] = lambda path, weights: path,
 ) -> LoadedConfig:
     """Return the configuration of `experiment` (a key of EXPERIMENTS) that keeps `rules`. Raises ConfigError with
-    every problem there is. `model_folder`: (path or id of a model, whether its weights are read) -> folder."""
+    every problem there is. `source`: a file, or its tree. `model_folder`: (path or id of a model, whether its weights
+    are read) -> folder."""
     model = EXPERIMENTS[experiment]
-    tree = Table("") if path is None else read_yaml(path)
-    problems: list[Problem] = []
+    tree = tree_of(source)
     replaced: list[Problem] = []
-    for override in overrides:
-        name = override.removeprefix("algorithm=")
-        is_name = name != override and name.strip()[:1] not in ("", "{", "[")
-        problems += apply_override(tree, f"algorithm.name={name}" if is_name else override, replaced)
+    problems = apply_overrides(tree, overrides, replaced)
     _name_algorithm(tree)
     as_given = copied(tree)
     translated = translate(tree, model)
-    tree.children.setdefault("trial_name", Scalar(time.strftime("%Y%m%d-%H%M%S"), ""))
+    tree.children.setdefault("trial_name", default_trial())
     binder = _Binder(model, tree, as_given)
     values = binder.bind()
     problems += translated.problems + binder.problems
     _replace_ids(model, values, model_folder)
-    config, found = _validate(model, values, binder.sources, str(path or ""))
+    config, found = _validate(
+        model, values, binder.sources, tree.where if isinstance(source, Table) else str(source or "")
+    )
     problems += found
     bad = {p.key for p in problems} | binder.meant
     for rule in rules(config):
@@ -103,6 +102,25 @@ def load(
         sources=binder.sources,
         translated=translated,
     )
+
+
+def tree_of(source: str | Path | Table | None) -> Table:
+    """Return the tree of a file, or a copy of a tree. Raises ConfigError as read_yaml."""
+    if source is None:
+        return Table("")
+    tree = copied(source) if isinstance(source, Table) else read_yaml(source)
+    assert isinstance(tree, Table), "a copy is of the same type"
+    return tree
+
+
+def apply_overrides(tree: Table, overrides: Sequence[str], replaced: list[Problem]) -> list[Problem]:
+    """Write `a.b.c=value` words into the tree; see apply_override."""
+    problems: list[Problem] = []
+    for override in overrides:
+        name = override.removeprefix("algorithm=")
+        is_name = name != override and name.strip()[:1] not in ("", "{", "[")
+        problems += apply_override(tree, f"algorithm.name={name}" if is_name else override, replaced)
+    return problems
 
 
 def _replace_ids(model: type[Section], values: Mapping[str, object], model_folder: Callable[[str, bool], str]) -> None:
@@ -137,6 +155,11 @@ def bind(model: type[S], values: Mapping[str, object], prefix: str) -> S:
     return section
 
 
+def default_trial() -> Scalar:
+    """Return the name of a trial that is given none: date and time."""
+    return Scalar(time.strftime("%Y%m%d-%H%M%S"), "")
+
+
 def _name_algorithm(tree: Table) -> None:
     """Read `algorithm: grpo` as its name, and the name of a preset in any case and with any of - . + in it."""
     node = tree.children.get("algorithm")
@@ -144,7 +167,7 @@ def _name_algorithm(tree: Table) -> None:
         node = tree.children["algorithm"] = Table(node.where, {"name": node})
     name = node.children.get("name") if isinstance(node, Table) else None
     if isinstance(node, Table) and isinstance(name, Scalar):
-        plain = name.text.lower().replace("++", "_pp").replace("-", "_").replace(".", "_")
+        plain = plain_name(name.text)
         if plain in PRESETS:
             node.children["name"] = Scalar(plain, name.where, name.quoted)
 

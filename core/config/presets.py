@@ -119,6 +119,11 @@ PRESETS: Mapping[str, Preset] = {
 }  # fmt: skip
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a preset as PRESETS has it; it may be given in any case and with any of - . + in it."""
+    return name.lower().replace("++", "_pp").replace("-", "_").replace(".", "_")
+
+
 def with_preset(tree: Mapping[str, object]) -> dict[str, object]:
     """Add the values of tree["algorithm"]["name"] to a tree of sections, where the tree has no own ones."""
     section = tree.get("algorithm")

@@ -152,11 +152,15 @@ class Screen:
             lines.append(f"        slipstream samples {logs}")
         if model is not None:
             lines.append(f"        slipstream eval --model_path {logs} --output_path eval --data_names YOURS.jsonl")
-        title = f" done in {duration(seconds)} "
+        self.box(f"done in {duration(seconds)}", lines if self.compact else ())
+
+    def box(self, title: str, lines: Sequence[str]) -> None:
+        """Print lines in a box."""
+        title = f" {title} "
         bar = "─" * (min(self.width, 80) - len(title) - 2)
         self.print("")
         self.print(Text(f"╭─{title}{bar}", style="green"))
-        for line in lines if self.compact else ():
+        for line in lines:
             self.show(Text("│ ", style="green").append(line, style="default"), soft_wrap=True, highlight=False)
         self.print(Text(f"╰{'─' * (min(self.width, 80) - 1)}", style="green"))
 

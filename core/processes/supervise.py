@@ -96,6 +96,7 @@ def run_attempts(
     log_folder: Path,
     end_seconds: float,
     interrupted: Callable[[Attempt], int] = lambda attempt: INTERRUPTED,
+    more_follow: bool = False,
 ) -> int:
     """Call `run(attempt)`, in processes of their own, until one ends well or in a way that is final: its exit code.
 
@@ -103,12 +104,13 @@ def run_attempts(
     without progress the run ends with a summary of all attempts. A driver that sent no heartbeat for
     `driver_seconds` (deadlines.driver_seconds) writes its stacks below `log_folder` and is killed; so is one that
     still runs `end_seconds` after a signal. `retries` 0: one attempt, whose exit code is returned.
-    `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it.
+    `interrupted(attempt)`: in place of `run`, for a Ctrl-C that comes before `run` can handle it. `more_follow`: this
+    process runs something else after it.
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
         limits = Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
         code = _supervise(run, interrupted, retries, limits, log_folder, forwarding)
-        if is_command():
+        if is_command() and not more_follow:
             forwarding.ignore()  # the exit code is known: another Ctrl-C must not change it
         return code
 

@@ -112,6 +112,12 @@ def _merge(table: Table, name: str, value: Node, path: str, replaced: list[Probl
     table.children[name] = value
 
 
+def merge(tree: Table, over: Table) -> None:
+    """Write the keys of another tree over those of `tree`, sections into sections."""
+    for name, node in over.children.items():
+        _merge(tree, name, node, name, [])
+
+
 def find(tree: Node, path: str) -> Node | None:
     """Return the node at a dotted path."""
     node: Node | None = tree
