@@ -214,7 +214,7 @@ def _check(
 
 
 def _lacking(problems: list[Problem], arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems that a dry run tells of without failing: those of this host. Raises ConfigError for
+    """Return the problems that do not fail a dry run: those of this host. Raises ConfigError for
     others."""
     lacking = [p for p in problems if p.of_host] if arguments.dry_run or arguments.preflight else []
     if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):

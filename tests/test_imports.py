@@ -88,7 +88,7 @@ ORDER = {
         "train",
         "explore",
         "checks",
-        "launch",
+        "launch stages",
         "trainer",
         "experiments",
         "quickstart",

@@ -100,9 +100,7 @@ def test_a_list_that_is_none_is_refused_with_its_line(tmp_path: Path, stages: st
     assert said in str(refused.value)
 
 
-def test_a_dry_run_tells_the_problems_of_all_stages_once_each(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_tells_the_problems_of_all_stages_once_each(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(file.parent / "base")
     text = file.read_text().replace("seed: 7", "seed: x").replace("max_seqlen: 16", "max_seqlen: 0")
     file.write_text(text.replace("group_size", "group_siz").replace("path: base", f"path: {file.parent}/base"))
