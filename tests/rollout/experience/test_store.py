@@ -7,6 +7,8 @@ import os
 import pickle
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -874,6 +876,29 @@ def test_a_full_disk_is_one_error_and_what_was_stored_stays(tmp_path: Path) -> N
     again = SQLiteExperience(tmp_path / "e.db")
     assert [t.id for t in again.tags()] == kept and again.status().num_opened == len(kept)
     again.close()
+
+
+def test_a_store_that_another_process_keeps_locked_is_one_error_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.experience.stores.sqlite._BUSY_SECONDS", 0.2)
+    store = SQLiteExperience(tmp_path / "e.db")
+    begin(store, 0, version=0)
+    connects = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); "
+    keeps = "db.execute('BEGIN IMMEDIATE'); print(flush=True); input()"
+    words = [sys.executable, "-c", connects + keeps, str(tmp_path / "e.db")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "\n"
+        for call in (lambda: finish(store, 0, 0), lambda: SQLiteExperience(tmp_path / "e.db")):
+            with pytest.raises(
+                StoreError, match=r"e.db: database is locked; another process has kept it for 0.2 s; end"
+            ):
+                call()
+        assert [t.fate for t in store.tags()] == ["open"]  # readers do not wait
+        other.communicate("\n")
+    finish(store, 0, 0)
+    assert [t.fate for t in store.tags()] == ["ready"]
+    store.close()
 
 
 def test_files_keep_every_episode_once_and_refuse_a_trainer(tmp_path: Path) -> None:
