@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(path: Path) -> int:
     from core.planning.calibrate import calibrate
 
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise PlanError(f"--calibrate {path}: cannot be written; name a file in a folder that exists")
     found = calibrate()
     write_calibration(found, path)
     print(f"{path}: rates of {found.gpu}; give it to later plans as --calibration {path}")

@@ -68,6 +68,14 @@ def test_options_without_effect_are_refused(
     assert error in capsys.readouterr().err
 
 
+def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "rates.json"):
+        assert main(["--calibrate", str(path)]) == 2
+        assert f"--calibrate {path}: cannot be written" in capsys.readouterr().err
+
+
 def test_simulated_faults_are_no_warnings(recipe: Path) -> None:
     words = [sys.executable, "-m", "tools.plan", "--config", str(recipe), "--gpu", "H100", "--simulate", "8"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
