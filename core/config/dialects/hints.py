@@ -100,7 +100,7 @@ HINTS: Mapping[str, str] = {
     "saver": "write exp_ctrl.save_freq_*",
     "scale_rewards": "write algorithm.advantage_std",
     "service": "there are no services; rewards and workflows are functions: reward.function, workflow.type",
-    "stages": "slipstream train runs the stages of a file, [{sft: {...}}, {grpo: {...}}]; see docs/modes.md",
+    "stages": "slipstream train runs the stages of a file, [{sft: {...}}, {grpo: {...}}]",
     "stop_sequences": "write ppo.gen.stop",
     "stop_strings": "write ppo.gen.stop",
     "stats_logger": "write wandb.* and monitor.*",

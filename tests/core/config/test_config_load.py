@@ -121,7 +121,7 @@ def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
         ("xyzzy: 1", "--help lists all keys"),
         (
             "stages: [a]",
-            "there are no stages; start one run after the other, with actor.path set to the model of the first",
+            "slipstream train runs the stages of a file, [{sft: {...}}, {grpo: {...}}]",
         ),
         ("log: {level: debug}", "write monitor.log_level"),
         ("rollout_batch_size: 4", "write dataset.train_bs_n_seqs"),
