@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -122,8 +122,8 @@ def _main(argv: Sequence[str] | None) -> int:
         lacking = _lacking(checked.problems, arguments)
     except ConfigError as error:
         if arguments.config is not None and (other := system_of(read(arguments.config))) is not None:
-            return _refuse(f"{arguments.config} is a recipe of {other.name}; translate it: slipstream migrate "
-                           f"{arguments.config} -o recipe.yaml")  # fmt: skip
+            way_out = f"slipstream migrate {arguments.config} -o recipe.yaml"
+            return _refuse(f"{arguments.config} is a recipe of {other.name}; translate it: {way_out}")
         return _refuse(str(error), count=len(error.problems))
     if command and not checked.loaded.where("trial_name"):
         command.append(f"trial_name={checked.loaded.config.trial_name}")
@@ -136,9 +136,11 @@ def _run_stages(
     """Check all stages, then run each that is not complete, from the model of the one before; returns the exit code of
     the last one that ran. `command`: as for _start. Raises ConfigError."""
     problems: list[Problem] = []
+    checks: dict[str, Checked] = {}
     for stage in stages:
         try:
-            found = _check(stage.experiment, stage.tree, (), arguments).problems
+            checks[stage.name] = _check(stage.experiment, stage.tree, (), arguments)
+            found = checks[stage.name].problems
         except ConfigError as error:
             found = list(error.problems)
         problems += map(stage.named, found)
@@ -146,7 +148,7 @@ def _run_stages(
     ran: list[tuple[Stage, RunPaths]] = []
     began = time.monotonic()
     try:
-        code = _run_each(stages, ran, lacking, arguments, console, command)
+        code = _run_each(stages, checks, ran, lacking, arguments, console, command)
     except KeyboardInterrupt:
         if len(ran) < 2:
             raise
@@ -160,20 +162,22 @@ def _run_stages(
 
 def _run_each(
     stages: Sequence[Stage],
+    checks: Mapping[str, Checked],
     ran: list[tuple[Stage, RunPaths]],
     lacking: Sequence[Problem],
     arguments: argparse.Namespace,
     console: Console,
     command: list[str] | None,
 ) -> int:
-    """Run one stage after the other and add each to `ran`; see _run_stages."""
+    """Run one stage after the other and add each to `ran`; see _run_stages. `checks`: of stages, by name."""
     environment = dict(os.environ)
     for stage in stages:
         if ran and stage.follows and command is not None:
             if (model := newest_model(ran[-1][1])) is None:
                 return _refuse(f"stage {stage.name}: the one before saved no model to begin from")
             stage.begins_from(model)
-        checked = _check(stage.experiment, stage.tree, (), arguments)
+        is_checked = (not ran or command is None) and stage.name in checks  # a host changes while stages run
+        checked = checks[stage.name] if is_checked else _check(stage.experiment, stage.tree, (), arguments)
         loaded = replace(checked.loaded, replaced=stage.replaced)
         config, paths = loaded.config, RunPaths.of(loaded.config)
         if command and not ran and not loaded.where("trial_name"):
@@ -214,8 +218,7 @@ def _check(
 
 
 def _lacking(problems: list[Problem], arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems that do not fail a dry run: those of this host. Raises ConfigError for
-    others."""
+    """Return the problems that do not fail a dry run: those of this host. Raises ConfigError for others."""
     lacking = [p for p in problems if p.of_host] if arguments.dry_run or arguments.preflight else []
     if problems and (not lacking or arguments.preflight or len(lacking) < len(problems)):
         raise ConfigError(problems, lacking)

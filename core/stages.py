@@ -125,10 +125,12 @@ def _name_model(tree: Table, model: Node | None) -> None:
 
 def result_lines(stages: Sequence[tuple[Stage, RunPaths]]) -> Iterator[str]:
     """Yield what each stage has reached: reward, or loss, of its first and last step, and its model."""
+    from core.monitoring.journal import read_rows
+
     for stage, paths in stages:
         rows = []
         with suppress(OSError, ValueError):
-            rows = __import__("core.monitoring.journal", fromlist=["x"]).read_rows(paths.logs / "metrics.jsonl")
+            rows = read_rows(paths.logs / "metrics.jsonl")
         reached = ""
         for name, title in (("reward/mean", "reward"), ("loss", "loss")):
             values = [row[name] for row in rows if name in row]

@@ -170,6 +170,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
+        "core.stages": "core.monitoring.journal",
         "rollout.inference.mock": "rollout.inference.mock.generator",
         "rollout.trajectories": "numpy",
     },
