@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from core import quickstart
 from core.checks.rules import load_config
@@ -109,3 +110,26 @@ def test_a_dry_run_tells_the_problems_of_all_stages_once_each(file: Path, capsys
     assert not end and lines[0].startswith("error: ")
     for line, key in ((4, "seed"), (10, "dataset.max_seqlen"), (14, "group_siz")):
         assert len([said for said in lines if said.startswith(f"{file}:{line}: {key}: ")]) == 1, lines
+
+
+def test_a_stage_is_started_with_the_model_that_the_one_before_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "base")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    path = tmp_path / "stages.yaml"
+    text = f"{SHARED}external_configs: {{cluster_config: {{fileroot: {tmp_path}/root}}}}\nstages:\n{SFT}{SFT}"
+    path.write_text(text.replace("resume", "disabled").replace("pairs.jsonl", f"{tmp_path}/pairs.jsonl"))
+    started = []
+
+    def attempts(*_: object, log_folder: Path, **__: object) -> int:
+        """Stands for the processes of a run: saves a model."""
+        started.append(yaml.safe_load((log_folder / "config.yaml").read_text())["model"]["path"])
+        name = "epoch1epochstep1globalstep1"
+        write_model(Path(str(log_folder).replace("/logs/", "/checkpoints/")) / "default" / name)
+        return quickstart.DONE
+
+    monkeypatch.setattr(quickstart, "run_attempts", attempts)
+    assert quickstart.main(["train", "--config", str(path), f"actor.path={tmp_path}/base"]) == quickstart.DONE
+    first, second = started
+    assert first == f"{tmp_path}/base" and second.endswith("/run.1-sft/default/epoch1epochstep1globalstep1")
