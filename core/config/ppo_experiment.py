@@ -380,13 +380,19 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             "order": "shuffled" if self.shuffle_dataset else "sequential",
             "group_size": self.group_size,
             "reward": self.reward.spec,
-            "right_at": None if one.reward else self.reward.threshold,
+            "right_at": self._right_at(one.reward),
             "temperature": gen.temperature,
             "top_p": gen.top_p,
             "top_k": gen.top_k,
             "max_new_tokens": gen.max_new_tokens,
         }
         return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
+
+    def _right_at(self, own: str | None) -> float | None:
+        """Return the reward of a right answer by a set's own function; None: that of the run."""
+        if own is None:
+            return self.reward.threshold
+        return 1.0 if own == "math" else None
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
@@ -415,7 +421,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             "top_p": 1.0,
             "top_k": -1,
             "reward": self.reward.spec,
-            "right_at": None if one.reward else self.reward.threshold,
+            "right_at": self._right_at(one.reward),
         }
         return one.model_copy(update={name: value for name, value in of_all.items() if getattr(one, name) is None})
 

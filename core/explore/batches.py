@@ -18,7 +18,7 @@ from core.monitoring.samples import Sample
 from core.processes.stacks import forget_modules
 from core.train.step_batch import BatchFacts, BatchRequest, Results, Scored, Scoring, StepBatch
 from rollout.data.source import DatasetError
-from rollout.experience import Experience, Lessee, open_store
+from rollout.experience import Experience, Lessee, episode_id, open_store, without_epoch
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class BatchService:
             config.samples,
             self._logs,
             lambda tokens: str(data.tokenizer.decode(tokens)),
-            {prompt.query_id: " or ".join(prompt.answers) for prompt in data.prompts.prompts},
+            {without_epoch(episode_id(prompt)): " or ".join(prompt.answers) for prompt in data.prompts.prompts},
         )
         self._lessee = Lessee(
             self._experience,

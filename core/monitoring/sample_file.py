@@ -102,7 +102,7 @@ class SampleWriter:
     def __init__(
         self, config: SamplesConfig, folder: Path, decode: Decode, references: Mapping[str, str] | None = None
     ) -> None:
-        """`references`: the right answers by query_id."""
+        """`references`: the right answers by without_epoch() of the ids of episodes."""
         self._config, self._folder, self._decode, self._references = config, folder, decode, references or {}
         self._file: SampleFile | None = None
         self._writing: asyncio.Task[list[Sample]] | None = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rollout.data.source import printable
+from rollout.experience import without_epoch
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def choose_samples(
     references: Mapping[str, str] | None = None,
 ) -> list[Sample]:
     """Return the answers of a step to keep: all of about `share` of the prompts, of one at least, and the best, the
-    worst and the longest answer of the step. `episodes`: id of each group; `references`: right answers by query_id."""
+    worst and the longest answer of the step. `episodes`: id of each group; `references`: right answers by
+    without_epoch() of those."""
     every = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     answers = [groups[g][i] for g, i in every]
     notable = _notable(every, [t.reward for t in answers], [len(t.token_ids) - _prompt_length(t) for t in answers])
@@ -98,7 +100,7 @@ def choose_samples(
     return [
         _sample(
             groups[g][i], decode, step=step, episode=episodes[g], index=i, notable=notable.get((g, i), ()),
-            reference=(references or {}).get(groups[g][i].query_id, ""),
+            reference=(references or {}).get(without_epoch(episodes[g]), ""),
         )
         for g, i in every
         if g in picked or (g, i) in notable

@@ -159,8 +159,8 @@ class TaskSets:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """Every row once, set by set."""
-        return tuple(prompt for one in self._sets.values() for prompt in one.dataset.prompts)
+        """Every row once, set by set, `task_set` filled in."""
+        return tuple(self._named(one, prompt) for one in self._sets.values() for prompt in one.dataset.prompts)
 
     @property
     def position(self) -> int:

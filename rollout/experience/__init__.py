@@ -13,7 +13,7 @@ from rollout.experience.base import (
     Status,
     StoreError,
 )
-from rollout.experience.episode import Episode, Event, Tags, episode_id
+from rollout.experience.episode import Episode, Event, Tags, episode_id, without_epoch
 from rollout.experience.filters import SpreadFilter
 from rollout.experience.lessee import Lessee
 from rollout.experience.rules import Rules, make_rules
@@ -53,4 +53,5 @@ __all__ = [
     "episode_id",
     "make_rules",
     "open_store",
+    "without_epoch",
 ]

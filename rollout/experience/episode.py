@@ -25,6 +25,11 @@ def episode_id(prompt: Prompt, *, run: str = "") -> str:
     return "/".join([*names, prompt.query_id, str(prompt.epoch)])
 
 
+def without_epoch(id: str) -> str:
+    """Return what the ids of a row have in common in all epochs."""
+    return id.rpartition("/")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tags:
     """What is known of an episode without its tokens. The sequences have one entry for each trajectory."""
