@@ -150,7 +150,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
         "rollout.experience.schedule",
-        "core.checks.recipe": "rollout.data.prompts rollout.data.task_sets rollout.experience",
+        "core.checks.recipe": "rollout.data.task_sets rollout.experience",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",

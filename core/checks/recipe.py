@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
@@ -15,9 +16,10 @@ from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.models import ModelUse
 from core.config.parsing.problems import Problem
+from core.config.ppo import SetConfig
 from core.config.task_sets import TaskSetConfig
 from core.data.offline import open_sample, opener, report_steps
-from core.explore.workflow import Set, check_workflows
+from core.explore.workflow import check_workflows
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import read_stream
@@ -27,13 +29,15 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.data.left_out import check_lengths, num_surely_fitting
-from rollout.data.rows import Row, read_examples, read_preferences, scan_rows
+from rollout.data.rows import Row, by_column, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
-from rollout.rewards.load import check_reward, split_spec
+from rollout.rewards.load import check_reward
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ...]:
@@ -137,35 +141,33 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
     model, longest = Path(config.actor.path), config.dataset.max_prompt_len
-    of_sets: dict[DataSource, Set] = {one.source(one.path): one for one in config.task_sets.values()}
-    of_sets |= {config.held_out(one): one for one in config.evaluation.sets.values()}
-    written = config.prompt_format
     trained: list[Row] = []
     chats: set[bool] = set()
     lengths = lengths and _has_tokenizer(config.actor.path)
 
-    def scan(source: DataSource) -> None:
-        one = of_sets.get(source)
-        judged = config.reward.spec if one is None or one.reward is None else one.reward
-        rows = scan_rows(source, solved="math" in (name for _, name in split_spec(judged)))
-        if isinstance(one, TaskSetConfig) and ":" not in one.curriculum and one.curriculum:
-            from rollout.data.prompts import by_column  # imports numpy
-
-            by_column(rows, one.curriculum, source.path)
+    def scan(placed: tuple[SetConfig, DataSource]) -> None:
+        one, source = placed
+        rows = scan_rows(source, solved=config.judged_by_math(one))
+        if isinstance(one, TaskSetConfig) and one.column:
+            by_column(rows, one.column, source.path)
         chats.update(row.messages is not None for row in rows)
         if not trained:
             trained.extend(rows)
         if lengths:
+            written = config.set_format(one)
             check_lengths(source.path, rows, model=model, prompt_format=written, max_prompt_len=longest)
 
-    found = list(_data_sets(config, scan))
+    sets = ((f"{at}.path", (one, source)) for at, one, source in config.placed_sets)
+    found = list(_data_sets(sets, scan))
     yield from found
     if not found and not config.task_sets:  # of several sets the run compares each
         yield from check_prompts(
             config,
             trained,
             read,
-            lambda: num_surely_fitting(trained, model=model, prompt_format=written, max_prompt_len=longest),
+            lambda: num_surely_fitting(
+                trained, model=model, prompt_format=config.prompt_format, max_prompt_len=longest
+            ),
         )
     if config.demonstrations.path:
         try:
@@ -197,7 +199,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
 
     measures = lengths and _has_tokenizer(config.model.path)
     if not measures or keys_of_conversations(config):
-        found = list(_data_sets(config, scan))
+        found = list(_data_sets(config.data_sources, scan))
         _report_prompt_keys(config, chats)
         if not measures or found:
             yield from found
@@ -224,10 +226,11 @@ def _report_prompt_keys(config: ExperimentConfig, chats: Container[bool]) -> Non
         logger.warning("%s", not_used(keys, "prompt.template is set, and no row is a conversation"))
 
 
-def _data_sets(config: ExperimentConfig, scan: Callable[[DataSource], object]) -> Iterator[Problem]:
-    for key, source in config.data_sources:
+def _data_sets(sets: Iterable[tuple[str, T]], scan: Callable[[T], object]) -> Iterator[Problem]:
+    """Yield what is wrong with data sets. `sets`: (key of its path, what `scan` reads it by) of each."""
+    for key, one in sets:
         try:
-            scan(source)
+            scan(one)
         except DatasetError as error:
             yield _of_data(key, error)
 
@@ -248,19 +251,18 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
             yield Problem(key=key, message=str(error))
 
 
-def _sets(config: PPOMATHConfig) -> dict[str, Set]:
+def _sets(config: PPOMATHConfig) -> dict[str, SetConfig]:
     """Return every set with settings of its own by its section."""
-    train = {f"task_sets.{name}": one for name, one in config.task_sets.items()}
-    return {**train, **{f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}}
+    train: dict[str, SetConfig] = {f"task_sets.{name}": one for name, one in config.task_sets.items()}
+    return train | {f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}
 
 
 def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
-    own = {name: one for name, one in config.task_sets.items() if ":" in one.curriculum}
-    if not own:
-        return
-    from rollout.data.task_sets import load_curriculum  # imports numpy
+    for name, one in config.task_sets.items():
+        if not one.by_function:
+            continue
+        from rollout.data.task_sets import load_curriculum  # imports numpy
 
-    for name, one in own.items():
         try:
             load_curriculum(one.curriculum)
         except PluginError as error:

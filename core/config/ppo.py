@@ -70,6 +70,22 @@ class DataSection(PlaceSection):
         )
 
 
+class SetConfig(DataSection):
+    """What every set may have of its own, to train on or held out."""
+
+    system: str | None = key(None, "System message of conversations that have none. null: prompt.system")
+    workflow: str | None = key(None, "As workflow.type. null: workflow.type and workflow.by_task")
+    workflow_options: dict[str, FlagValue] = key({}, "As workflow.options, for `workflow`")
+    reward: str | None = key(None, "As reward.function, with weights as in 0.5*package.module:name + math")
+    right_at: float | None = key(None, "As reward.right_at")
+
+    def rules(self, at: str) -> Iterator[Violation]:
+        """Yield options without a workflow."""
+        if self.workflow_options and self.workflow is None:
+            message = "are options of a workflow of this set, which has none; write `workflow`, or workflow.options"
+            yield Violation((f"{at}workflow_options", f"{at}workflow"), message)
+
+
 class PromptConfig(Section):
     """What surrounds a prompt: the same in training, fine-tuning and evaluation."""
 

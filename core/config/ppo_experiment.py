@@ -33,6 +33,7 @@ from core.config.ppo import (
     DemonstrationConfig,
     PPOHyperparameters,
     PromptOnlyDatasetConfig,
+    SetConfig,
     StalenessConfig,
 )
 from core.config.presets import PRESETS, with_preset
@@ -49,7 +50,7 @@ from core.config.task_sets import TaskSetConfig
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
-from rollout.rewards.load import split_spec
+from rollout.rewards.load import judged_by_math
 from rollout.rewards.settings import RewardConfig
 from rollout.types import SamplingParams
 
@@ -363,7 +364,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def prompt_format(self) -> PromptFormat:
         """How prompts are written; those that reward.function=math judges ask for a box."""
-        return self.prompt.prompt_format(boxed="math" in self.reward.functions)
+        return self.prompt.prompt_format(boxed=judged_by_math(self.reward.spec))
 
     @property
     def sets(self) -> dict[str, TaskSetConfig]:
@@ -389,10 +390,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
 
     def _right_at(self, own: str | None) -> float | None:
-        """Return the reward of a right answer by a set's own function; None: that of the run."""
-        if own is None:
-            return self.reward.threshold
-        return 1.0 if own == "math" else None
+        """Return the reward of a right answer by a set's own function; `own` None: by that of the run."""
+        return self.reward.threshold if own is None else RewardConfig(function=own).threshold
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
@@ -404,12 +403,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             one = EvaluationSetConfig.model_validate({**data, "path": path})
             name = self.held_out(one).name
             names = chain([name], (f"{name}-{number}" for number in count(len(found))))
-            found[next(free for free in names if free not in found)] = self._measured(one)
+            found[next(free for free in names if free not in found.keys() | given.sets)] = self._measured(one)
         return found | {name: self._measured(one) for name, one in given.sets.items()}
-
-    def _place(self, name: str) -> str:
-        """Return the section of an evaluation set, below `evaluation`."""
-        return f"sets.{name}." if name in self.evaluation.sets else ""
 
     def _measured(self, one: EvaluationSetConfig) -> EvaluationSetConfig:
         given = self.evaluation
@@ -429,10 +424,22 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         """Return the source of an evaluation set."""
         return replace(one.source(one.path), hints=self.dataset.columns, prefer="test")
 
-    def set_format(self, one: TaskSetConfig | EvaluationSetConfig) -> PromptFormat:
-        """Return how the prompts of one of `sets` or `evaluation_sets` are written."""
-        assert one.reward is not None, "filled"
-        written = self.prompt.prompt_format(boxed="math" in [name for _, name in split_spec(one.reward)])
+    @property
+    def placed_sets(self) -> Iterator[tuple[str, TaskSetConfig | EvaluationSetConfig, DataSource]]:
+        """Yield section, settings and source of each of `sets` and `evaluation_sets`."""
+        for name, one in self.sets.items():
+            yield f"task_sets.{name}" if self.task_sets else "dataset", one, one.source(one.path)
+        for name, held_out in self.evaluation_sets.items():
+            at = f"evaluation.sets.{name}" if name in self.evaluation.sets else "evaluation"
+            yield at, held_out, self.held_out(held_out)
+
+    def judged_by_math(self, one: SetConfig) -> bool:
+        """Return whether math judges a set: its rows need solutions, and its prompts ask for a box."""
+        return judged_by_math(one.reward or self.reward.spec)
+
+    def set_format(self, one: SetConfig) -> PromptFormat:
+        """Return how the prompts of a set are written."""
+        written = self.prompt.prompt_format(boxed=self.judged_by_math(one))
         return written if one.system is None else replace(written, system=one.system)
 
     def set_sampling(self, one: TaskSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]) -> SamplingParams:
@@ -499,12 +506,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
-        evaluated = self.evaluation_sets
-        sets = {f"task_sets.{name}.path": one.source(one.path) for name, one in self.task_sets.items()}
-        return (
-            *(sets or {"dataset.path": self.dataset.source(self.dataset.path)}).items(),
-            *((f"evaluation.{self._place(name)}path", self.held_out(one)) for name, one in evaluated.items()),
-        )
+        return tuple((f"{at}.path", source) for at, _, source in self.placed_sets)
 
     @property
     def demonstrations_per_step(self) -> int:

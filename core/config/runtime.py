@@ -9,7 +9,7 @@ from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
 from config_schema.section import Section, key, section
 from core.config.parsing.masking import MASK, is_secret, masked_urls
-from core.config.ppo import DataSection
+from core.config.ppo import DataSection, SetConfig
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue
 
@@ -164,7 +164,7 @@ class Summary(NamedTuple):
     algorithm: str | None = None
 
 
-class EvaluationSetConfig(DataSection):
+class EvaluationSetConfig(SetConfig):
     """A held-out set. Keys that are null have the values of `evaluation`, and workflow and reward those of the run."""
 
     path: str = key(description="Held-out prompts, as dataset.path")
@@ -174,11 +174,6 @@ class EvaluationSetConfig(DataSection):
     temperature: float | None = key(None, "Sampling temperature; 0: greedy", ge=0)
     top_p: float | None = key(None, "As ppo.gen.top_p. null: 1", gt=0, le=1)
     top_k: int | None = key(None, "As ppo.gen.top_k. null: -1", ge=-1)
-    system: str | None = key(None, "System message of conversations that have none. null: prompt.system")
-    workflow: str | None = key(None, "As workflow.type. null: workflow.type and workflow.by_task")
-    workflow_options: dict[str, FlagValue] = key({}, "As workflow.options, for `workflow`")
-    reward: str | None = key(None, "As reward.function")
-    right_at: float | None = key(None, "As reward.right_at")
 
 
 class EvaluationConfig(DataSection):

@@ -7,11 +7,10 @@ from typing import Literal
 
 from config_schema.needs import equals, refused_without
 from config_schema.section import Violation, key
-from core.config.ppo import PATH, DataSection
-from rollout.inference.backend import FlagValue
+from core.config.ppo import PATH, SetConfig
 
 
-class TaskSetConfig(DataSection):
+class TaskSetConfig(SetConfig):
     """A set of prompts. Keys that are null have the value that the run has for prompts of `dataset.path`."""
 
     path: str = key(description=f"Prompts: {PATH}")
@@ -30,11 +29,6 @@ class TaskSetConfig(DataSection):
         needs=equals(".order", "curriculum") & refused_without("order: curriculum"),
     )
     group_size: int | None = key(None, "Completions sampled per prompt. null: group_size", ge=1)
-    system: str | None = key(None, "System message of conversations that have none. null: prompt.system")
-    workflow: str | None = key(None, "As workflow.type. null: workflow.type and workflow.by_task")
-    workflow_options: dict[str, FlagValue] = key({}, "As workflow.options, for `workflow`")
-    reward: str | None = key(None, "As reward.function, with weights as in 0.5*package.module:name + math")
-    right_at: float | None = key(None, "As reward.right_at")
     temperature: float | None = key(None, "Sampling temperature. null: ppo.gen.temperature", gt=0)
     top_p: float | None = key(None, "As ppo.gen.top_p", gt=0, le=1)
     top_k: int | None = key(None, "As ppo.gen.top_k", ge=-1)
@@ -43,13 +37,21 @@ class TaskSetConfig(DataSection):
     )
 
     def rules(self, at: str) -> Iterator[Violation]:
-        """Yield an order without what it needs."""
+        """Yield an order without what it needs, and options without a workflow."""
+        yield from super().rules(at)
         if (self.order == "curriculum") != bool(self.curriculum):
             yield Violation(
                 (f"{at}curriculum", f"{at}order"),
                 f"order={self.order} and curriculum={self.curriculum!r}: order: curriculum needs a column or a "
                 "function, and other orders have none",
             )
-        if self.workflow_options and self.workflow is None:
-            message = "are options of a workflow of this set, which has none; write `workflow`, or workflow.options"
-            yield Violation((f"{at}workflow_options", f"{at}workflow"), message)
+
+    @property
+    def by_function(self) -> bool:
+        """True if a function of the user orders the rows."""
+        return ":" in self.curriculum
+
+    @property
+    def column(self) -> str:
+        """The column that orders the rows; empty: none."""
+        return "" if self.by_function else self.curriculum

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +17,9 @@ from rollout.experience import Rules, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.runtime import EvaluationSetConfig
+    from core.config.ppo import SetConfig
     from core.config.task_sets import TaskSetConfig
+    from rollout.data.source import DataSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +44,31 @@ class RunData:
         self._config = config
         self.tokenizer = load_tokenizer(config.actor.path)
         self.encoder = Encoder(self.tokenizer, config.prompt_format, folder=config.actor.path)
-        self._load = partial(PromptDataset.load, max_prompt_len=config.dataset.max_prompt_len, seed=config.seed)
-        sets = {name: self._task_set(name, one) for name, one in config.sets.items()}
+        sets = [self._task_set(name, one) for name, one in config.sets.items()]
         self.prompts = TaskSets(
-            [*sets.values()],
-            weights={name: one.weight for name, one in config.sets.items() if one.weight is not None},
+            sets,
+            weights={name: one.weight for name, one in config.task_sets.items() if one.weight is not None},
             batch_size=config.dataset.train_bs_n_seqs,
         )
-        eval_sets = {
-            name: self._load(config.held_out(one), encoder=self._encoder(one), solved=one.reward == "math")
-            for name, one in config.evaluation_sets.items()
-        }
-        self.eval_prompts = {
-            name: eval_sets[name].prompts[: one.num_prompts] for name, one in config.evaluation_sets.items()
-        }
-        read = [*(one.dataset for one in sets.values()), *eval_sets.values()]
+        held_out = config.evaluation_sets
+        eval_sets = {name: self._read(config.held_out(one), one) for name, one in held_out.items()}
+        self.eval_prompts = {name: eval_sets[name].prompts[: one.num_prompts] for name, one in held_out.items()}
+        read = [*(one.dataset for one in sets), *eval_sets.values()]
         self._left_out = [one.left_out for one in read if one.left_out is not None]
 
-    def _encoder(self, one: TaskSetConfig | EvaluationSetConfig) -> Encoder:
+    def _read(self, source: DataSource, one: SetConfig, **options: Any) -> PromptDataset:
+        """Read a set. `options`: of PromptDataset.load."""
+        config = self._config
+        return PromptDataset.load(
+            source,
+            self._encoder(one),
+            max_prompt_len=config.dataset.max_prompt_len,
+            seed=config.seed,
+            solved=config.judged_by_math(one),
+            **options,
+        )
+
+    def _encoder(self, one: SetConfig) -> Encoder:
         written = self._config.set_format(one)
         if written == self._config.prompt_format:
             return self.encoder
@@ -69,15 +76,8 @@ class RunData:
 
     def _task_set(self, name: str, one: TaskSetConfig) -> TaskSet:
         """Read a set of prompts to train on."""
-        by_function = ":" in one.curriculum
-        dataset = self._load(
-            one.source(one.path),
-            encoder=self._encoder(one),
-            shuffle=one.order == "shuffled",
-            solved=one.reward == "math",
-            column="" if by_function else one.curriculum,
-        )
-        return TaskSet(name, dataset, curriculum=load_curriculum(one.curriculum) if by_function else None)
+        dataset = self._read(one.source(one.path), one, shuffle=one.order == "shuffled", column=one.column)
+        return TaskSet(name, dataset, curriculum=load_curriculum(one.curriculum) if one.by_function else None)
 
     def facts(self) -> DataFacts:
         """Return what the driver needs."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from core.config.load import bind
 from core.config.parsing.problems import ConfigError, Problem
-from core.config.runtime import EvaluationSetConfig, WorkflowConfig
-from core.config.task_sets import TaskSetConfig
+from core.config.ppo import SetConfig
+from core.config.runtime import WorkflowConfig
 from rollout.plugins import PluginError
 from rollout.workflows import WorkflowChoice, check_workflow
 
@@ -38,10 +38,7 @@ def workflow_choice(config: WorkflowConfig) -> WorkflowChoice:
     )
 
 
-Set = TaskSetConfig | EvaluationSetConfig
-
-
-def task_set_workflow(config: WorkflowConfig, at: str, one: Set) -> WorkflowChoice:
+def task_set_workflow(config: WorkflowConfig, at: str, one: SetConfig) -> WorkflowChoice:
     """Return the workflow of a set whose section is `at`. Raises ConfigError with every problem there is."""
     if one.workflow is None:
         return workflow_choice(config)
@@ -51,7 +48,7 @@ def task_set_workflow(config: WorkflowConfig, at: str, one: Set) -> WorkflowChoi
         raise ConfigError([_in_set(at, problem) for problem in error.problems]) from None
 
 
-def _of_set(config: WorkflowConfig, one: Set) -> WorkflowConfig:
+def _of_set(config: WorkflowConfig, one: SetConfig) -> WorkflowConfig:
     return config.model_copy(update={"type": one.workflow, "by_task": {}, "options": one.workflow_options})
 
 
@@ -67,7 +64,7 @@ def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
     return bind(own, given, "workflow.options.").model_dump()
 
 
-def check_workflows(config: WorkflowConfig, sets: Mapping[str, Set]) -> Iterator[Problem]:
+def check_workflows(config: WorkflowConfig, sets: Mapping[str, SetConfig]) -> Iterator[Problem]:
     """Yield what is wrong with workflow.*, and with the workflows of sets, by their sections."""
     yield from _check(config)
     for at, one in sets.items():

@@ -80,6 +80,15 @@ def uses_math(spec: str) -> bool:
     return any(name in REWARDS for _, name in _all_terms(spec))
 
 
+def judged_by_math(spec: str) -> bool:
+    """Return whether math judges rows, those of single tasks left out: they need solutions, and a prompt asks for a
+    box. False for a spec that check_reward() refuses."""
+    try:
+        return "math" in [name for _, name in split_spec(spec)]
+    except PluginError:
+        return False
+
+
 def load_reward(spec: str) -> Callable[[Prompt, str], Score]:
     """Return the weighted sum of the functions of a spec, by the task of a prompt where it has one; the values of
     several, and the further figures of each, are its parts. Raises PluginError."""

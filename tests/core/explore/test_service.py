@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from core.checks.recipe import recipe_checks
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
 from core.explore.data import RunData
 from core.explore.service import RolloutService
 from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import read_samples
+from rollout.data.source import DatasetError
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.mock.generator import MockGenerator
@@ -79,6 +81,17 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
     both = asyncio.run(evaluate([str(assets.prompts), str(other)]))
     assert {f"prompts/{figure}" for figure in alone} < both.keys() and both["hard/accuracy"] == 0.0
     assert {k: both[f"prompts/{k}"] for k in alone} == pytest.approx(alone)
+
+
+def test_a_run_needs_the_solutions_that_a_check_asks_for(assets, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "9+9="}) + "\n")
+    config = config_of(assets, [str(held_out)], reward="math + helpers.rewards:zero")
+    found = [problem for check in recipe_checks(config, lengths=False) for problem in check(config)]
+    (problem,) = (problem for problem in found if problem.key == "evaluation.path")
+    with pytest.raises(DatasetError, match="no solution among the columns") as refused:
+        RunData(config)
+    assert problem.message == str(refused.value)
 
 
 def test_the_driver_gets_what_every_data_set_leaves_out(assets, tmp_path: Path) -> None:
