@@ -84,7 +84,7 @@ class _Member:
 class _Group:
     """The generator of a group of requests. The next turns of a conversation go where its prefix is in the cache."""
 
-    member: _Member | None
+    member: _Member | None = None
     num_in_flight: int = 0
 
 
@@ -292,16 +292,16 @@ class Router:
         """Return the working generators that take any request."""
         return [member for member in self._alive() if member.name not in self._reserved]
 
+    def _is_free(self, member: _Member) -> bool:
+        return member.name not in self._reserved and not self._is_lost(member)
+
     def _is_lost(self, member: _Member) -> bool:
         return self._members[member.name] is not member or member.name in self.versions.lost()
 
     def _join_group(self, request: GenerateRequest) -> _Group:
-        """Return the request's group, with a generator chosen for it if it is the first; one without a group is its
-        own."""
+        """Return the request's group; one without a group is its own."""
         name = request.group_id or f"request {request.request_id}"
-        group = self._groups.get(name) or self._idle_groups.pop(name, None)
-        if group is None:
-            group = _Group(self._least_loaded() if self._free() else None)
+        group = self._groups.get(name) or self._idle_groups.pop(name, None) or _Group()
         self._groups[name] = group
         group.num_in_flight += 1
         return group
@@ -317,31 +317,29 @@ class Router:
             while len(self._idle_groups) > _MAX_IDLE_GROUPS:
                 del self._idle_groups[next(iter(self._idle_groups))]
 
-    def _least_loaded(self) -> _Member:
-        free = self._free()
-        if not free:
-            failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.versions.lost().items()))
-            raise NoGeneratorError(f"no generator is left: {failures}")
-        return min(free, key=lambda member: member.outstanding_tokens)
-
     async def _member_of(self, group: _Group) -> _Member:
-        """Return the group's generator; another one where that is dead or reserved. Waits where there is none at
-        all."""
-        while group.member not in self._free():
-            if self._free():
-                group.member = self._least_loaded()
-                break
-            if self._none_since is None:
-                self._none_since = time.monotonic()
-                logger.warning("no generator is left; waiting %g s for one to restart", self._config.patience_seconds)
-            self._replaced.clear()
-            try:
-                async with asyncio.timeout(self._none_since + self._config.patience_seconds - time.monotonic()):
-                    await self._replaced.wait()
-            except TimeoutError:
-                self._least_loaded()  # raises
-        assert group.member is not None, "None is never free"
+        """Return the group's generator; the least loaded one where it has none, or a dead or reserved one. Raises
+        NoGeneratorError."""
+        while group.member is None or not self._is_free(group.member):
+            if free := self._free():
+                group.member = min(free, key=lambda member: member.outstanding_tokens)
+            else:
+                await self._wait_for_free()
         return group.member
+
+    async def _wait_for_free(self) -> None:
+        """Wait where there is no generator at all. Raises NoGeneratorError when patience ends."""
+        if self._none_since is None:
+            self._none_since = time.monotonic()
+            logger.warning("no generator is left; waiting %g s for one to restart", self._config.patience_seconds)
+        self._replaced.clear()
+        try:
+            async with asyncio.timeout(self._none_since + self._config.patience_seconds - time.monotonic()):
+                await self._replaced.wait()
+        except TimeoutError:
+            if not self._free():
+                failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.versions.lost().items()))
+                raise NoGeneratorError(f"no generator is left: {failures}") from None
 
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
         """Send a request to a generator once. Raises _AttemptFailed if it failed or the generator failed meanwhile."""
