@@ -245,9 +245,12 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     labels = ("tokens/s", "requests that wait at servers", "finished prompts that wait", "mean staleness")
     for name, run in runs.items():
         hours = [step.end / 3600 for step in run.steps]
-        ages = [sum(a * n for a, n in s.staleness.items()) / max(1, sum(s.staleness.values())) for s in run.steps]
-        series = ([s.tokens / (s.end - s.begin) for s in run.steps], [s.waiting for s in run.steps],
-                  [s.ready for s in run.steps], ages)  # fmt: skip
+        series = (
+            [s.tokens / (s.end - s.begin) for s in run.steps],
+            [s.waiting for s in run.steps],
+            [s.ready for s in run.steps],
+            [s.mean_staleness for s in run.steps],
+        )
         for ax, values in zip(axes, series, strict=True):
             ax.plot(hours, values, label=name, linewidth=1)
     for ax, label in zip(axes, labels, strict=True):

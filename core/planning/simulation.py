@@ -12,7 +12,7 @@ import heapq
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 _GROUPS = 4096
 _PREFILL_STEPS = 2.5  # decode steps that a prefill takes beside its tokens: it has no CUDA graph, as was measured
 _HEALTH_SECONDS = 1e9  # a server that is lost is found by its failed requests
+_GONE = "the server is gone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,15 @@ class Step:
     ready: int
     """Finished episodes that no step has taken."""
 
+    @property
+    def mean_staleness(self) -> float:
+        return mean_of(self.staleness)
+
+
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Return the mean of values of which there are so many each; 0 of none."""
+    return sum(value * count for value, count in counts.items()) / max(1, sum(counts.values()))
+
 
 @dataclass
 class Outcome:
@@ -100,23 +110,27 @@ class Outcome:
         return self.steps[min(len(self.steps) // 4, 2 * self.world.max_staleness + 2) :]
 
     @property
+    def measured_seconds(self) -> float:
+        """Of all measured steps."""
+        return self.measured[-1].end - self.measured[0].begin
+
+    @property
     def seconds(self) -> float:
         """Of a step."""
-        return (self.measured[-1].end - self.measured[0].begin) / len(self.measured)
+        return self.measured_seconds / len(self.measured)
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(s.tokens for s in self.measured) / (self.measured[-1].end - self.measured[0].begin)
+        return sum(s.tokens for s in self.measured) / self.measured_seconds
 
     @property
     def trainer_share(self) -> float:
         """Share of the time in which the trainer computes."""
-        return sum(s.trained - s.taken for s in self.measured) / (self.measured[-1].end - self.measured[0].begin)
+        return sum(s.trained - s.taken for s in self.measured) / self.measured_seconds
 
     @property
     def mean_staleness(self) -> float:
-        ages = self.staleness
-        return sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
+        return mean_of(self.staleness)
 
     @property
     def staleness(self) -> Counter[int]:
@@ -126,8 +140,7 @@ class Outcome:
     @property
     def mean_running(self) -> float:
         """Requests that a server decodes on average."""
-        steps = self.measured
-        return sum(s.running * (s.end - s.begin) for s in steps) / (steps[-1].end - steps[0].begin)
+        return sum(s.running * (s.end - s.begin) for s in self.measured) / self.measured_seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return figures of the run, and of each step, as plain values."""
@@ -139,9 +152,18 @@ class Outcome:
 class _Server:
     """A server as the router sees it: decodes the answers of groups."""
 
-    def __init__(self, world: World, outcome: Outcome, number: int, groups: dict[str, _Answers]) -> None:
+    def __init__(
+        self,
+        world: World,
+        outcome: Outcome,
+        number: int,
+        lengths: Mapping[str, Sequence[float]],
+        on_answer: Callable[[], None],
+    ) -> None:
+        """`lengths`: of the answers of a group, by its request; `on_answer` is called when one of them ends."""
         factor = 1.0 if number else world.straggler
-        self._most, self._outcome, self._index, self._groups = world.max_running, outcome, number, groups
+        self._most, self._outcome, self._index = world.max_running, outcome, number
+        self._lengths, self._on_answer = lengths, on_answer
         self._base, self._each = world.step_seconds * factor, world.request_seconds * factor
         self._prefill = world.prefill_seconds * factor
         self._tokens = 0.0  # that each request got since the begin, as long as it was there
@@ -151,14 +173,15 @@ class _Server:
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._filling: asyncio.Handle | None = None
-        self._dead: asyncio.Future[None] | None = None
+        self._is_dead = False
         self.request_seconds = 0.0
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        if self._dead is not None:
-            raise ConnectionError("the server is gone")
-        group, begin = _Group(self._groups[request.request_id]), asyncio.get_running_loop().time()
-        self.waiting.extend((length, group) for length in group.lengths)
+        if self._is_dead:
+            raise ConnectionError(_GONE)
+        lengths, begin = self._lengths[request.request_id], asyncio.get_running_loop().time()
+        group = _Group(len(lengths))
+        self.waiting.extend((length, group) for length in lengths)
         if self._filling is None:  # with those that come at the same moment
             self._filling = asyncio.get_running_loop().call_soon(self._fill)
         try:
@@ -173,23 +196,21 @@ class _Server:
         return {}
 
     async def health(self) -> Health:
-        if self._dead is not None:
-            raise ConnectionError("the server is gone")
+        if self._is_dead:
+            raise ConnectionError(_GONE)
         return Health(version=0, num_running=len(self._running), num_waiting=len(self.waiting))
 
     async def close(self) -> None: ...
 
     def fail(self) -> None:
         """End every request with an error, for good."""
-        self._dead = asyncio.get_running_loop().create_future()
+        self._is_dead = True
         if self._timer is not None:
             self._timer.cancel()
-        for group in {id(g): g for *_, g in self._running}.values():
+        groups = [group for *_, group in self._running] + [group for _, group in self.waiting]
+        for group in groups:
             if not group.done.done():
-                group.done.set_exception(ConnectionError("the server is gone"))
-        for _, group in self.waiting:
-            if not group.done.done():
-                group.done.set_exception(ConnectionError("the server is gone"))
+                group.done.set_exception(ConnectionError(_GONE))
         self._running, self.waiting = [], deque()
 
     def stall(self, seconds: float) -> None:
@@ -228,7 +249,7 @@ class _Server:
     def _schedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._running and self._dead is None:
+        if self._running and not self._is_dead:
             seconds = max(0.0, self._running[0][0] - self._tokens) * self._step()
             self._timer = asyncio.get_running_loop().call_at(self._since + seconds, self._finish)
 
@@ -237,7 +258,7 @@ class _Server:
         while self._running and self._running[0][0] <= self._tokens + 0.5:
             _, _, group = heapq.heappop(self._running)
             group.left -= 1
-            group.on_answer()
+            self._on_answer()
             if not group.left and not group.done.done():
                 group.done.set_result(None)
         self._fill()
@@ -246,15 +267,12 @@ class _Server:
 class _Group:
     """The answers to one prompt, on their server."""
 
-    def __init__(self, answers: _Answers) -> None:
-        self.lengths, self.on_answer = answers
-        self.left = len(self.lengths)
+    def __init__(self, count: int) -> None:
+        self.left = count
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.cancelled = False
 
 
-_Answers = tuple[list[float], Callable[[], None]]
-"""Lengths of the answers of a group, and what is called when one of them ends."""
 _EMPTY = Completion(
     token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int32),
     finish_reason="stop",
@@ -273,7 +291,7 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
     return World(
         num_servers=servers.layout.dp, max_running=max(1, min(servers.max_running, int(cached))), step_seconds=empty,
         request_seconds=one - empty, prompts=scene.prompts, group_size=scene.group_size, answers=answers,
-        prefill_seconds=prefill_seconds(scene, servers, calibration, tokens=prompt, length=prompt), 
+        prefill_seconds=prefill_seconds(scene, servers, calibration, tokens=prompt, length=prompt),
         prompt_tokens=prompt, max_staleness=scene.max_staleness,
         train_token_seconds=(time.update + time.passes) / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
     )  # fmt: skip
@@ -307,9 +325,10 @@ def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
 class _Run:
     def __init__(self, world: World, num_steps: int, seed: int) -> None:
         self._world, self._num_steps = world, num_steps
+        self._num_prompts = world.prompts * num_steps
         self._random = random.Random(seed)
         self._rules: Rules = make_rules(
-            num_prompts=world.prompts * num_steps, batch_size=world.prompts, max_staleness=world.max_staleness,
+            num_prompts=self._num_prompts, batch_size=world.prompts, max_staleness=world.max_staleness,
             num_epochs=1,
         )  # fmt: skip
         self._experience = MemoryExperience()
@@ -320,12 +339,14 @@ class _Run:
         self._outcome = Outcome(world=world)
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokens: dict[str, float] = {}
-        self._groups: dict[str, _Answers] = {}  # by episode
+        self._lengths: dict[str, list[float]] = {}  # of the answers under way, by episode
         self._request_seconds = 0.0
 
     async def run(self) -> Outcome:
         world = self._world
-        self._servers = [_Server(world, self._outcome, i, self._groups) for i in range(world.num_servers)]
+        self._servers = [
+            _Server(world, self._outcome, i, self._lengths, self._end_answer) for i in range(world.num_servers)
+        ]
         checks = GeneratorConfig(
             health_interval_seconds=_HEALTH_SECONDS, health_timeout_seconds=60.0, patience_seconds=0.0
         )
@@ -359,7 +380,7 @@ class _Run:
                     running=running,
                     waiting=sum(len(s.waiting) for s in self._servers),
                     ready=self._experience.status().num_ready,
-                )  # fmt: skip
+                )
             )
             self._start()
         for task in self._tasks:
@@ -378,7 +399,7 @@ class _Run:
 
     def _start(self) -> None:
         """Start prompts as the producer of a run does: while the generators have room and admission allows it."""
-        while self._requests < self._most and self._opened < self._rules.schedule.total_prompts:
+        while self._requests < self._most and self._opened < self._num_prompts:
             id = str(self._opened)
             tags = Tags(id=id, group_id=id, task="", row=id, epoch=0, version=self._version)
             if self._experience.open(tags, self._rules.admission) == "full":
@@ -391,8 +412,8 @@ class _Run:
 
     async def _episode(self, tags: Tags) -> None:
         world = self._world
-        lengths = [self._length() for _ in range(world.group_size)]
-        self._groups[tags.id] = lengths, self._end_answer
+        drawn = (self._random.gauss(0.0, 1.0) for _ in range(world.group_size))
+        lengths = self._lengths[tags.id] = list(map(world.answers.of_normal, drawn))
         request = GenerateRequest(
             request_id=tags.id, prompt_ids=(), sampling=SamplingParams(max_new_tokens=world.answers.longest),
             group_id=tags.id,
@@ -400,15 +421,14 @@ class _Run:
         await self._router.generate(request)
         if world.tool_seconds:
             await asyncio.sleep(max(self._random.expovariate(1 / world.tool_seconds) for _ in lengths))
-        del self._groups[tags.id]
+        del self._lengths[tags.id]
         self._tokens[tags.id] = sum(lengths) + world.prompt_tokens * len(lengths)
-        oldest = [tags.version] * len(lengths)
         ready = replace(
             tags,
             rewards=[0.0] * len(lengths),
             lengths=[round(n) for n in lengths],
             trained=[1] * len(lengths),
-            oldest=oldest,
+            oldest=[tags.version] * len(lengths),
         )
         self._experience.put(Episode(tags=ready, trajectories=()))
 
@@ -420,6 +440,3 @@ class _Run:
     def _end_answer(self) -> None:
         self._requests -= 1
         self._start()
-
-    def _length(self) -> float:
-        return self._world.answers.of_normal(self._random.gauss(0.0, 1.0))
