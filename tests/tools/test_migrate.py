@@ -192,11 +192,66 @@ def check_values(name: str, config: PPOMATHConfig) -> None:
         assert config.experience.max_read_timeout == 60.0 and config.workflow.timeout_seconds == 100.0
 
 
+@pytest.mark.parametrize(
+    ("in_loss", "in_reward", "ours"),
+    [
+        (True, True, {"kl_in": "both", "kl_ctl": 0.02, "kl_loss_coeff": 0.001}),
+        (True, False, {"kl_in": "loss", "kl_ctl": 0.001}),
+        (False, True, {"kl_in": "reward", "kl_ctl": 0.02}),
+        (False, False, {"kl_in": "reward"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("verl", ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
+                  "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")),
+        ("ROLL", ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef")),
+    ],
+)  # fmt: skip
+def test_each_kl_divergence_keeps_its_coefficient(
+    name: str, keys: tuple[str, ...], in_loss: bool, in_reward: bool, ours: dict[str, object]
+) -> None:
+    given = dict(zip(keys, (in_loss, 0.001, in_reward, 0.02), strict=True))
+    system = next(system for system in systems() if system.name == name)
+    for recipe in (given, dict(reversed(given.items()))):
+        values, _ = translate(system, recipe)
+        assert {key.rpartition(".")[2]: value for key, value in values.items()} == ours
+
+
+def test_skyrl_has_one_coefficient_for_either_kl_divergence() -> None:
+    system = next(system for system in systems() if system.name == "SkyRL")
+    given = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_loss_coef": 0.02}
+    values, _ = translate(system, {f"trainer.algorithm.{key}": value for key, value in given.items()})
+    assert values == {"algorithm.kl_in": "reward", "ppo.kl_ctl": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("name", "switch", "off", "on", "other"),
+    [
+        ("verl", "actor_rollout_ref.model.lora_rank", 0, 8, "actor_rollout_ref.model.target_modules"),
+        ("ROLL", "actor_train.model_args.lora_target", None, "all", "actor_train.model_args.lora_alpha"),
+        ("NeMo-RL", "policy.dtensor_cfg.lora_cfg.enabled", False, True, "policy.dtensor_cfg.lora_cfg.alpha"),
+        ("AReaL", "actor.use_lora", False, True, "actor.lora_rank"),
+        ("SkyRL", "trainer.policy.model.lora.rank", 0, 8, "trainer.policy.model.lora.alpha"),
+        ("OpenRLHF", "lora_rank", 0, 8, "lora_alpha"),
+        ("TRL (GRPOConfig)", "use_peft", False, True, "lora_r"),
+    ],
+)
+def test_lora_that_is_off_needs_no_equivalent(name: str, switch: str, off: object, on: object, other: str) -> None:
+    system = next(system for system in systems() if system.name == name)
+    for value, fate in ((off, "no meaning here"), (on, "no equivalent")):
+        _, rows = translate(system, {switch: value, other: 16})
+        assert {row.fate for row in rows} == {fate}, rows
+
+
 def test_every_target_of_every_table_is_a_key() -> None:
     known = set(all_keys(PPOMATHConfig)) | {"evaluation.sets"}
     for system in systems():
         targets = {
-            target.partition(" if ")[0].partition(" = ")[0].partition(": ")[0] for target in system.keys.values()
+            choice.partition(" if ")[0].partition(" = ")[0].partition(": ")[0]
+            for target in system.keys.values()
+            for choice in target.split(" else ")
         }
         assert targets | set(system.defaults) <= known, (system.name, targets - known)
 

@@ -5,7 +5,8 @@ A target is one of our keys, with what becomes of the value:
     actor.path                                 taken over
     algorithm.name: gae=ppo grpo=grpo          by value; `*=` is any other one
     ppo.ppo_n_minibatches = data.train_batch_size / .    another key's value, or a product, divided by this one
-    ppo.kl_ctl if algorithm.use_kl_loss        only where that key is true
+    ppo.kl_ctl if algorithm.use_kl_loss        only where that key is true; `a and b`: where both are
+    algorithm.kl_loss_coeff if a else ppo.kl_ctl if b    the first one whose condition holds
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class System:
     no_meaning: Sequence[Mapping[str, Any]] = ()
     """`keys` of theirs, and as `note` why nothing has to be written."""
     no_equivalent: Sequence[Mapping[str, Any]] = ()
-    """`keys` of theirs, and as `note` what to do."""
+    """`keys` of theirs, and as `note` what to do. With `if`, only where one of these keys of theirs is true."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Ours, where their default differs."""
 
@@ -124,19 +125,37 @@ def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tup
     for table, fate in without:
         for group in table:
             if any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in group["keys"]):
+                if not _is_on(group.get("if"), recipe):
+                    return Row(key=key, value=value, fate="no meaning here", note="it is off there, as it is here"), {}
                 return Row(key=key, value=value, fate=fate, note=group["note"]), {}
     return Row(key=key, value=value, fate="unknown", note="look it up in docs/configuration.md"), {}
+
+
+def _is_on(switches: Sequence[str] | None, recipe: Mapping[str, Any]) -> bool:
+    """Return whether one of the keys is true; also without any."""
+    return switches is None or any(fnmatchcase(key, name) and on for key, on in recipe.items() for name in switches)
 
 
 def _found(key: str, keys: Mapping[str, str]) -> str | None:
     return next((target for name, target in keys.items() if fnmatchcase(key, name)), None)
 
 
+def _choice(target: str, recipe: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first part of a target whose condition holds, and "", or the key for which the last one does not."""
+    off = ""
+    for choice in target.split(" else "):
+        part, _, condition = choice.partition(" if ")
+        off = next((key for key in condition.split(" and ") if key and not recipe.get(key)), "")
+        if not off:
+            break
+    return part, off
+
+
 def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tuple[Row, dict[str, Any]]:
-    name, _, condition = target.partition(" if ")
-    if condition and not recipe.get(condition):
-        return Row(key=key, value=value, fate="no meaning here", note=f"{condition} is off"), {}
-    name, _, other = name.partition(" = ")
+    choice, off = _choice(target, recipe)
+    if off:
+        return Row(key=key, value=value, fate="no meaning here", note=f"{off} is off"), {}
+    name, _, other = choice.partition(" = ")
     name, _, values = name.partition(": ")
     if isinstance(value, str) and "${" in value:
         return Row(key=key, value=value, fate="no equivalent", note=f"a formula: write {name}"), {}
