@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.planning.gpus import GPUS, PlanError, find_gpu
+from core.planning.gpus import gpu_of_machine
 from core.planning.rates import Calibration, calibration_of
-from rollout.inference.gpus import query_gpus
 
 _ROUNDS = 3
 _WIDTHS = ((1536, 17920), (3584, 37888))  # hidden size and both halves of an MLP, of 1.5B and 7B
@@ -28,7 +27,7 @@ _HEADS = 12
 def calibrate() -> Calibration:
     """Measure this host, which takes about a minute."""
     found = torch.accelerator.current_accelerator()
-    on_gpu = found is not None
+    on_gpu, gpu = found is not None, None if found is None else gpu_of_machine()
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     tokens = 16384 if on_gpu else 128
@@ -40,9 +39,9 @@ def calibrate() -> Calibration:
     assert reference is not None, "it is part of this package"
     products = statistics.harmonic_mean([_products(device, dtype, tokens, *widths) for widths in _WIDTHS])
     return Calibration(
-        gpu=_name() if on_gpu else f"CPU of {os.cpu_count()} cores",
+        gpu=f"CPU of {os.cpu_count()} cores" if gpu is None else gpu.name,
         source="slipstream plan --calibrate; decode_*_seconds and layer_launch_seconds are those of H200",
-        gib=_memory_gib() if on_gpu else 0.0,
+        gib=0.0 if gpu is None else gpu.gib,
         products=products,
         expert_products=_experts(device, dtype, tokens),
         attention_forward=forward[-1] / reached,
@@ -55,14 +54,6 @@ def calibrate() -> Calibration:
         decode_step_seconds=reference.decode_step_seconds,
         decode_layer_link_seconds=reference.decode_layer_link_seconds,
     )
-
-
-def _name() -> str:
-    found = query_gpus()[0].name
-    try:
-        return find_gpu(found).name
-    except PlanError:
-        return found
 
 
 def _seconds(device: torch.device, step: Callable[[], object]) -> float:
@@ -152,8 +143,3 @@ def _link(device: torch.device) -> float:
     source = torch.empty(1 << 28, device=device)
     target = torch.empty_like(source, device=torch.device(device.type, 1))
     return 4.0 * len(source) / _seconds(device, lambda: target.copy_(source))
-
-
-def _memory_gib() -> float:
-    name, found = _name(), query_gpus()[0]
-    return GPUS[name].gib if name in GPUS else found.total_mib / 1024

@@ -26,7 +26,8 @@ from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.types import GenerateRequest, SamplingParams
 from tools.bench import TRL_SCRIPT, Figure
-from tools.demo.data import make_tokenizer, write_jsonl
+from tools.bench.workload import additions
+from tools.demo.data import make_tokenizer
 
 ROUNDS = 5
 
@@ -59,13 +60,6 @@ class Scene:
             )
             Qwen2ForCausalLM(config).save_pretrained(path)
             make_tokenizer().save_pretrained(path)
-        return path
-
-    def prompts(self) -> Path:
-        path = self.folder / "prompts.jsonl"
-        if not path.exists():
-            sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
-            write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
         return path
 
 
@@ -209,7 +203,7 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": model,
         "actor.optimizer.lr": 1e-5,
-        "dataset.path": scene.prompts(),
+        "dataset.path": additions(scene.folder),
         "dataset.train_bs_n_seqs": 32,
         "dataset.max_prompt_len": 16,
         "group_size": 8,
@@ -340,7 +334,7 @@ def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: in
         "--model",
         str(model),
         "--prompts",
-        str(scene.prompts()),
+        str(additions(scene.folder)),
         "--new-tokens",
         str(new_tokens),
         "--steps",

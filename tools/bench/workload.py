@@ -1,13 +1,24 @@
-"""Rewards that cost nothing and answers of random lengths, for measurements with random weights."""
+"""Prompts, rewards that cost nothing, and answers of random lengths, for measurements with random weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from rollout.types import GenerateRequest, Prompt
 from rollout.workflows import SingleTurnMathWorkflow
+from tools.demo.data import write_jsonl
+
+
+def additions(folder: Path) -> Path:
+    """Return a file of additions as prompts in this folder, which is written once."""
+    path = folder / "prompts.jsonl"
+    if not path.exists():
+        sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
+        write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
+    return path
 
 
 def coin_reward(prompt: Prompt, text: str) -> float:

@@ -212,7 +212,7 @@ def _megatron(
     both ran out of memory."""
     with trainer_world() as (parallel, device):
         device.has_grouped_products = False
-        batch = random_batch(scene, [length] * count)
+        batch = random_batch(scene.vocab_size, [length] * count)
         choices = [fused, ()] if fused else [()]
         return fastest_bare_rate(scene, parallel, device, batch, size, choices=choices, of=min)
 
@@ -229,7 +229,7 @@ def _measure_experts(
     """Return the updates by the tokens of a microbatch."""
     with trainer_world() as (parallel, device):
         device.has_grouped_products = stacked
-        batch = random_batch(scene, [length] * count)
+        batch = random_batch(scene.vocab_size, [length] * count)
         engine = make_engine(scene, parallel, device, **settings)
         label = f"experts, {settings['gradient_checkpointing']}, {'stacked' if stacked else 'grouped layers'}"
         measured = {
@@ -269,8 +269,8 @@ def _measure_long(scene: WidthsScene, length: int, **settings: Any) -> Measured 
     measured: Measured | None = None
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, **settings)
-        ppo_update(engine, random_batch(scene, [length // 16]), length)  # kernels and moments
-        batch = random_batch(scene, [length])
+        ppo_update(engine, random_batch(scene.vocab_size, [length // 16]), length)  # kernels and moments
+        batch = random_batch(scene.vocab_size, [length])
         updates = 3 if settings["gradient_checkpointing"] == "auto" and length == LENGTHS[0] else 2
         label = f"long, {settings}, {length} tokens"
         try:

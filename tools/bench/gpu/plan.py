@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.planning.gpus import GPUS, PlanError, find_gpu
+from core.planning.gpus import GPUS, gpu_of_machine
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
 from core.planning.rates import calibration_of, update_seconds
 from core.planning.scene import Scene
@@ -87,18 +87,16 @@ def measured(
     if left_out := [str(case) for case in cases if case not in chosen]:
         print(f"left out, for GPUs or memory that this host lacks: {', '.join(left_out)}", flush=True)
     with tempfile.TemporaryDirectory() as root:
-        tasks = {}
+        tasks = []
         for number, case in enumerate(chosen):
             folder = Path(root) / str(number)
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(PLANNED[case.model]))
-            task = Task(place=_PLACE, arguments=(case, str(folder), bool(gpus)), num_ranks=case.layout.world_size)
-            tasks[id(task)] = (task, case)
+            arguments = (case, str(folder), bool(gpus))
+            tasks.append(Task(place=_PLACE, arguments=arguments, num_ranks=case.layout.world_size))
         names = [device_names([gpu.index]) for gpu in gpus]
-        ordered = [task for task, _ in tasks.values()]
-        end = time.monotonic() + seconds
-        for outcome in outcomes(ordered, names, task_seconds=case_seconds, end=end):
-            case = tasks[id(outcome.task)][1]
+        for outcome in outcomes(tasks, names, task_seconds=case_seconds, end=time.monotonic() + seconds):
+            case = outcome.task.arguments[0]
             if outcome.failure:
                 yield case, outcome.failure
                 continue
@@ -182,13 +180,8 @@ def _print_errors(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 def gpu_name() -> str:
     """Return the name of this host's GPUs as the planner has it, or the driver; "CPU" without one."""
-    found = query_gpus()
-    if not found:
-        return "CPU"
-    try:
-        return find_gpu(found[0].name).name
-    except PlanError:
-        return found[0].name
+    gpu = gpu_of_machine()
+    return "CPU" if gpu is None else gpu.name
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rollout.inference.gpus import device_names, query_gpus
 from tools.bench import TRL_SCRIPT, Figure
 from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.trainer import Scene
-from tools.demo.data import write_jsonl
+from tools.bench.workload import additions
 
 END_SECONDS = 10.0
 """A process that is ended while it uses a GPU can stay for minutes; it is not waited for longer."""
@@ -129,16 +129,13 @@ def _config(scene: Scene, staleness: int) -> dict[str, Any]:
 def common_config(scene: Scene) -> dict[str, Any]:
     """Return what whole runs with SGLang servers share: additions as prompts, one update a step of a model with random
     weights."""
-    path = scene.folder / "prompts.jsonl"
-    sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
-    write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     config: dict[str, Any] = {
         "experiment_name": "bench",
         "external_configs.cluster_config.fileroot": scene.folder / "runs",
         "actor.path": scene.model,
         "actor.init_from_scratch": True,
         "actor_train.mb_spec.max_tokens_per_mb": 16384,
-        "dataset.path": path,
+        "dataset.path": additions(scene.folder),
         "dataset.max_prompt_len": 32,
         "ppo.ppo_n_minibatches": 1,
         "ppo.kl_ctl": 0.0,

@@ -151,16 +151,16 @@ def make_engine(
     return MegatronEngine(model, parallel=parallel, device=device)
 
 
-def random_batch(scene: Scene, lens: Sequence[int], *, seed: int = 0) -> PackedBatch:
+def random_batch(vocab_size: int, lens: Sequence[int]) -> PackedBatch:
     """Return sequences of these lengths as a PPO update gets them, every token but the first trained."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0)
     total = int(cu_seqlens[-1])
     mask = torch.ones(total, dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
-    old = torch.full((total,), -float(np.log(scene.vocab_size)))
+    old = torch.full((total,), -float(np.log(vocab_size)))
     return PackedBatch(
-        token_ids=torch.randint(scene.vocab_size, (total,), generator=generator),
+        token_ids=torch.randint(vocab_size, (total,), generator=generator),
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
         fields={
@@ -195,7 +195,7 @@ def update(scene: Scene) -> Iterator[Figure]:
     ):
         name = f"update.{scene.shape}_{length}"
         with trainer_world() as (parallel, device):
-            batch = random_batch(scene, [length] * count)
+            batch = random_batch(scene.vocab_size, [length] * count)
             found = fastest_bare_rate(
                 scene, parallel, device, batch, tokens_per_mb, choices=choices, recompute=bare_recompute
             )
@@ -294,7 +294,7 @@ def checkpoint(scene: Scene) -> Iterator[Figure]:
     while threads write it. One GPU."""
     small = not query_gpus()
     with trainer_world() as (parallel, device), ThreadPoolExecutor(1) as pool:
-        batch = random_batch(scene, [64] * 2 if small else [2048] * 16)
+        batch = random_batch(scene.vocab_size, [64] * 2 if small else [2048] * 16)
         engine = make_engine(scene, parallel, device, gradient_checkpointing="selective")
         engine.prepare_saves()
 

@@ -11,17 +11,15 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
 from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from tools.bench.gpu.cases import Case
 from tools.bench.gpu.shapes import PLANNED
-from tools.bench.gpu.trainer import become_rank, ppo_update, seconds_of
+from tools.bench.gpu.trainer import become_rank, ppo_update, random_batch, seconds_of
 
 _WARM_UP, _ROUNDS = 1, 3
 
@@ -65,23 +63,7 @@ def measure(rank: int, case: Case, folder: str, on_gpu: bool) -> dict[str, float
 
 def _update(case: Case, engine: MegatronEngine) -> Callable[[], object]:
     """Return what runs an update on the sequences of a case."""
-    vocab_size, lengths = PLANNED[case.model]["vocab_size"], case.lengths
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    total = int(cu_seqlens[-1])
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.ones(total, dtype=torch.bool)
-    mask[cu_seqlens[:-1]] = False
-    old = torch.full((total,), -float(np.log(vocab_size)))
-    batch = PackedBatch(
-        token_ids=torch.randint(vocab_size, (total,), generator=generator),
-        cu_seqlens=cu_seqlens,
-        loss_mask=mask,
-        fields={
-            "advantages": torch.randn(total, generator=generator),
-            "old_logprobs": old,
-            "rollout_logprobs": old,
-        },
-    )
+    batch = random_batch(PLANNED[case.model]["vocab_size"], case.lengths)
 
     def of_values(output: Any, fields: Any, sequences: Any) -> Any:
         return (output.values.square() * fields["token_weights"]).sum(), {}
