@@ -6,7 +6,6 @@ Invariant: a file outside these folders is never opened, for no request, name or
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -14,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from core.monitoring.health import History, Metrics
 from core.monitoring.logs import DRIVER_LOG
 from core.runs.record import CONFIG, STARTS
 from tools.runs import history_of, settings_of, state_of
+from tools.studio.lines import parsed
 
 METRICS = "metrics.jsonl"
 _DEPTH = 6
@@ -156,14 +156,13 @@ def tail(run: Run, name: str, *, most: int = _TAIL_BYTES) -> list[str]:
     return [line for line in lines[1 if size > most else 0 :] if line]
 
 
-def last_row(run: Run) -> dict[str, object]:
+def last_row(run: Run) -> dict[str, Any]:
     """Return the last row of a step that can be read; empty before the first."""
     with suppress(NotFound):
         for line in reversed(tail(run, METRICS)):
-            with suppress(ValueError):
-                row = json.loads(line)
-                if isinstance(row, dict) and "time/step" in row:
-                    return row
+            row = parsed(line.encode())
+            if row is not None and "time/step" in row:
+                return row
     return {}
 
 

@@ -1,12 +1,12 @@
-"""Who may ask: requests of this host's user, from a page of the studio itself, and with the token where there is one.
+"""Refuse requests of other users, of other pages, and without the token where there is one.
 
     Host     must be the address that the studio was given, or a name of the loopback; another name is DNS rebinding
     Origin   must be that of the studio where a browser sends one; other pages may not ask
     token    in the address once (?token=...), then in a cookie that scripts and other sites do not get
-    user     over the loopback, the process that asks must belong to the same user, or to root
+    user     without a token, the process that connects over the loopback must belong to the same user, or to root
 
-Texts of runs are shown as text alone: the policy that is sent with each answer allows no script, style or picture but
-those of the studio's own files.
+The content policy of each answer allows only scripts, styles and pictures of the studio, so that no text of a run is
+executed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def guard(*, host: str, port: int, token: str | None) -> Middleware:
             return _refusal("requests of other pages are refused")
         if token is not None:
             given = request.query.get("token") or request.cookies.get(f"{COOKIE}_{port}", "")
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
                 return _refusal("open the address with the token that the studio shows at its start")
         elif not same_user(request.transport):
             return _refusal("this studio belongs to another user of this host")

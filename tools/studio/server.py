@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import os
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import orjson
@@ -36,7 +38,6 @@ from tools.studio.timeline import timeline
 from tools.studio.tokens import answer_tokens, explain, saved_steps
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MOST_POINTS = 2000
@@ -224,7 +225,7 @@ class Studio:
         )
         await response.prepare(request)
         while piece := await asyncio.to_thread(lambda: list(islice(rows, _EXPORTED))):
-            await response.write(b"".join(orjson.dumps(row) + b"\n" for row in piece))
+            await response.write(b"".join(as_json(row) + b"\n" for row in piece))
         await response.write_eof()
         return response
 
@@ -347,12 +348,23 @@ def answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response
             value, status = {"error": f"the request lacks {error}"}, 400
         except ValueError as error:
             value, status = {"error": str(error)}, 400
+        except subprocess.TimeoutExpired as error:
+            value, status = {"error": f"stopped after {error.timeout:.0f} s; run the command yourself"}, 400
         except OSError as error:
             value, status = {"error": f"cannot be read: {error.strerror}"}, 404
-        body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-        return web.Response(body=body, status=status, content_type="application/json")
+        return web.Response(body=as_json(value), status=status, content_type="application/json")
 
     return answer
+
+
+def as_json(value: object) -> bytes:
+    """Return a value as JSON, with null for NaN. Names of files that are not UTF-8 and integers of more than 64 bits,
+    which orjson refuses, are written inexactly."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        text = json.dumps(value, ensure_ascii=False, default=lambda array: array.tolist())
+        return orjson.dumps(json.loads(text.encode(errors="replace"), parse_int=float))
 
 
 def overview(run: Run) -> dict[str, Any]:
@@ -360,11 +372,8 @@ def overview(run: Run) -> dict[str, Any]:
     row = last_row(run)
     warning, left = log_figures(run)
     state = run.state
-    seconds = row.get("time/step")
-    tokens = row.get("n_tokens")
-    rate = (
-        tokens / seconds if isinstance(tokens, int | float) and isinstance(seconds, int | float) and seconds else None
-    )
+    tokens, seconds = row.get("n_tokens"), row.get("time/step")
+    has_rate = isinstance(tokens, int | float) and isinstance(seconds, int | float) and seconds
     return {
         "id": run.id,
         "name": run.name,
@@ -372,24 +381,22 @@ def overview(run: Run) -> dict[str, Any]:
         "state": state,
         "step": row.get("step", 0),
         "reward": row.get("reward/mean", row.get("loss")),
-        "reward_name": "reward/mean" if "reward/mean" in row else "loss",
-        "tokens_per_second": rate,
+        "tokens_per_second": tokens / seconds if has_rate else None,
         "staleness": row.get("staleness/mean"),
-        "step_seconds": seconds,
         "warning": warning,
         "seconds_left": left if state == "running" else None,
     }
 
 
 def curve(series: Series, name: str, axis: str, low: float, high: float, points: int, smooth: float) -> dict[str, Any]:
-    """Return one curve between two values of x: {x, y, smooth, total}. `smooth`: share of the points whose mean each
-    point becomes, 0: none."""
+    """Return one curve between two values of x: {x, y, smooth}. `smooth`: share of the points whose mean each point
+    becomes, 0: none."""
     x, y = series.curve(name, axis)
     mean = smoothed(y, int(smooth * len(y)))
     inside = slice(*np.searchsorted(x, (low, high), side="left")) if np.isfinite([low, high]).any() else slice(None)
     x, y, mean = x[inside], y[inside], mean[inside]
     shown_x, shown_y = downsampled(x, y, points)
-    result = {"x": shown_x, "y": shown_y, "total": len(x)}
+    result = {"x": shown_x, "y": shown_y}
     if smooth > 0:
         result["smooth"] = np.interp(shown_x, x, mean) if len(x) else mean
     return result

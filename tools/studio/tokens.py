@@ -1,7 +1,7 @@
-"""One answer token by token, and the loss of one step: as far as the files of the run have them.
+"""One answer token by token, and the loss of one step.
 
-The tokens of an answer are in the store of episodes (experience.store=sqlite), the loss of a step in a batch that was
-saved (monitor.save_batches). Both are read only where they lie in the given folders.
+The tokens of an answer are in the store of episodes (experience.store=sqlite), which must lie in the given folders; the
+loss of a step is computed from a batch that was saved (monitor.save_batches).
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def answer_tokens(run: Run, query: Mapping[str, str], allowed: Any) -> dict[str,
     if settings.get("experience.store") != "sqlite":
         raise NotFound("tokens are kept with experience.store=sqlite; this run keeps its episodes in memory")
     path = _inside(str(settings.get("experience.path") or ""), allowed, "the store of episodes")
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as db:
-        found = db.execute("SELECT value FROM episodes WHERE id = ?", (query["episode"],)).fetchone()
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as db:
+            found = db.execute("SELECT value FROM episodes WHERE id = ?", (query["episode"],)).fetchone()
+    except sqlite3.Error as error:
+        raise NotFound(f"{path}: cannot be read: {error}") from None
     if found is None or found[0] is None:
         raise NotFound("the store has no tokens of this answer any more (experience.keep_steps)")
     group: Sequence[Trajectory] = records_from_plain(Trajectory, loads(found[0]))

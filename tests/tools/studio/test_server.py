@@ -124,6 +124,8 @@ def test_a_token_is_asked_for_and_leaves_the_address(start: Callable[..., str], 
     assert len(token) > 20
     assert status(base, "api/runs") == 403
     assert status(base, "api/runs?token=wrong") == 403
+    port = base.rpartition(":")[2].strip("/")
+    assert status(base, "api/runs", Cookie=f"slipstream_studio_{port}=\xff") == 403
     opener = build_opener(HTTPCookieProcessor(CookieJar()))
     with opener.open(address.replace("0.0.0.0", "127.0.0.1")) as answer:
         assert "token" not in answer.url
@@ -284,6 +286,21 @@ def test_rows_of_samples_with_unexpected_types_hide_no_others(tmp_path: Path, mo
     rows = samples.find(Query(first_step=50))["rows"]
     assert samples.status()["samples"] == 322 and {row["step"] for row in rows} == {50, 51}
     assert samples.sample(rows[0]["at"])["group"]
+
+
+def test_one_run_that_is_damaged_does_not_hide_the_others(start: Callable[..., str], tmp_path: Path) -> None:
+    make_run(tmp_path, "sums/good", steps=4)
+    logs = make_run(tmp_path, "sums/odd", steps=4).logs
+    with open(logs / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 5, "time/step": NaN, "reward/mean": {10**30}}}\n{{"step": "six", "time/step": 1}}\n')
+    with open(logs / "samples.jsonl", "a") as file:
+        file.write('{"step": 5, "reward": NaN, "answer": "half \\ud800"}\n')
+    os.rename(logs, os.fsencode(logs) + b"\xff")  # not UTF-8
+    base = start(tmp_path)
+    runs = {run["name"]: run for run in get(base, "api/runs")["runs"]}
+    assert (runs["sums/good"]["step"], runs["sums/odd?"]["step"], runs["sums/odd?"]["reward"]) == (4, 5, 1e30)
+    (row,) = get(base, f"api/run/{runs['sums/odd?']['id']}/samples?first_step=5")["rows"]
+    assert (row["reward"], row["answer"]) == (None, "half ?")
 
 
 def test_numbers_out_of_range_are_no_errors_of_the_server(base: str) -> None:
