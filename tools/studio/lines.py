@@ -1,4 +1,4 @@
-"""Tables made of the lines of files that grow: read once, from where the last reading ended.
+"""The rows of files that grow, read once: each reading begins where the last one ended.
 
 Invariant: a line that cannot be read is left out and counted; one that is not complete yet is read when it is.
 """
@@ -43,6 +43,10 @@ class Source:
         self.size = found.st_size
         return found.st_ino == self.inode and found.st_size >= self.offset
 
+    def as_row(self) -> dict[str, Any]:
+        """Return the fields for a cache, with the name of the file instead of its path."""
+        return {**vars(self), "path": self.path.name}
+
     @property
     def notes(self) -> list[str]:
         """Return what a reader should know of the file."""
@@ -63,12 +67,13 @@ def source_of(path: Path) -> Source:
 
 
 _turn = threading.Lock()
-"""Readers take turns, piece by piece: side by side they would only wait for the interpreter's lock."""
+"""Held for one piece: parallel readers would only wait for the interpreter's lock."""
 _REST_SECONDS = 0.002
 
 
 def pieces(source: Source, stop: Callable[[], bool]) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """Yield what is new in a file, piece by piece; other readers have their turn between. Raises OSError."""
+    """Yield what is new in a file, piece by piece, alternating with other readers. `stop`: asked before each piece.
+    Raises OSError."""
     while not stop():
         with _turn:
             before = source.offset

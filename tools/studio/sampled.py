@@ -1,6 +1,6 @@
 """The samples of a run: an index of their lines with what is filtered and sorted by; texts are read when shown.
 
-Invariant: a search returns how many of the answers were compared, so that a part is never taken for all.
+Invariant: a search that ends early returns how many answers it has compared and where the next one continues.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tools.studio.folders import NotFound, Run
 from tools.studio.lines import PIECE_BYTES, Source, pieces, row_at, source_of
-from tools.studio.table import CACHED_BYTES, Columns, cache_folder, forget_state, read_state, write_state
+from tools.studio.table import CACHED_BYTES, UNREADABLE, Columns, cache_folder
 
 _CURRENT, _CLOSED = "samples.jsonl", "samples-*.jsonl"
 _SHORT_CHARS = 300
 _SEARCH_SECONDS = 1.5
+_MOST_IN_GROUP = 256
 _NOTABLE = ("best", "worst", "longest")
 _FINISHES = ("", "stop", "length", "abort")
 _NAMES = (
@@ -97,7 +99,7 @@ class SampleIndex:
                 with self._lock:
                     if plain:
                         self._columns.append(_NAMES, list(zip(*plain, strict=True)))
-        if sum(s.offset for s in self._files.values()) - self._saved_at > CACHED_BYTES:
+        if self._num_read - self._saved_at > CACHED_BYTES:
             self._save()
 
     def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> tuple[float, ...]:
@@ -117,30 +119,28 @@ class SampleIndex:
         )  # fmt: skip
 
     @property
-    def _folder(self) -> Any:
+    def _folder(self) -> Path:
         return cache_folder(f"{self._run.id}-samples")
 
     def _load(self) -> None:
         self._loaded = True
-        state = read_state(self._folder)
-        files = state.get("files")
         columns = _new_columns()
-        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-            if not isinstance(files, list):
-                return
-            columns.load(self._folder)
-            sources = [Source(**{**kept, "path": self._run.logs / kept["path"]}) for kept in files]
-            self._sets = [str(name) for name in state["sets"]]  # type: ignore[attr-defined]
+        with suppress(*UNREADABLE):
+            state = columns.load(self._folder)
+            sources = [Source(**{**kept, "path": self._run.logs / kept["path"]}) for kept in state["files"]]
             self._columns, self._files = columns, {source.inode: source for source in sources}
-            self._saved_at = sum(source.offset for source in sources)
+            self._sets, self._saved_at = state["sets"], self._num_read
 
     def _save(self) -> None:
         with self._lock, suppress(OSError):
-            forget_state(self._folder)
-            self._columns.save(self._folder)
-            files = [{**vars(source), "path": source.path.name} for source in self._files.values()]
-            write_state(self._folder, {"files": files, "sets": self._sets})
-            self._saved_at = sum(source.offset for source in self._files.values())
+            files = [source.as_row() for source in self._files.values()]
+            self._columns.save(self._folder, {"files": files, "sets": self._sets})
+            self._saved_at = self._num_read
+
+    @property
+    def _num_read(self) -> int:
+        """Bytes of all files."""
+        return sum(source.offset for source in self._files.values())
 
     @property
     def has_rows(self) -> bool:
@@ -163,37 +163,40 @@ class SampleIndex:
                 "first_step": int(steps.min()) if steps.size else None,
                 "last_step": int(steps.max()) if steps.size else None,
                 "sets": [name for name in self._sets if name],
-                "read": sum(s.offset for s in self._files.values()) / size if size else 1.0,
+                "read": self._num_read / size if size else 1.0,
                 "notes": [note for source in self._files.values() for note in source.notes],
             }
 
     def find(self, query: Query) -> dict[str, Any]:
-        """Return {rows, matched, next, looked_at, of}: at most query.count answers. `matched`: answers that the
-        conditions keep, without the text; `next`: start of the following page, None at the end. Raises ValueError."""
-        with self._lock:
-            matches = self._matches(query)
-            files = self._columns["file"][matches] if matches.size else np.zeros(0, int)
-            offsets = self._columns["offset"][matches] if matches.size else np.zeros(0, int)
-        wanted = re.compile(re.escape(query.text), re.IGNORECASE) if query.text else None
+        """Return {rows, matched, looked_at, next}: at most query.count answers. `matched`: answers that the conditions
+        keep, without the text; `next`: start of the following page, None at the end. Raises ValueError."""
+        places, wanted = self._places(query), _pattern(query)
         rows: list[dict[str, Any]] = []
         until = time.monotonic() + _SEARCH_SECONDS
         at = query.start
-        while at < len(matches) and len(rows) < query.count and (wanted is None or time.monotonic() < until):
-            row = self._read(int(files[at]), int(offsets[at]))
-            at += 1
-            if row is not None and (wanted is None or any(wanted.search(text) for text in _texts(row))):
+        while at < len(places) and len(rows) < query.count and (wanted is None or time.monotonic() < until):
+            if row := self._read(places[at], wanted):
                 rows.append(_short(row, wanted))
+            at += 1
         return {
             "rows": rows,
-            "matched": len(matches),
+            "matched": len(places),
             "looked_at": at,
-            "next": at if at < len(matches) else None,
+            "next": at if at < len(places) else None,
         }
 
+    def _places(self, query: Query) -> np.ndarray:
+        """Return (inode, offset) [N, 2] of the answers that the conditions keep, without the text. Raises
+        ValueError."""
+        with self._lock:
+            if not self._columns.num_rows:
+                return np.zeros((0, 2), int)
+            matches = self._matches(query)
+            return np.stack([self._columns[name][matches] for name in ("file", "offset")], axis=1)
+
     def _matches(self, query: Query) -> np.ndarray:
+        """Return the rows that the conditions keep [N], in their order. Raises ValueError."""
         columns = self._columns
-        if not columns.num_rows:
-            return np.zeros(0, int)
         keep = np.ones(columns.num_rows, bool)
         for name, least, most in (
             ("step", query.first_step, query.last_step),
@@ -204,9 +207,9 @@ class SampleIndex:
             if most is not None:
                 keep &= columns[name] <= most
         if query.finish:
-            keep &= columns["finish"] == _FINISHES.index(query.finish)
+            keep &= columns["finish"] == _place("finish", query.finish, _FINISHES)
         if query.notable:
-            keep &= (columns["notable"] & (1 << _NOTABLE.index(query.notable))) > 0
+            keep &= (columns["notable"] & (1 << _place("notable", query.notable, _NOTABLE))) > 0
         if query.of in ("training", "evaluation"):
             keep &= (columns["set"] == 0) == (query.of == "training")
         elif query.of:
@@ -215,56 +218,57 @@ class SampleIndex:
             keep &= columns["query"] == _checksum(query.query_id)
         if query.episode:
             keep &= columns["episode"] == _checksum(query.episode)
-        if query.sort not in SORTS:
-            raise ValueError(f"sort={query.sort}: one of {', '.join(SORTS)}")
         found = np.flatnonzero(keep)
-        values = columns[query.sort][found].astype(np.float64)
+        values = columns[SORTS[_place("sort", query.sort, SORTS)]][found].astype(np.float64)
         values = np.nan_to_num(-values if query.descending else values, nan=np.inf)
         order = np.lexsort((columns["offset"][found], -columns["step"][found], values))
         return found[order]
 
-    def _read(self, inode: int, offset: int) -> dict[str, Any] | None:
+    def _read(self, place: Iterable[Any], wanted: re.Pattern[str] | None = None) -> dict[str, Any] | None:
+        """Return the answer at (inode, offset) in full; None where it is gone, or no text of it has `wanted`."""
+        inode, offset = map(int, place)
         source = self._files.get(inode)
         if source is None:
             return None
         with suppress(OSError):
             row = row_at(source.path, offset)
-            if row is not None:
+            if row is not None and (wanted is None or any(wanted.search(text) for text in _texts(row))):
                 return {**row, "at": f"{inode}:{offset}"}
         return None
 
     def sample(self, at: str) -> dict[str, Any]:
         """Return an answer in full, with `group`: all that were kept of its prompt in this step. Raises NotFound."""
         inode, _, offset = at.partition(":")
-        row = self._read(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else None
+        row = self._read((inode, offset)) if inode.isdigit() and offset.isdigit() else None
         if row is None:
             raise NotFound("there is no such answer any more; the oldest files of samples are deleted")
         query = Query(
             first_step=row["step"], last_step=row["step"], of=row.get("evaluation") or "training",
             query_id=str(row.get("query_id", "")), sort="step", descending=False,
         )  # fmt: skip
-        with self._lock:
-            matches = self._matches(query)
-            places = [(int(self._columns["file"][i]), int(self._columns["offset"][i])) for i in matches[:256]]
-        group = [found for place in places if (found := self._read(*place))]
+        group = [found for place in self._places(query)[:_MOST_IN_GROUP] if (found := self._read(place))]
         group = [one for one in group if all(one.get(k) == row.get(k) for k in ("query_id", "episode"))]
         return {**row, "group": sorted(group, key=lambda one: _number(one.get("index")))}
 
     def all(self, query: Query) -> Iterator[dict[str, Any]]:
-        """Yield every answer that a query keeps, in full."""
-        with self._lock:
-            matches = self._matches(query)
-            places = [(int(self._columns["file"][i]), int(self._columns["offset"][i])) for i in matches]
-        wanted = re.compile(re.escape(query.text), re.IGNORECASE) if query.text else None
-        for place in places:
-            row = self._read(*place)
-            if row is not None and (wanted is None or any(wanted.search(text) for text in _texts(row))):
-                yield row
+        """Return every answer that a query keeps, in full, read as they are iterated. Raises ValueError."""
+        places, wanted = self._places(query), _pattern(query)
+        return (row for place in places if (row := self._read(place, wanted)))
 
 
 def _new_columns() -> Columns:
     wide = dict.fromkeys(("file", "offset", "query", "episode"), "i8")
     return Columns(dtype="i4", dtypes={**wide, "reward": "f4", "finish": "i1", "notable": "i1", "set": "i2"})
+
+
+def _pattern(query: Query) -> re.Pattern[str] | None:
+    return re.compile(re.escape(query.text), re.IGNORECASE) if query.text else None
+
+
+def _place(name: str, value: str, choices: Sequence[str]) -> int:
+    if value not in choices:
+        raise ValueError(f"{name}={value}: one of {', '.join(filter(None, choices))}")
+    return choices.index(value)
 
 
 def _number(value: object, otherwise: float = 0) -> float:

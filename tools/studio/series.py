@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tools.studio.folders import METRICS, NotFound, Run
 from tools.studio.lines import Source, pieces, row_at, source_of, spread_rows
-from tools.studio.table import CACHED_BYTES, Columns, cache_folder, forget_state, read_state, write_state
+from tools.studio.table import CACHED_BYTES, UNREADABLE, Columns, cache_folder
 
 _PREVIEW_ROWS = 300
 _PREVIEW_FROM_BYTES = 8 << 20
@@ -54,7 +55,7 @@ class Series:
         if source.offset - self._saved_at > CACHED_BYTES:
             self._save()
 
-    def _begin(self, path: Any) -> None:
+    def _begin(self, path: Path) -> None:
         with self._lock:
             self._source, self._columns, self._histograms = source_of(path), _new_columns(), set()
             self._saved_at = 0
@@ -67,32 +68,25 @@ class Series:
                 self._preview, self._histograms = preview, names
 
     @property
-    def _folder(self) -> Any:
+    def _folder(self) -> Path:
         return cache_folder(f"{self._run.id}-metrics")
 
     def _load(self) -> None:
-        """Take the columns of an earlier look at this very file."""
-        state, source = read_state(self._folder), self._source
-        assert source is not None, "called after it was begun"
-        if state.get("inode") != source.inode or not 0 < int(str(state.get("offset", 0))) <= source.size:
-            return
-        columns = _new_columns()
-        with suppress(OSError, ValueError):
-            columns.load(self._folder)
-            self._columns = columns
-            source.offset = self._saved_at = int(str(state["offset"]))
-            source.lines, source.damaged = int(str(state["lines"])), int(str(state["damaged"]))
-            source.first_damaged = int(str(state["first_damaged"]))
-            self._histograms = set(str(state["histograms"]).split("\0")) - {""}
+        """Take the columns that an earlier studio has read of this file."""
+        columns, found = _new_columns(), self._source
+        assert found is not None, "called after it was begun"
+        with suppress(*UNREADABLE):
+            state = columns.load(self._folder)
+            source = Source(**{**state["source"], "path": found.path, "size": found.size})
+            if source.inode == found.inode and 0 < source.offset <= source.size:
+                self._source, self._columns, self._histograms = source, columns, set(state["histograms"])
+                self._saved_at = source.offset
 
     def _save(self) -> None:
         source = self._source
         assert source is not None, "there are columns"
         with self._lock, suppress(OSError):
-            forget_state(self._folder)
-            self._columns.save(self._folder)
-            state = {name: getattr(source, name) for name in ("inode", "offset", "lines", "damaged", "first_damaged")}
-            write_state(self._folder, {**state, "histograms": "\0".join(sorted(self._histograms))})
+            self._columns.save(self._folder, {"source": source.as_row(), "histograms": sorted(self._histograms)})
             self._saved_at = source.offset
 
     @property

@@ -217,7 +217,9 @@ class Studio:
     async def export(self, request: web.Request) -> web.StreamResponse:
         """Send the samples that a query keeps as jsonl."""
         try:
-            rows = self.indices.samples(self._run(request)).all(query_of(request))
+            index = self.indices.samples(self._run(request))
+            await self.indices.fresh(index)
+            rows = await asyncio.to_thread(index.all, query_of(request))
         except (NotFound, ValueError) as error:
             return web.json_response({"error": str(error)}, status=400)
         response = web.StreamResponse(
@@ -372,8 +374,6 @@ def overview(run: Run) -> dict[str, Any]:
     row = last_row(run)
     warning, left = log_figures(run)
     state = run.state
-    tokens, seconds = row.get("n_tokens"), row.get("time/step")
-    has_rate = isinstance(tokens, int | float) and isinstance(seconds, int | float) and seconds
     return {
         "id": run.id,
         "name": run.name,
@@ -381,11 +381,18 @@ def overview(run: Run) -> dict[str, Any]:
         "state": state,
         "step": row.get("step", 0),
         "reward": row.get("reward/mean", row.get("loss")),
-        "tokens_per_second": tokens / seconds if has_rate else None,
+        "tokens_per_second": _tokens_per_second(row),
         "staleness": row.get("staleness/mean"),
         "warning": warning,
         "seconds_left": left if state == "running" else None,
     }
+
+
+def _tokens_per_second(row: Mapping[str, object]) -> float | None:
+    tokens, seconds = row.get("n_tokens"), row.get("time/step")
+    if isinstance(tokens, int | float) and isinstance(seconds, int | float) and seconds:
+        return tokens / seconds
+    return None
 
 
 def curve(series: Series, name: str, axis: str, low: float, high: float, points: int, smooth: float) -> dict[str, Any]:

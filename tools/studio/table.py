@@ -1,6 +1,6 @@
 """Columns of numbers that grow, and their copy in the cache of the user, so that a large file is read once.
 
-The cache is `$XDG_CACHE_HOME/slipstream/studio`, by default below ~/.cache; a run's folder stays as it is.
+The cache is `$XDG_CACHE_HOME/slipstream/studio`, by default below ~/.cache; folders of runs stay as they are.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,9 @@ import numpy as np
 
 CACHED_BYTES = 16 << 20
 """Files of which less was read are read again instead."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+"""What a missing cache, or one of another release, raises."""
+_STATE = "state.json"
 
 
 class Columns:
@@ -66,45 +68,32 @@ class Columns:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    def save(self, folder: Path) -> None:
-        """Write the columns into a folder. Raises OSError."""
+    def save(self, folder: Path, state: Mapping[str, object]) -> None:
+        """Write the columns and what they are of into a folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / _STATE).unlink(missing_ok=True)  # until all columns are written
         for number, name in enumerate(self.names):
-            np.save(folder / f"{number}.npy", self[name])
-        (folder / "names.json").write_text(json.dumps([self.num_rows, self.names]))
+            file = folder / f"{number}.npy"
+            file.unlink(missing_ok=True)  # this or another studio may have mapped it
+            np.save(file, self[name])
+        new = folder / f"{_STATE}.new"
+        new.write_text(json.dumps({"rows": self.num_rows, "names": self.names, "state": state}))
+        new.replace(folder / _STATE)
 
-    def load(self, folder: Path) -> None:
-        """Read columns that save() wrote. Raises OSError and ValueError."""
-        self.num_rows, names = json.loads((folder / "names.json").read_text())
-        for number, name in enumerate(names):
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read columns that save() wrote; return what they are of. Raises UNREADABLE."""
+        kept = json.loads((folder / _STATE).read_text())
+        self.num_rows = kept["rows"]
+        for number, name in enumerate(kept["names"]):
             column = np.load(folder / f"{number}.npy", mmap_mode="r")
             if column.shape != (self.num_rows,):
                 raise ValueError(f"{folder}: a column of another length")
             self._parts[name], self._starts[name] = [column], 0
+        state: dict[str, Any] = kept["state"]
+        return state
 
 
 def cache_folder(key: str) -> Path:
     """Return the folder of the cache for an index."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "slipstream" / "studio" / key
-
-
-def read_state(folder: Path) -> dict[str, object]:
-    """Return what write_state() has written; empty where there is nothing."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / "state.json").read_text())
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-def write_state(folder: Path, state: Mapping[str, object]) -> None:
-    """Record what the columns in this folder are of, once they are whole. Raises OSError."""
-    new = folder / "state.json.new"
-    new.write_text(json.dumps(state))
-    new.replace(folder / "state.json")
-
-
-def forget_state(folder: Path) -> None:
-    """Mark the columns in this folder as not whole. Raises OSError."""
-    (folder / "state.json").unlink(missing_ok=True)

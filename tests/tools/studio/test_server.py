@@ -181,6 +181,25 @@ def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_t
     assert again.heat("staleness/ages")["labels"] == ["0", "1", "2"]
 
 
+def test_an_index_stays_as_it_was_read_when_another_studio_writes_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
+    file = make_run(tmp_path / "runs").logs / "metrics.jsonl"
+    (run,) = Folders([tmp_path / "runs"]).runs()
+    one, other = Series(run), Series(run)
+    one.refresh()
+    other.refresh()  # from the index
+    before = one.curve("reward/mean", "step")[1].tolist()
+    rows = file.read_text().splitlines(keepends=True)
+    file.rename(file.with_name("old"))
+    file.write_text("".join(rows[:3]))  # a recovery
+    one.refresh()
+    assert one.curve("reward/mean", "step")[1].tolist() == before[:3]
+    assert other.curve("reward/mean", "step")[1].tolist() == before
+
+
 def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() -> None:
     y = np.random.default_rng(0).normal(size=100_003)
     y[777], y[99_000] = 50, -50
@@ -259,6 +278,8 @@ def test_an_export_has_every_answer_that_the_filters_keep(base: str) -> None:
     with urlopen(f"{base}api/run/{run}/export?last_step=7&least_reward=1") as answer:
         rows = [json.loads(line) for line in answer]
     assert len(rows) == 28
+    for choice in ("sort=none", "finish=none", "notable=none"):
+        assert status(base, f"api/run/{run}/export?{choice}") == status(base, f"api/run/{run}/samples?{choice}") == 400
     assert {row["reward"] for row in rows} == {1.0}
 
 
