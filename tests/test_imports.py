@@ -127,7 +127,8 @@ ORDER = {
         "chaos bench studio",
     ),
     "tools.studio": (
-        "folders lines table guard",
+        "lines table guard",
+        "folders",
         "series sampled notes timeline processes tokens configure",
         "server",
         "__main__",
