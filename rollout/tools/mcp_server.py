@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -11,47 +12,102 @@ from typing import Any
 from rollout.plugins import PluginError, find_plugin
 from rollout.tools.tool import Tool, ToolError
 
+logger = logging.getLogger(__name__)
+
 _START_SECONDS = 60.0
+_CHECK_SECONDS = 5.0
+"""Time limit of a server to answer after a call that failed."""
 
 
 class McpServer:
-    """A connection to one server, held by a task of its own: its streams are closed where they were opened."""
+    """A connection to one server. Where a call fails and the server does not answer any more, the next call waits for
+    a new connection; the failed one is not made again."""
 
     def __init__(self, spec: str) -> None:
         """`spec`: a command, or a URL that begins with http."""
         self._spec = spec
-        self._closing = asyncio.Event()
-        self._tools: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold())
+        self._check: asyncio.Task[None] | None = None
+        self._connect()
 
     async def tools(self) -> list[Tool]:
         """Return the tools of the server once it has started. Raises ToolError."""
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._tools), _START_SECONDS)
-        except TimeoutError:
-            raise ToolError(f"MCP server {self._spec!r} did not start within {_START_SECONDS:g} s") from None
+        _, tools = await self._started()
+        return tools
 
     async def close(self) -> None:
         """End the connection, and the server where it is a command."""
+        if self._check is not None:
+            self._check.cancel()
+            await asyncio.wait([self._check])
+        await self._disconnect()
+
+    def _connect(self) -> None:
+        self._closing = asyncio.Event()
+        self._connection: asyncio.Future[tuple[Any, list[Tool]]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold())
+
+    async def _disconnect(self) -> None:
         self._closing.set()
-        if not self._tools.done():  # the server does not answer
+        if not self._connection.done():  # the server does not answer
             self._task.cancel()
         await asyncio.wait([self._task])
 
+    async def _started(self) -> tuple[Any, list[Tool]]:
+        """Return the session and the tools. Raises ToolError."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._connection), _START_SECONDS)
+        except TimeoutError:
+            raise ToolError(f"MCP server {self._spec!r} did not start within {_START_SECONDS:g} s") from None
+
     async def _hold(self) -> None:
+        """Hold a connection in a task of its own: its streams are closed where they were opened."""
+        connection, closing = self._connection, self._closing
         try:
             async with AsyncExitStack() as stack:
-                read, write, *_ = await stack.enter_async_context(_connect(self._spec))
+                read, write, *_ = await stack.enter_async_context(_transport(self._spec))
                 session = await stack.enter_async_context(find_plugin("mcp:ClientSession", kind="tool")(read, write))
                 await session.initialize()
                 listed = (await session.list_tools()).tools
-                self._tools.set_result([_tool(session, one) for one in listed])
-                await self._closing.wait()
+                connection.set_result((session, [self._tool(one) for one in listed]))
+                await closing.wait()
         except Exception as error:  # noqa: BLE001 - of the server or its library: whoever waits for tools gets it
-            if not self._tools.done():
+            if not connection.done():
                 failure = ToolError(f"MCP server {self._spec!r}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-                self._tools.set_exception(failure)
+                connection.set_exception(failure)
+
+    def _tool(self, listed: Any) -> Tool:
+        async def call(arguments: Mapping[str, Any]) -> str:
+            result = None
+            try:
+                if self._check is not None:
+                    await asyncio.shield(self._check)
+                session, _ = await self._started()
+                result = await session.call_tool(listed.name, dict(arguments))
+            except ToolError:
+                raise
+            except Exception as error:  # of the server: the policy reads what went wrong
+                raise ToolError(f"{type(error).__name__}: {error}") from error
+            finally:
+                if result is None and (self._check is None or self._check.done()):  # also at its time limit
+                    self._check = asyncio.create_task(self._connect_again())
+            text = "\n".join(part.text for part in result.content if part.type == "text")
+            if result.is_error:
+                raise ToolError(text)
+            return text
+
+        return Tool(name=listed.name, description=listed.description or "", parameters=listed.input_schema, call=call)
+
+    async def _connect_again(self) -> None:
+        """Replace the connection if the server does not answer."""
+        try:
+            session, _ = await self._started()
+            async with asyncio.timeout(_CHECK_SECONDS):
+                await session.list_tools()
+        except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
+            logger.warning("MCP server %r does not answer (%r); connecting again", self._spec, error)
+            await self._disconnect()
+            self._connect()
 
 
 def check_mcp(spec: str) -> None:
@@ -61,23 +117,10 @@ def check_mcp(spec: str) -> None:
         raise PluginError("tool mcp: write mcp:COMMAND or mcp:http://...")
 
 
-def _connect(spec: str) -> Any:
+def _transport(spec: str) -> Any:
     if spec.startswith(("http://", "https://")):
         return find_plugin("mcp.client.streamable_http:streamable_http_client", kind="tool")(spec)
     command, *arguments = shlex.split(spec)
     parameters = find_plugin("mcp:StdioServerParameters", kind="tool")(command=command, args=arguments)
     return find_plugin("mcp:stdio_client", kind="tool")(parameters)
 
-
-def _tool(session: Any, listed: Any) -> Tool:
-    async def call(arguments: Mapping[str, Any]) -> str:
-        try:
-            result = await session.call_tool(listed.name, dict(arguments))
-        except Exception as error:  # of the server: the policy reads what went wrong
-            raise ToolError(f"{type(error).__name__}: {error}") from error
-        text = "\n".join(part.text for part in result.content if part.type == "text")
-        if result.is_error:
-            raise ToolError(text)
-        return text
-
-    return Tool(name=listed.name, description=listed.description or "", parameters=listed.input_schema, call=call)

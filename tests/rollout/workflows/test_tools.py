@@ -55,6 +55,8 @@ def vague(a) -> int:
     return a
 '''
 SERVER = """
+import os
+
 from mcp.server import MCPServer
 
 server = MCPServer("numbers")
@@ -63,6 +65,11 @@ server = MCPServer("numbers")
 def double(n: int) -> int:
     "Double a number."
     return 2 * n
+
+@server.tool()
+def end() -> None:
+    "End the server."
+    os._exit(1)
 
 server.run()
 """
@@ -190,6 +197,16 @@ def test_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
     assert "Double a number." in shown and "<tool_response>\n42\n" in shown
     t, shown = converse(call("double", n="x"), "42", tools=[spec])
     assert t.metrics["num_tool_errors"] == 1.0
+
+
+def test_calls_after_the_end_of_an_mcp_server_reach_a_new_one(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(SERVER)
+    spec = f"mcp:{sys.executable} {tmp_path / 'server.py'}"
+    answers = [call("double", n=1), call("end"), call("double", n=21), "42"]
+    t, shown = converse(*answers, tools=[spec], tool_seconds=60)
+    assert "<tool_response>\n2\n" in shown and "<tool_response>\n42\n" in shown
+    assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
 
 
 def test_a_server_that_never_answers_is_left_at_the_end() -> None:
