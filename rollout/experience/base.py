@@ -217,7 +217,8 @@ class Experience(Protocol):
         ...
 
     def resample(self) -> None:
-        """Sample every ready episode again, and all that is in flight from its beginning."""
+        """Sample every ready episode again, and all that is in flight from its beginning. What they brought no longer
+        counts in success()."""
         ...
 
     def begin_at(self, step: int, *, num_opened: int) -> None:

@@ -8,12 +8,12 @@ Each process appends to a file of its own. An episode that a file has is not sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 from rollout.experience.base import Admission, LesseeError, Opened, StoreError
 from rollout.experience.episode import Episode, Tags
@@ -31,7 +31,7 @@ class FileExperience(MemoryExperience):
         self._folder = Path(path)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._done = {row["tags"]["id"]: Tags(**row["tags"]) for row in self._rows()}
+            self._done = {tags.id: tags for tags in self._stored()}
             self._file = self._own_file()
         except (OSError, ValueError) as error:
             raise StoreError(f"experience.path={path}: {error}; name a folder of such files, or a new one") from error
@@ -42,9 +42,10 @@ class FileExperience(MemoryExperience):
                 return open(self._folder / f"episodes-{number}.jsonl", "x", encoding="utf-8")
         raise AssertionError("count() does not end")
 
-    def _rows(self) -> list[dict[str, Any]]:
-        lines = [line for file in self._folder.glob("episodes-*.jsonl") for line in file.read_text().split("\n")[:-1]]
-        return [json.loads(line) for line in lines]
+    def _stored(self) -> Iterator[Tags]:
+        for path in self._folder.glob("episodes-*.jsonl"):
+            with path.open(encoding="utf-8") as file:
+                yield from (Tags(**json.loads(line)["tags"]) for line in file if line.endswith("\n"))
 
     def open(self, tags: Tags, admission: Admission) -> Opened:
         if tags.id in self._numbers:

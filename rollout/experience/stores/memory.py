@@ -46,7 +46,7 @@ class MemoryExperience:
         self._dropped: list[Tags] = []  # since the last lease
         self._journals: dict[str, dict[str, Event]] = {}
         self._settled: dict[str, Any] = {}
-        self._success: dict[str, dict[str, tuple[int, float]]] = {}
+        self._success: dict[str, dict[str, tuple[int, float]]] = {}  # number of finished episodes, sum of their rewards
         self._by_version: Counter[int] = Counter()
         self._ready_by_version: Counter[int] = Counter()
 
@@ -103,10 +103,10 @@ class MemoryExperience:
         self._ready_by_version[version] += 1
         self._changed.set()
 
-    def _count(self, tags: Tags) -> None:
+    def _count(self, tags: Tags, times: int = 1) -> None:
         rows = self._success.setdefault(tags.task_set, {})
-        count, mean = rows.get(tags.row, (0, 0.0))
-        rows[tags.row] = count + 1, mean + (mean_reward(tags) - mean) / (count + 1)
+        count, total = rows.get(tags.row, (0, 0.0))
+        rows[tags.row] = count + times, total + times * mean_reward(tags)
 
     def settle(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self._settled:
@@ -114,7 +114,8 @@ class MemoryExperience:
         return self._settled[key]
 
     def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
-        return self._success.get(task_set, {})
+        rows = self._success.get(task_set, {})
+        return {row: (count, total / count) for row, (count, total) in rows.items() if count}
 
     def drop(self, id: str) -> None:
         if id in self._in_flight:
@@ -252,12 +253,13 @@ class MemoryExperience:
         self._left = set(self._in_flight)
         self._settled = dict(state.get("settled", {}))
         self._success = {
-            name: {row: (int(count), float(mean)) for row, (count, mean) in rows.items()}
+            name: {row: (int(count), float(total)) for row, (count, total) in rows.items()}
             for name, rows in state.get("success", {}).items()
         }
 
     def resample(self) -> None:
         for id, episode in self._ready.items():
+            self._count(episode.tags, -1)
             self._in_flight[id] = replace(episode.tags, fate="open")
         self._ready, self._ready_by_version = {}, Counter()
         self._journals = {id: {} for id in self._in_flight}

@@ -33,7 +33,7 @@ from rollout.experience.base import (
     Status,
     StoreError,
 )  # fmt: skip
-from rollout.experience.episode import Episode, Event, Tags, mean_reward
+from rollout.experience.episode import Episode, Event, Fate, Tags, mean_reward
 from rollout.experience.serial import (
     SCHEMA,
     SchemaError,
@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     explorer TEXT NOT NULL,      -- the process that samples it, or has sampled it
     step INTEGER,                -- of its lease, or of the first lease after it was dropped
     place INTEGER,               -- in the batch of its lease
-    reward DOUBLE PRECISION,                 -- mean of its completions, NULL until it is finished
+    reward DOUBLE PRECISION,     -- mean of its completions, NULL until it is finished
     tags TEXT NOT NULL,
     value {blob}
 );
@@ -83,8 +83,6 @@ _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 _KEPT = "fate = 'trained' AND value IS NOT NULL"
 _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
-
-
 _INSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key)"
 _IF_NEW = f"{_INSERT_META} DO NOTHING"
 _JOURNAL = "INSERT INTO journals VALUES (?, ?, ?) ON CONFLICT (id, key) DO UPDATE SET event = excluded.event"
@@ -275,8 +273,11 @@ class SQLExperience(ABC):
 
     def drop(self, id: str) -> None:
         with self._transaction():
-            self._execute("UPDATE episodes SET fate = 'skipped' WHERE id = ? AND fate = 'open'", (id,))
-            self._execute("DELETE FROM journals WHERE id = ?", (id,))
+            self._end(id, "skipped")
+
+    def _end(self, id: str, fate: Fate) -> None:
+        self._execute("UPDATE episodes SET fate = ? WHERE id = ? AND fate = 'open'", (fate, id))
+        self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
     def settle(self, key: str, make: Callable[[], Any]) -> Any:
         if (found := self._meta(f"settled {key}")) is None:
@@ -395,8 +396,7 @@ class SQLExperience(ABC):
         elif in_part:
             ids, late = selection.partial(self, step)
             for id in late:
-                self._execute("UPDATE episodes SET fate = 'late' WHERE id = ?", (id,))
-                self._execute("DELETE FROM journals WHERE id = ?", (id,))
+                self._end(id, "late")
         else:
             return None
         if not ids:
@@ -465,7 +465,8 @@ class SQLExperience(ABC):
 
     def resample(self) -> None:
         with self._transaction():
-            self._execute("UPDATE episodes SET fate = 'open', explorer = '', value = NULL WHERE fate = 'ready'")
+            reset = "fate = 'open', explorer = '', reward = NULL, value = NULL"
+            self._execute(f"UPDATE episodes SET {reset} WHERE fate = 'ready'")
             self._execute("DELETE FROM journals")
 
     def begin_at(self, step: int, *, num_opened: int) -> None:

@@ -916,6 +916,19 @@ def test_files_keep_every_episode_once_and_refuse_a_trainer(tmp_path: Path) -> N
     assert sorted(t.id for t in FileExperience(tmp_path / "episodes").tags()) == ["q0", "q1"]
 
 
+def test_an_episode_that_is_sampled_again_counts_once(stores: Stores) -> None:
+    store = stores.new()
+    for number, reward in ((0, 1.0), (1, 0.5)):
+        begin(store, number, 0)
+        store.put(episode(number, 0, rewards=(reward,)))
+    assert store.success("") == {"q0": (1, 1.0), "q1": (1, 0.5)}
+    store.resample()
+    assert store.success("") == {}
+    store.put(episode(1, 0, rewards=(0.25,)))
+    assert store.success("") == {"q1": (1, 0.25)}
+    assert stores.continued(store).success("") == {"q1": (1, 0.25)}
+
+
 def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
     rules = make_rules(num_prompts=3, batch_size=1, max_staleness=0, num_epochs=1)
     store = FileExperience(tmp_path)
