@@ -14,6 +14,7 @@ import re
 import sqlite3
 import urllib.error
 import urllib.request
+import uuid
 from contextlib import closing
 from pathlib import Path
 
@@ -36,7 +37,7 @@ _SCHEMA = "CREATE TABLE IF NOT EXISTS judged (key TEXT PRIMARY KEY, points REAL,
 
 
 class JudgeError(RuntimeError):
-    """The judge did not give points, or its limit is reached. The answer counts as one that could not be scored."""
+    """The judge gave no points, or its limit is reached. The answer counts as one that could not be scored."""
 
 
 class Judge:
@@ -57,8 +58,9 @@ class Judge:
     ) -> None:
         """`url`: up to and with /v1. `instruction` has {question}, {solution} and {answer}. `api_key`: None is that of
         the environment variable JUDGE_API_KEY. `cache`: SQLite file of all workers, in which equal answers are asked
-        for once. `max_calls`: of all workers and restarts, as the cache counts them. `seconds`: of a call; less than
-        reward.timeout_seconds. Raises ValueError for a limit without a cache."""
+        for once. `max_calls`: replies of the judge to all workers, also after restarts, as the cache counts them; those
+        without points count, too. `seconds`: of a call; less than reward.timeout_seconds. Raises ValueError for a limit
+        without a cache."""
         if max_calls is not None and cache is None:
             raise ValueError(f"max_calls={max_calls}: calls are counted in the cache; name a file")
         self._url, self._model, self._instruction = url.rstrip("/"), model, instruction
@@ -73,9 +75,11 @@ class Judge:
         key = hashlib.blake2b(f"{self._model}\0{asked}".encode(errors="replace"), digest_size=16).hexdigest()
         if (known := self._known(key)) is not None:
             return {"score": known / _MOST_POINTS, "judge_calls": 0.0, "judge_cached": 1.0}
-        points, tokens = self._ask(asked)
-        cost = tokens * self._price / 1e6
-        self._keep(key, points, tokens, cost)
+        text, tokens = self._ask(asked)
+        points, cost = _points(text), tokens * self._price / 1e6
+        self._keep(key if points is not None else uuid.uuid4().hex, points, tokens, cost)
+        if points is None:
+            raise JudgeError(f"the judge wrote no line 'Points: N' with N up to 10: {text[-200:]!r}")
         return {
             "score": points / _MOST_POINTS,
             "judge_calls": 1.0, "judge_cached": 0.0, "judge_tokens": float(tokens), "judge_cost": cost,
@@ -94,7 +98,7 @@ class Judge:
             raise JudgeError(f"max_calls={self._max_calls} of the judge is reached; raise it, or remove {self._cache}")
         return None
 
-    def _keep(self, key: str, points: float, tokens: int, cost: float) -> None:
+    def _keep(self, key: str, points: float | None, tokens: int, cost: float) -> None:
         if self._cache is not None:
             with closing(self._open()) as database, database:
                 database.execute("INSERT OR IGNORE INTO judged VALUES (?, ?, ?, ?)", (key, points, tokens, cost))
@@ -107,8 +111,8 @@ class Judge:
         database.execute(_SCHEMA)
         return database
 
-    def _ask(self, asked: str) -> tuple[float, int]:
-        """Return the points, and the tokens of question and reply."""
+    def _ask(self, asked: str) -> tuple[str, int]:
+        """Return the reply, and the tokens of question and reply. Raises JudgeError."""
         body = {
             "model": self._model, "messages": [{"role": "user", "content": asked}], "temperature": 0.0,
             "max_tokens": self._max_tokens,
@@ -120,13 +124,15 @@ class Judge:
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:
                 reply = json.load(response)
-            text = reply["choices"][0]["message"]["content"] or ""
-            tokens = int((reply.get("usage") or {}).get("total_tokens", 0))
+            text = str(reply["choices"][0]["message"]["content"] or "")
+            return text, int((reply.get("usage") or {}).get("total_tokens", 0))
         except urllib.error.HTTPError as error:
             raise JudgeError(f"{self._url}: {error.code} {error.read(300).decode(errors='replace')}") from error
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise JudgeError(f"{self._url}: {error!r}") from error
-        found = _POINTS.findall(text)
-        if not found or float(found[-1]) > _MOST_POINTS:
-            raise JudgeError(f"the judge wrote no line 'Points: N' with N up to 10: {text[-200:]!r}")
-        return float(found[-1]), tokens
+
+
+def _points(text: str) -> float | None:
+    """Return the points that a reply ends with; None where it has none."""
+    found = _POINTS.findall(text)
+    return float(found[-1]) if found and float(found[-1]) <= _MOST_POINTS else None

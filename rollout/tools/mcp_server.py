@@ -123,4 +123,3 @@ def _transport(spec: str) -> Any:
     command, *arguments = shlex.split(spec)
     parameters = find_plugin("mcp:StdioServerParameters", kind="tool")(command=command, args=arguments)
     return find_plugin("mcp:stdio_client", kind="tool")(parameters)
-

@@ -82,6 +82,16 @@ def test_equal_answers_are_judged_once_up_to_the_limit_also_by_another_worker(se
         judge(server, max_calls=2)
 
 
+def test_replies_without_points_count_towards_the_limit(server: Server, tmp_path: Path) -> None:
+    grade = judge(server, cache=tmp_path / "judge.db", max_calls=2)
+    for text in ("down", "rude", "rude"):
+        with pytest.raises(JudgeError, match="503" if text == "down" else "no line"):
+            grade(PROMPT, text)
+    with pytest.raises(JudgeError, match="max_calls=2 of the judge is reached"):
+        grade(PROMPT, "4")
+    assert len(server.seen) == 3, "a judge that is down gives no reply"
+
+
 @pytest.mark.parametrize(("text", "said"), [("rude", "no line 'Points: N'"), ("down", "503")])
 def test_a_judge_that_fails_is_named(server: Server, text: str, said: str) -> None:
     with pytest.raises(JudgeError, match=said):
