@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -127,17 +127,32 @@ class Router:
         """Sample one completion to its end ("stop" or "length"), through interruptions and the death of generators.
         Raises NoGeneratorError when none is left, ValueError for a request that cannot be served, and what a healthy
         generator keeps raising for it."""
-        if request.output is not None and self._has_ended(request, request.output):
-            return replace(request.output, finish_reason="stop")
         self._watch()
-        self._reported.pop(request.request_id, None)  # of an earlier request of that name, as evaluations send again
         group = self._join_group(request)
+        try:
+            return await self._sample(request, lambda: self._member_of(group))
+        finally:
+            self._leave_group(request)
+
+    async def sample_on(self, member: _Member, request: GenerateRequest) -> Completion:
+        """Sample one completion to its end on one generator. Raises as generate()."""
+
+        async def choose() -> _Member:
+            if self._is_lost(member):
+                raise NoGeneratorError(f"{member.name}, which was reserved, is lost")
+            return member
+
+        return await self._sample(request, choose)
+
+    async def _sample(self, request: GenerateRequest, choose: Callable[[], Awaitable[_Member]]) -> Completion:
+        """Sample one completion to its end. `choose`: returns the generator of the next attempt."""
+        self._reported.pop(request.request_id, None)  # of an earlier request of that name, as evaluations send again
         num_retries = 0  # since the last token
         try:
-            while True:
+            while (ended := self._ended(request)) is None:
                 given = _num_given(request)
                 try:
-                    completion = await self._attempt(await self._member_of(group), request)
+                    completion = await self._attempt(await choose(), request)
                 except _AttemptFailed as e:
                     num_retries += 1
                     if not e.generator_died and num_retries > _MAX_RETRIES:
@@ -145,30 +160,27 @@ class Router:
                         raise e.__cause__ from None
                     reported = self._reported.get(request.request_id)
                     if e.generator_died and reported is not None and len(reported.token_ids) > given:
-                        if reported.finish_reason != "abort":
-                            return reported
                         request = replace(request, output=reported)
                         self._handed_back[request.request_id] = reported
                 else:
-                    if self._has_ended(request, completion):
-                        return replace(completion, finish_reason="stop")
-                    if completion.finish_reason != "abort":
-                        return completion
                     request = replace(request, output=completion)
                     self._handed_back[request.request_id] = completion
                     num_retries = 0 if _num_given(request) > given else num_retries + 1
                 if num_retries > 1:
                     await asyncio.sleep(min(0.01 * 2**num_retries, _LONGEST_RETRY_WAIT_SECONDS))
+            return ended
         finally:
             self._handed_back.pop(request.request_id, None)
             self._reported.pop(request.request_id, None)
-            self._leave_group(request)
 
-    def _has_ended(self, request: GenerateRequest, completion: Completion) -> bool:
-        """Return whether a completion ends with a stop text."""
-        return (
-            self._stop is not None and bool(request.sampling.pause_token_ids) and self._stop.ends(completion.token_ids)
-        )
+    def _ended(self, request: GenerateRequest) -> Completion | None:
+        """Return the output of a request if it has ended, by itself or with a stop text."""
+        output = request.output
+        if output is None:
+            return None
+        if self._stop is not None and request.sampling.pause_token_ids and self._stop.ends(output.token_ids):
+            return replace(output, finish_reason="stop")
+        return None if output.finish_reason == "abort" else output
 
     async def partial(self) -> dict[str, Completion]:
         """Return the tokens so far of requests in flight: those returned at an interruption, or those that the
@@ -222,26 +234,6 @@ class Router:
         self._reserved.discard(name)
         self._none_since = None
         self._replaced.set()
-
-    async def sample_on(self, member: _Member, request: GenerateRequest) -> Completion:
-        """Sample one completion to its end on one generator. Raises as generate()."""
-        num_retries = 0
-        while True:
-            try:
-                completion = await self._attempt(member, request)
-            except _AttemptFailed as e:
-                num_retries += 1
-                if e.generator_died:
-                    raise NoGeneratorError(f"{member.name}, which was reserved, is lost") from None
-                if num_retries > _MAX_RETRIES:
-                    assert e.__cause__ is not None, "raised from what the generator raised"
-                    raise e.__cause__ from None
-                continue
-            if self._has_ended(request, completion):
-                return replace(completion, finish_reason="stop")
-            if completion.finish_reason != "abort":
-                return completion
-            request = replace(request, output=completion)
 
     async def wait_lost(self, known: Collection[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""
