@@ -78,7 +78,7 @@ class McpServer:
 
     def _tool(self, listed: Any) -> Tool:
         async def call(arguments: Mapping[str, Any]) -> str:
-            result = None
+            result: Any = None
             try:
                 if self._check is not None:
                     await asyncio.shield(self._check)
