@@ -69,13 +69,18 @@ class Answer:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
-                for c in self.tool_calls
-            ]
-        return message
+        return answer_message(self.text, self.tool_calls)
+
+
+def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return an answer of the policy as a message of the conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+            for c in calls
+        ]
+    return message
 
 
 def said(message: Mapping[str, Any]) -> str:

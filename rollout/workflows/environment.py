@@ -14,9 +14,9 @@ from rollout.plugins import find_plugin
 from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.programs import row_of
-from rollout.trajectories import TrajectoryBuilder, sample_seed
+from rollout.trajectories import sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.samples import all_of
+from rollout.workflows.samples import Conversation, all_of
 
 
 class EnvironmentWorkflow:
@@ -73,22 +73,17 @@ class EnvironmentWorkflow:
         row = {**row_of(prompt), "solutions": prompt.solutions}
         async with self._pool.open() as environment:
             observation = await environment.reset(row, sample_seed(self._seed, prompt.epoch, prompt.index, 0))
-            sample = TrajectoryBuilder(prompt, number=number, start=self._opening(prompt, observation))
-            room = self._options.context_tokens - len(sample.token_ids)
-            if room < 1:
-                raise ValueError(
-                    f"{prompt.query_id}: the first observation of {self._options.environment} has "
-                    f"{len(sample.token_ids)} tokens, context_tokens={self._options.context_tokens} leaves none for an "
-                    "answer; raise it"
-                )
+            sample = Conversation(
+                prompt, number=number, start=self._opening(prompt, observation),
+                context_tokens=self._options.context_tokens,
+                opening=f"the first observation of {self._options.environment}",
+            )  # fmt: skip
             reward, num_turns, done = 0.0, 0, False
-            while room > 0:
-                request = sample.request(self._sampling.at_most(room), seed=self._seed)
-                completion = await generator.generate(request)
+            while not sample.is_full:
+                completion = await sample.answer(generator, self._sampling, seed=self._seed)
                 num_turns += 1
-                if completion.finish_reason == "length" and room < self._sampling.max_new_tokens:
-                    sample.sampled(completion, state=observation)  # half an action is none
-                    room = 0
+                if sample.is_full:  # half an action is none
+                    sample.sampled(completion, state=observation)
                     break
                 text = self._bridge.text(completion.token_ids.tolist())
                 state, action = observation, self._bridge.read(text, None)[1]
@@ -97,11 +92,8 @@ class EnvironmentWorkflow:
                 reward += step_reward
                 if done or num_turns == self._options.max_turns:
                     break
-                added = self._following(text, completion.token_ids.tolist(), observation)
-                room = self._options.context_tokens - len(sample.token_ids) - len(added)
-                if room > 0:
-                    sample.observed(added)
-        metrics = {"num_turns": num_turns, "finished": done, "context_full": room < 1}
+                sample.continue_with(self._following(text, completion.token_ids.tolist(), observation))
+        metrics = {"num_turns": num_turns, "finished": done, "context_full": sample.is_full}
         return sample.build(reward, {name: float(value) for name, value in metrics.items()})
 
     def _opening(self, prompt: Prompt, observation: str) -> list[int]:

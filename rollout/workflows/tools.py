@@ -16,12 +16,12 @@ from rollout.journal import recorded
 from rollout.rewards.pool import RewardPool
 from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
 from rollout.sessions.bridge import Bridge
+from rollout.sessions.calls import ToolCall, answer_message
 from rollout.tools.mcp_server import McpServer, check_mcp
 from rollout.tools.python import python_tool
 from rollout.tools.tool import Tool, ToolError, function_tool
-from rollout.trajectories import TrajectoryBuilder
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.samples import all_of
+from rollout.workflows.samples import Conversation, all_of
 
 _MCP = "mcp:"
 
@@ -119,38 +119,33 @@ class ToolsWorkflow:
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int, tools: Mapping[str, Tool]) -> Trajectory:
         schemas = tuple(tool.schema for tool in tools.values())
-        opening = self._bridge.prompt(self._messages(prompt), schemas)
-        sample = TrajectoryBuilder(prompt, number=number, start=opening)
-        room = self._options.context_tokens - len(opening)
-        if room < 1:
-            raise ValueError(
-                f"{prompt.query_id}: prompt and tools have {len(opening)} tokens, "
-                f"context_tokens={self._options.context_tokens} leaves none for an answer; raise it"
-            )
+        sample = Conversation(
+            prompt, number=number, start=self._bridge.prompt(self._messages(prompt), schemas),
+            context_tokens=self._options.context_tokens, opening="the prompt with its tools",
+        )  # fmt: skip
         num_turns, results, said = 0, [], ""
-        while room > 0:
-            completion = await generator.generate(sample.request(self._sampling.at_most(room), seed=self._seed))
+        while not sample.is_full:
+            completion = await sample.answer(generator, self._sampling, seed=self._seed)
             sample.sampled(completion)
             num_turns += 1
             sampled = completion.token_ids.tolist()
-            _, said, calls = self._bridge.read(self._bridge.text(sampled), schemas)
+            _, said, read = self._bridge.read(self._bridge.text(sampled), schemas)
+            calls = [ToolCall(id=f"call{i:05}", name=name, arguments=given) for i, (name, given) in enumerate(read)]
             if not calls or completion.finish_reason == "length" or num_turns == self._options.max_turns:
                 break
-            found = await all_of(
-                self._call(f"{number}.{num_turns}.{i}", tools, name, arguments)
-                for i, (name, arguments) in enumerate(calls)
-            )
+            found = await all_of(self._call(f"{number}.{num_turns}.{i}", tools, call) for i, call in enumerate(calls))
             results += found
-            added = self._bridge.following(_answer(said, calls), sampled, _as_messages(calls, found), schemas)
-            room = self._options.context_tokens - len(sample.token_ids) - len(added)
-            if room > 0:
-                sample.observed(added)
+            new = tuple(
+                {"role": "tool", "name": call.name, "content": text, "tool_call_id": call.id}
+                for call, (text, _) in zip(calls, found, strict=True)
+            )
+            sample.continue_with(self._bridge.following(answer_message(said, calls), sampled, new, schemas))
         [reward] = await self._reward_pool.score_many(prompt, [said])
         metrics = {
             "num_turns": num_turns,
             "num_tool_calls": len(results),
             "num_tool_errors": sum(failed for _, failed in results),
-            "context_full": room < 1,
+            "context_full": sample.is_full,
         }
         return sample.build(reward, {name: float(value) for name, value in metrics.items()})
 
@@ -158,38 +153,22 @@ class ToolsWorkflow:
         messages: Any = prompt.meta.get("messages")
         return messages or self._encoder.turn(prompt.question or prompt.text)
 
-    async def _call(
-        self, place: str, tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]
-    ) -> tuple[str, bool]:
+    async def _call(self, place: str, tools: Mapping[str, Tool], call: ToolCall) -> tuple[str, bool]:
         """Return (result, whether it failed) of a call, which is made once in an episode."""
+        name = call.name
 
-        async def call() -> list[Any]:
+        async def make() -> list[Any]:
             if name not in tools:
                 return [f"Error: there is no tool {name!r}; there are {', '.join(tools)}.", True]
             limit = None if tools[name].limits_itself else self._options.tool_seconds
             try:
                 async with asyncio.timeout(limit):
-                    return [await tools[name].call(arguments), False]
+                    return [await tools[name].call(call.arguments), False]
             except ToolError as error:
                 return [f"Error: {error}", True]
             except TimeoutError:
                 return [f"Error: {name} took more than {self._options.tool_seconds:g} s.", True]
 
-        text, failed = await recorded(f"{name} {place}", call, asked=json.dumps(arguments, sort_keys=True))
+        text, failed = await recorded(f"{name} {place}", make, asked=json.dumps(call.arguments, sort_keys=True))
         limit = self._options.result_chars
         return (text if len(text) <= limit else f"{text[:limit]}\n[cut]"), failed
-
-
-def _answer(said: str, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    found = [
-        {"id": f"call{i:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for i, (name, arguments) in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": said, "tool_calls": found}
-
-
-def _as_messages(calls: list[tuple[str, dict[str, Any]]], results: list[tuple[str, bool]]) -> Messages:
-    return tuple(
-        {"role": "tool", "name": name, "content": text, "tool_call_id": f"call{i:05}"}
-        for i, ((name, _), (text, _)) in enumerate(zip(calls, results, strict=True))
-    )

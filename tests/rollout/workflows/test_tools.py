@@ -147,6 +147,7 @@ def test_calls_of_one_turn_are_made_together_and_errors_are_read_by_the_policy()
     [
         ([call("python", code="1")] * 3, {"max_turns": 2}, 2.0, 0.0),
         ([call("python", code="1")] * 9, {"context_tokens": 700}, 3.0, 1.0),
+        (["word " * 500], {"context_tokens": 700}, 1.0, 1.0),
         (["<tool_call>\n{broken}\n</tool_call>"], {}, 1.0, 0.0),
     ],
 )
