@@ -1,4 +1,4 @@
-"""Notes and stars on answers: `notes.jsonl` in the log folder of the run, the last row of an answer counts.
+"""Notes and stars on answers: `notes.jsonl` in the log folder of the run. The last row of an answer counts.
 
 {"step": 7, "evaluation": "", "query_id": "prompts-1", "episode": "prompts/prompts-1/0", "index": 2,
  "star": true, "note": "gives up", "time": "2026-11-27T12:00:00+00:00"}
@@ -17,6 +17,7 @@ from tools.studio.folders import NotFound, Run
 
 NOTES = "notes.jsonl"
 _KEY = ("step", "evaluation", "query_id", "episode", "index")
+"""Fields that identify an answer."""
 _MOST_CHARS = 10_000
 
 
@@ -27,13 +28,8 @@ def notes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
         for line in file:
             with suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
-                rows[key_of(row)] = row
-    return {"notes": [{**row, "key": key} for key, row in rows.items() if row.get("star") or row.get("note")]}
-
-
-def key_of(row: Mapping[str, Any]) -> str:
-    """Return what identifies an answer of a run. Raises KeyError."""
-    return json.dumps([row[name] for name in _KEY])
+                rows[json.dumps([row[name] for name in _KEY])] = row
+    return {"notes": [row for row in rows.values() if row.get("star") or row.get("note")]}
 
 
 def add_note(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,4 +44,4 @@ def add_note(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
     descriptor = os.open(run.logs / NOTES, flags, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    return {**row, "key": key_of(row)}
+    return row

@@ -39,11 +39,16 @@ def texts(page: Any, selector: str) -> list[str]:
     return found
 
 
-def test_from_the_list_to_the_curves_of_two_runs(page: Any, base: str) -> None:
+def compare(page: Any, base: str, first: str, second: str, *, by: str) -> None:
+    """Choose two runs in the list, and press a button."""
     page.goto(base)
-    page.get_by_label("choose sums/second").check()
-    page.get_by_label("choose sums/good").check()
-    page.get_by_role("button", name="Compare 2 runs").click()
+    for name in (first, second):
+        page.get_by_label(f"choose {name}").check()
+    page.get_by_role("button", name=by).click()
+
+
+def test_from_the_list_to_the_curves_of_two_runs(page: Any, base: str) -> None:
+    compare(page, base, "sums/second", "sums/good", by="Compare 2 runs")
     page.locator(".chart canvas").first.wait_for()
     assert sorted(text.rstrip("×") for text in texts(page, ".legend span")) == ["sums/good", "sums/second"]
     page.get_by_label("filter metrics").fill("reward/mean")
@@ -114,10 +119,7 @@ def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:
 
 
 def test_the_key_that_differs_between_two_runs_is_found_by_clicks_alone(page: Any, base: str) -> None:
-    page.goto(base)
-    page.get_by_label("choose sums/good").check()
-    page.get_by_label("choose sums/second").check()
-    page.get_by_role("button", name="Compare configurations").click()
+    compare(page, base, "sums/good", "sums/second", by="Compare configurations")
     page.locator("dialog td code").first.wait_for()
     assert texts(page, "dialog tbody td") == ["staleness.max_staleness", "2", "5"]
 

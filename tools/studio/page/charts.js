@@ -14,6 +14,13 @@ export function runColour(i) {
   return colour(`run-${i % 8}`);
 }
 
+/** Return a name of a legend, with its colour. */
+export function legendEntry(tint, ...children) {
+  const mark = h("i", {});
+  mark.style.background = tint;
+  return h("span", {}, mark, ...children);
+}
+
 /** Draw curves into a box. `curves`: {x, y, smooth, label}. `zoom(from, to)` is called after a selection; null, null
  * after a double click, `explain(text)` as the pointer moves, with null where it leaves. Return a function that removes
  * the chart. */

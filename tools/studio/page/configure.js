@@ -1,7 +1,7 @@
 // A configuration: its text, its keys as fields, what is wrong with it, and what it would run.
 
-import { api, choice, duration, figure, h, keepInAddress, later, message, table } from "./ui.js";
-import { runColour } from "./charts.js";
+import { api, choice, duration, facts, figure, h, keepInAddress, later, message, table } from "./ui.js";
+import { legendEntry, runColour } from "./charts.js";
 
 const COMMANDS = { "ppo-math": "train", sft: "sft", dpo: "dpo" };
 const KEPT = "studio-configuration";
@@ -72,9 +72,8 @@ export async function configurePage({ content, query, alive, studio }) {
   }
 
   async function take(value) {
-    const [of, id] = value.split("\n");
     try {
-      const got = of === "run" ? await api(`run/${id}/config`) : await api("configure/text", { of, name: id });
+      const got = await read(value);
       await begin(got.experiment, got.text, got.name);
       status.textContent = `opened ${got.name}`;
     } catch (error) { status.textContent = error.message; }
@@ -197,11 +196,7 @@ export async function configurePage({ content, query, alive, studio }) {
     if (!found) { drawn.replaceChildren(); return; }
     const tint = new Map(found.roles.map((one, i) => [one.role, runColour(i)]));
     drawn.replaceChildren(h("h3", {}, "Allocation ", h("code", {}, found.text)),
-      h("p", { class: "legend" }, found.roles.map((one) => {
-        const mark = h("i", {});
-        mark.style.background = tint.get(one.role);
-        return h("span", {}, mark, `${one.role} ${one.layout}${one.device ? ` on ${one.device}` : ""}`);
-      })),
+      h("p", { class: "legend" }, found.roles.map((one) => legendEntry(tint.get(one.role), `${one.role} ${one.layout}${one.device ? ` on ${one.device}` : ""}`))),
       h("div", { class: "nodes" }, Array.from({ length: Math.min(found.nodes, 16) }, (_, node) => h("div", { class: "node" }, h("span", { class: "muted" }, `node ${node}`),
         h("div", { class: "slots" }, Array.from({ length: found.per_node }, (_, gpu) => {
           const roles = found.slots[`${node}/${gpu}`] || [];
@@ -223,9 +218,9 @@ export async function configurePage({ content, query, alive, studio }) {
     const gib = (bytes) => `${figure(bytes / 2 ** 30)} GiB`;
     const limit = plan.gpu.bytes;
     planned.replaceChildren(head, h("p", { class: plan.fits ? "" : "warn" }, plan.verdict),
-      plan.seconds ? h("dl", { class: "facts" }, [["step", duration(plan.seconds.step)], ["update", duration(plan.seconds.update)],
+      plan.seconds ? facts([["step", duration(plan.seconds.step)], ["update", duration(plan.seconds.update)],
         ["log-probabilities", duration(plan.seconds.passes)], ["generation", duration(plan.seconds.rollout)], ["weight update", duration(plan.seconds.push)],
-        ["trained tokens/s", figure(plan.seconds.tokens / plan.seconds.step)]].map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))) : "",
+        ["trained tokens/s", figure(plan.seconds.tokens / plan.seconds.step)]]) : "",
       ...plan.ranks.map((rank) => h("div", {},
         h("p", { class: "muted" }, `${plan.ranks.length > 1 ? `stage ${rank.stage}: ` : ""}${figure(rank.num_ranks)} ${rank.num_ranks === 1 ? "rank" : "ranks"}`),
         rank.phases.map((phase) => {
@@ -237,9 +232,8 @@ export async function configurePage({ content, query, alive, studio }) {
   }
 
   async function compare(value) {
-    const [of, id] = value.split("\n");
     try {
-      const other = of === "run" ? await api(`run/${id}/config`) : await api("configure/text", { of, name: id });
+      const other = await read(value);
       const { rows } = await api("configure/compare", {}, { first: state.text, second: other.text });
       output.hidden = true;
       const dialog = h("dialog", { class: "wide" }, h("h2", {}, `${state.name} and ${other.name}`),
@@ -264,6 +258,12 @@ export async function configurePage({ content, query, alive, studio }) {
 /** Return whether a text gives a key another value than its default. */
 function differs(one, values) {
   return one.key in values && values[one.key] !== one.default;
+}
+
+/** Return the text of an option of sourceOptions(). */
+function read(option) {
+  const [of, name] = option.split("\n");
+  return of === "run" ? api(`run/${name}/config`) : api("configure/text", { of, name });
 }
 
 function sourceOptions(sources, runs) {

@@ -1,6 +1,6 @@
 // One step explained: its loss, and the tokens that moved it most.
 
-import { api, choice, figure, h, message, table } from "./ui.js";
+import { api, choice, facts, figure, h, message, table } from "./ui.js";
 
 export async function explainPage({ content, query, run, alive, studio }) {
   const { steps } = await api(`run/${run.id}/saved`);
@@ -38,8 +38,7 @@ export async function explainPage({ content, query, run, alive, studio }) {
       return bar;
     }));
     result.replaceChildren(
-      h("dl", { class: "facts" }, [["loss", answer.loss], ["algorithm", answer.algorithm || "own settings"], ...Object.entries(answer.metrics)].map(([name, value]) =>
-        h("div", {}, h("dt", {}, name), h("dd", {}, figure(value))))),
+      facts([["loss", answer.loss], ["algorithm", answer.algorithm || "own settings"], ...Object.entries(answer.metrics)].map(([name, value]) => [name, figure(value)])),
       h("p", { class: "muted" }, "Each mark is a token: its colour shows whether the update makes it more likely (green) or less (red), its strength how much it moves the loss."),
       table([
         { title: "share", align: "right", cell: (one) => `${figure(100 * size(one) / total)} %` },

@@ -1,6 +1,6 @@
 // What is wrong with a run, in words, and what is not.
 
-import { address, api, figure, h } from "./ui.js";
+import { address, api, every, figure, h } from "./ui.js";
 
 const NAMES = { good: "healthy", warning: "look at this", bad: "act on this", unknown: "not known" };
 
@@ -25,6 +25,5 @@ export async function healthPage({ content, run, alive }) {
       h("b", { class: "figure" }, one.figure === null ? "" : figure(one.figure)))));
   };
   await refresh();
-  const timer = setInterval(() => document.hidden || refresh().catch(() => {}), 5000);
-  return () => clearInterval(timer);
+  return every(5000, refresh);
 }

@@ -1,7 +1,7 @@
 // Every metric of a run, alone or over those of other runs.
 
 import { address, api, choice, duration, field, figure, h, keepInAddress, later, message, notes, table } from "./ui.js";
-import { drawCurves, drawHeat, runColour } from "./charts.js";
+import { drawCurves, drawHeat, legendEntry, runColour } from "./charts.js";
 
 const REFRESH = 3000;
 const AT_ONCE = 8;
@@ -163,12 +163,8 @@ export async function metricsPage({ content, query, run, alive }) {
 }
 
 function legend(runs, run, others, query) {
-  return h("p", { class: "legend" }, runs.map((one, i) => {
-    const mark = h("i", {});
-    mark.style.background = runColour(i);
-    return h("span", {}, mark, one.name, i ? h("button", { type: "button", class: "quiet", title: `remove ${one.name}`,
-      onclick: () => { location.hash = address(["run", run.id, "metrics"], { ...Object.fromEntries(query), with: others.filter((id) => id !== one.id).join(",") }); } }, "×") : null);
-  }));
+  return h("p", { class: "legend" }, runs.map((one, i) => legendEntry(runColour(i), one.name, i ? h("button", { type: "button", class: "quiet", title: `remove ${one.name}`,
+    onclick: () => { location.hash = address(["run", run.id, "metrics"], { ...Object.fromEntries(query), with: others.filter((id) => id !== one.id).join(",") }); } }, "×") : null)));
 }
 
 function ordered(names) {

@@ -1,6 +1,6 @@
 // The processes of a run and their logs.
 
-import { api, choice, duration, figure, h, later, message, table } from "./ui.js";
+import { api, choice, duration, every, figure, h, later, message, table } from "./ui.js";
 
 export async function processesPage({ content, run, alive, studio }) {
   const list = h("div", {});
@@ -53,6 +53,5 @@ export async function processesPage({ content, run, alive, studio }) {
   if (logs.length) content.append(h("div", { class: "bar logs" }, h("h2", {}, "Log"), select, filter, said), lines);
   await read();
   lines.scrollTop = lines.scrollHeight;
-  const timer = setInterval(() => { if (!document.hidden) { refresh().catch(() => {}); read().catch(() => {}); } }, 5000);
-  return () => clearInterval(timer);
+  return every(5000, () => Promise.all([refresh(), read()]));
 }

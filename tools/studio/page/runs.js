@@ -1,6 +1,6 @@
 // The list of runs.
 
-import { address, api, duration, figure, h, message, table } from "./ui.js";
+import { address, api, duration, every, figure, h, message, table } from "./ui.js";
 
 const REFRESH = 3000;
 const LIGHTS = { good: "good", warning: "look", bad: "act", unknown: "–" };
@@ -46,6 +46,5 @@ export async function runsPage({ content, alive }) {
   };
   update();
   await refresh();
-  const timer = setInterval(() => document.hidden || refresh().catch(() => {}), REFRESH);
-  return () => clearInterval(timer);
+  return every(REFRESH, refresh);
 }

@@ -1,6 +1,6 @@
 // Answers: a table with filters, and one answer with its group.
 
-import { address, api, choice, field, figure, h, keepInAddress, later, message, notes, place } from "./ui.js";
+import { api, choice, facts, field, figure, h, keepInAddress, later, message, notes, place } from "./ui.js";
 
 const FILTERS = ["text", "first_step", "last_step", "least_reward", "most_reward", "finish", "notable", "of", "sort", "order"];
 const PAGE = 50;
@@ -15,7 +15,7 @@ export async function samplesPage({ content, query, run, alive }) {
   const change = (name) => (value) => { given[name] = value; keepInAddress({ [name]: value, at: null }); load(0); };
   const typed = (name, properties) => h("input", { ...properties, value: given[name], oninput: later((event) => change(name)(event.target.value), 250) });
   const sets = run.sampled.sets;
-  const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [note.key, note]));
+  const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [keyOf(note), note]));
   const save = h("a", { class: "button", download: "samples.jsonl" }, "Export jsonl");
   const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"]].map(([name, title]) =>
     h("th", { class: "right", scope: "col", "aria-sort": "none", "data-sort": name }, h("button", { type: "button", class: "quiet", onclick: () => {
@@ -78,7 +78,7 @@ export async function samplesPage({ content, query, run, alive }) {
     const found = [];
     for (const note of noted.values()) {
       const same = await api(`run/${run.id}/samples`, { first_step: note.step, last_step: note.step, query_id: note.query_id, count: 200 });
-      found.push(...same.rows.filter((row) => keyOf(row) === note.key));
+      found.push(...same.rows.filter((row) => keyOf(row) === keyOf(note)));
     }
     return { rows: found, matched: found.length, samples: run.sampled.samples, looked_at: found.length, next: null, read: 1 };
   }
@@ -126,13 +126,9 @@ function tags(row) {
   return names.length ? h("span", { class: "tags" }, names.map((name) => h("span", { class: `tag ${name}` }, name))) : null;
 }
 
+/** Return what identifies an answer of a run, and the note on it. */
 function keyOf(row) {
-  // As json.dumps writes it.
-  return `[${[row.step, row.evaluation || "", row.query_id, row.episode, row.index].map((value) => ascii(JSON.stringify(value))).join(", ")}]`;
-}
-
-function ascii(text) {
-  return text.replace(/[\u007f-\uffff]/g, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return JSON.stringify([row.step, row.evaluation || "", row.query_id, row.episode, row.index]);
 }
 
 /** Return a star and a note of an answer; both are saved as they change. */
@@ -146,9 +142,9 @@ function marks(sample, run, noted) {
     Object.assign(now, change);
     const { step, query_id, episode, index } = sample;
     try {
-      await api(`run/${run.id}/note`, {}, { step, query_id, episode, index, evaluation: sample.evaluation || "", star: now.star, note: now.note });
-      noted.set(key, { ...now, key, step, query_id, episode, index });
-      if (!now.star && !now.note) noted.delete(key);
+      const row = await api(`run/${run.id}/note`, {}, { step, evaluation: sample.evaluation || "", query_id, episode, index, star: now.star, note: now.note });
+      if (now.star || now.note) noted.set(key, row);
+      else noted.delete(key);
       star.textContent = now.star ? "★" : "☆";
       star.setAttribute("aria-pressed", String(now.star));
       said.textContent = "kept in notes.jsonl";
@@ -198,11 +194,11 @@ function byToken(sample, run) {
 
 function whole(sample, run, open, noted) {
   const versions = sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`;
-  const facts = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", sample.finish_reason],
+  const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", sample.finish_reason],
     ["weights", versions], ["step", figure(sample.step)], ["prompt id", sample.query_id], ["answer", sample.index],
     ...Object.entries(sample.metrics || {}).map(([name, value]) => [name, figure(value)])];
   return [
-    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value))))),
+    facts(figures),
     tags(sample),
     marks(sample, run, noted),
     h("h3", {}, "Prompt"), h("pre", { class: "text" }, sample.prompt),

@@ -1,7 +1,7 @@
 // What each process did when: a row for each span that overlaps others, so that prompt slots read as a Gantt chart.
 
 import { api, duration, figure, h, keepInAddress, message } from "./ui.js";
-import { colour } from "./charts.js";
+import { colour, legendEntry } from "./charts.js";
 
 const ROW = 12, LABEL = 190, AXIS = 22, GAP = 8;
 
@@ -48,11 +48,7 @@ export async function timelinePage({ content, query, run, alive }) {
 
   function draw() {
     const colours = palette();
-    names.replaceChildren(...[...colours].slice(0, 16).map(([name, tint]) => {
-      const mark = h("i", {});
-      mark.style.background = tint;
-      return h("span", {}, mark, name);
-    }));
+    names.replaceChildren(...[...colours].slice(0, 16).map(([name, tint]) => legendEntry(tint, name)));
     const width = Math.max(600, box.clientWidth), scale = devicePixelRatio || 1;
     const heights = drawn.lanes.map((lane) => Math.min(lane.rows, 64) * ROW + GAP);
     const height = heights.reduce((a, b) => a + b, 0) + AXIS;

@@ -62,7 +62,7 @@ export function keepInAddress(changes) {
   history.replaceState(null, "", address(parts, Object.fromEntries(query)));
 }
 
-/** Return a number as a reader wants it: four significant digits. */
+/** Return a number with four significant digits. */
 export function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
@@ -75,13 +75,25 @@ export function figure(value) {
 /** Return seconds in words. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  const units = [[86400, "d"], [3600, "h"], [60, "min"]];
-  for (const [size, name] of units) if (seconds >= size) {
-    const rest = { d: [3600, "h"], h: [60, "min"], min: [1, "s"] }[name];
-    const more = Math.floor((seconds % size) / rest[0]);
-    return `${Math.floor(seconds / size)} ${name}${more ? ` ${more} ${rest[1]}` : ""}`;
+  const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const i = units.findIndex(([size]) => seconds >= size);
+  if (i >= 0 && i < 3) {
+    const [[size, name], [part, partName]] = units.slice(i);
+    const more = Math.floor((seconds % size) / part);
+    return `${Math.floor(seconds / size)} ${name}${more ? ` ${more} ${partName}` : ""}`;
   }
   return seconds >= 1 ? `${seconds.toFixed(1)} s` : `${(seconds * 1000).toFixed(0)} ms`;
+}
+
+/** Return a list of names with their values: [name, value] pairs. */
+export function facts(pairs) {
+  return h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
+}
+
+/** Call a function every `wait` milliseconds while the page is visible; return what ends it. Its errors are left out. */
+export function every(wait, run) {
+  const timer = setInterval(() => document.hidden || run().catch(() => {}), wait);
+  return () => clearInterval(timer);
 }
 
 /** Return a label around a control. */
@@ -117,7 +129,7 @@ export function table(columns, rows, properties = {}) {
   return h("table", { class: properties.class || "" }, h("thead", {}, head), h("tbody", {}, body));
 }
 
-/** Notes on damaged files, said once. */
+/** Return the notes on damaged files as one line. */
 export function notes(texts) {
   return texts && texts.length ? h("p", { class: "note", role: "note" }, texts.join(" · ")) : null;
 }
