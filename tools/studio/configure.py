@@ -1,7 +1,7 @@
-"""Configurations: every key with what is known of it, the checks of the command line on a text, and what would run.
+"""Configurations: every key with its documentation, the problems of a text, its allocation, memory and seconds.
 
-The text is the configuration: a field changes one key of it, and comments and order stay. Invariant: what is checked
-here is what `slipstream dry-run` checks before it looks at this host; nothing is downloaded and no code of users runs.
+A change of a key edits the text, of which comments and order stay. Invariant: a text is checked by the rules that
+`slipstream dry-run` applies before it looks at this host; nothing is downloaded and no code of users runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,6 @@ from rollout.plugins import ROOT
 from tools.plan import as_json, timed
 from tools.studio.folders import NotFound
 
-COMMANDS = {"ppo-math": "train", "sft": "sft", "dpo": "dpo"}
-"""Experiment -> command of the console script."""
 _RECIPES = ROOT / "examples" / "configs"
 _NAME = re.compile(r"[\w][\w.-]*\.ya?ml")
 _BOUNDS = ("ge", "gt", "le", "lt")
@@ -54,7 +53,8 @@ _TOP = "general"
 
 
 def schema(query: Mapping[str, str]) -> dict[str, Any]:
-    """Return every key of an experiment in groups, the presets of algorithms, and the GPUs of the planner."""
+    """Return every key of an experiment in groups, the presets of algorithms, and the GPUs of the planner. Raises
+    NotFound."""
     name = query.get("experiment", "ppo-math")
     if name not in EXPERIMENTS:
         raise NotFound(f"there is no experiment {name}; there are {', '.join(EXPERIMENTS)}")
@@ -64,7 +64,6 @@ def schema(query: Mapping[str, str]) -> dict[str, Any]:
     presets = {name: {"about": one.about, "source": one.source, "values": one.values} for name, one in PRESETS.items()}
     return {
         "experiment": name,
-        "experiments": list(EXPERIMENTS),
         "groups": list(groups.values()),
         "presets": presets if "algorithm" in EXPERIMENTS[name].model_fields else {},
         "gpus": list(GPUS),
@@ -115,18 +114,13 @@ def check(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the problems of a text with key and line, its warnings, its values, and what it places where. Memory and
     seconds per step are those of the GPU `gpu`. Raises NotFound and ValueError."""
     experiment, text = _experiment(body), _text(body)
-    answer: dict[str, Any] = {
-        "problems": [],
-        "warnings": [],
-        "values": values_of(text),
-        "allocation": None,
-        "plan": None,
-    }
+    values = values_of(text)
+    answer: dict[str, Any] = {"problems": [], "warnings": [], "values": values, "allocation": None, "plan": None}
     try:
         loaded = _loaded(experiment, text)
     except ConfigError as error:
         answer["problems"] = [_problem(problem) for problem in error.problems]
-        answer["allocation"] = _drawn_alone(experiment, answer["values"])
+        answer["allocation"] = _drawn_alone(experiment, values)
         return answer
     answer["warnings"] = [*config_warnings(loaded.config), *(f"{p.key}: {p.message}" for p in loaded.ignored)]
     try:
@@ -150,10 +144,16 @@ def _text(body: Mapping[str, Any], name: str = "text") -> str:
     return text
 
 
-def _loaded(experiment: str, text: str) -> LoadedConfig:
+@contextmanager
+def _as_file(text: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(text, encoding="utf-8")
+        yield file
+
+
+def _loaded(experiment: str, text: str) -> LoadedConfig:
+    with _as_file(text) as file:
         return load(experiment, file, (), check_rules)
 
 
@@ -300,9 +300,7 @@ class Files:
     def dry_run(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `--dry-run` prints of a text. Raises NotFound and ValueError."""
         experiment, text = _experiment(body), _text(body)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "config.yaml"
-            file.write_text(text, encoding="utf-8")
+        with _as_file(text) as file:
             command = [sys.executable, "-m", "core.quickstart", experiment, "--config", str(file), "--dry-run"]
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_DRY_SECONDS, cwd=self._folder, check=False
