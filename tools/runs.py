@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from core.monitoring.health import History, Metrics
 from core.monitoring.journal import read_rows
 from core.monitoring.memory import DRIVER, ROLLOUT, TRAINER, TRAINER_GPU
 from core.runs.paths import RUNNING
-from core.runs.record import COMPLETE, CONFIG, STARTS, leaves
+from core.runs.record import COMPLETE, STARTS, settings_of
 from rollout.inference.gpus import query_gpus
 from tools import arguments
 
@@ -70,7 +69,7 @@ def runs_below(root: Path) -> Iterator[Listed]:
     """Yield the runs of a fileroot."""
     for starts in root.glob(f"logs/*/*/*/{STARTS}"):
         logs = starts.parent
-        rows = steps_of(logs)
+        rows = steps_of(rows_of(logs))
         last = rows[-1] if rows else {}
         yield Listed(
             name=f"{logs.parent.name}/{logs.name}",
@@ -82,25 +81,21 @@ def runs_below(root: Path) -> Iterator[Listed]:
         )
 
 
-def steps_of(logs: Path) -> list[dict[str, float]]:
-    """Return the rows of the steps of a run, without those of evaluations."""
+def rows_of(logs: Path) -> list[dict[str, float]]:
+    """Return the metrics of a run; empty before its first step."""
     file = logs / "metrics.jsonl"
-    return [row for row in read_rows(file) if "time/step" in row] if file.exists() else []
+    return read_rows(file) if file.exists() else []
 
 
-def settings_of(logs: Path) -> dict[str, object]:
-    """Return the configuration of a run by dotted key; empty where it cannot be read."""
-    try:
-        found = yaml.safe_load((logs / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return dict(leaves(found)) if isinstance(found, dict) else {}
+def steps_of(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the rows of steps, without those of evaluations."""
+    return [row for row in rows if "time/step" in row]
 
 
 def history_of(logs: Path, metrics: Metrics) -> History:
     """Return what the rules of health read of a run. The memory of this host is the limit of runs of this host."""
     limits: dict[str, float] = {}
-    if last_start(logs).get("host") == socket.gethostname():
+    if _last_start(logs).get("host") == socket.gethostname():
         total = psutil.virtual_memory().total / 2**30
         limits = {name: total for name in (DRIVER, ROLLOUT, TRAINER)}
         if gpus := query_gpus():
@@ -108,7 +103,7 @@ def history_of(logs: Path, metrics: Metrics) -> History:
     return History(metrics, settings_of(logs), limits)
 
 
-def last_start(logs: Path) -> dict[str, Any]:
+def _last_start(logs: Path) -> dict[str, Any]:
     """Return the newest row of starts.jsonl; empty where there is none."""
     try:
         return read_rows(logs / STARTS)[-1]

@@ -19,14 +19,13 @@ from rich.live import Live
 from rich.text import Text
 
 from core.monitoring.health import Rows, judge
-from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import last_samples
 from core.monitoring.samples import Sample
 from core.monitoring.screen import duration
 from core.monitoring.step_table import StepTable
 from core.runs.paths import RunPaths
 from tools import arguments
-from tools.runs import history_of, state_of, steps_of
+from tools.runs import history_of, rows_of, state_of, steps_of
 
 BAD_INPUT = 2
 _BARS = "▁▂▃▄▅▆▇█"
@@ -59,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def view(logs: Path, width: int) -> RenderableType:
     """Return what is shown of a run, for a terminal of this width."""
-    rows = steps_of(logs)
+    metrics = rows_of(logs)
+    rows = steps_of(metrics)
     title = Text(f"{logs.parent.name}/{logs.name} · {state_of(logs)}", style="bold")
     if not rows:
         return Group(title, Text("no step has finished yet"))
@@ -69,7 +69,7 @@ def view(logs: Path, width: int) -> RenderableType:
     curve = f"{name} {values[0]:.3f} → {values[-1]:.3f}  {sparkline(values, width - 40)}  {duration(seconds)}"
     table = StepTable(rows[-1], total_steps=None, width=width)
     steps = [table.line(int(row["step"]), row) for row in rows[-_STEPS:]]
-    found = judge(history_of(logs, Rows(read_rows(logs / "metrics.jsonl"))))
+    found = judge(history_of(logs, Rows(metrics)))
     health = [
         Text(f"{one.rule.title}: {one.reason}", style="yellow") for one in found if one.light in ("bad", "warning")
     ]

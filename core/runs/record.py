@@ -66,10 +66,9 @@ def write_record(experiment: str, config: Mapping[str, object], paths: RunPaths,
 
 def changes_since(paths: RunPaths, config: Mapping[str, object]) -> list[str]:
     """Return what differs from the configuration of the last start, as "key: before -> now"."""
-    before = _read(paths.logs / CONFIG)
-    if before is None:
+    old, new = settings_of(paths.logs), dict(leaves(config))
+    if not old:
         return []
-    old, new = dict(leaves(before)), dict(leaves(config))
     changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
     more = [f"and {len(changed) - _MAX_CHANGES} more"] if len(changed) > _MAX_CHANGES else []
     return changed[:_MAX_CHANGES] + more
@@ -142,6 +141,11 @@ def _read(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def settings_of(logs: Path) -> dict[str, object]:
+    """Return the configuration of the last start by dotted key; empty where it cannot be read."""
+    return dict(leaves(_read(logs / CONFIG) or {}))
 
 
 def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.table import Table
 
+from core.runs.record import CONFIG, settings_of
 from rollout.experience import Experience, StoreError, Tags
 from rollout.experience import open_store as open_by_name
 from rollout.experience.filters import no_spread
@@ -66,9 +66,8 @@ def open_store(arguments: argparse.Namespace, *, new: bool = False) -> Experienc
     """Open the store that the arguments name. `new`: it may not exist yet. Raises BadRequest and PluginError."""
     store, path = arguments.store, arguments.path
     if arguments.run is not None:
-        folder = run_with(arguments.run, "config.yaml", without="a run writes it at its start")
-        experience = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")).get("experience", {})
-        store, path = experience.get("store", "memory"), experience.get("path", "")
+        settings = settings_of(run_with(arguments.run, CONFIG, without="a run writes it at its start"))
+        store, path = settings.get("experience.store", "memory"), settings.get("experience.path", "")
     if store == "memory":
         raise BadRequest("this run keeps its episodes in memory; write experience.store=sqlite to look into them")
     if not path:

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from core.monitoring.health import History, Metrics
 from core.monitoring.logs import DRIVER_LOG
-from core.runs.record import CONFIG, STARTS
-from tools.runs import history_of, settings_of, state_of
+from core.runs.record import CONFIG, STARTS, settings_of
+from tools.runs import history_of, state_of
 from tools.studio.lines import parsed
 
 METRICS = "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""The processes of a run: where each runs, its memory, when it last wrote, its log and its stacks."""
+"""The processes of a run: host, memory, time of the last span or line of the log, the log, and stacks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from core.monitoring.logs import DRIVER_LOG
 from core.processes.stacks import FOLDER as STACKS_FOLDER
 from core.processes.stacks import collect_stacks
 from rollout.inference.gpus import query_gpus
@@ -67,7 +68,7 @@ def _state(process: psutil.Process | None) -> str:
 
 
 def _log_of(run: Run, name: str) -> str | None:
-    for log in (f"{name}.log", "master_worker.log" if name == "driver" else ""):
+    for log in (f"{name}.log", DRIVER_LOG if name == "driver" else ""):
         if log and (run.logs / log).is_file():
             return log
     return None

@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from core.runs.paths import step_file
 from rollout.experience.serial import loads, records_from_plain
 from rollout.types import Trajectory
 from tools.studio.folders import NotFound, Run
@@ -97,7 +98,7 @@ def explain(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return loss, metrics and gradients of a saved step, computed by `python -m tools.loss` in a process of its own.
     Raises NotFound and ValueError."""
     step = int(body["step"])
-    with run.open(f"batches/step-{step}.json.gz") as file:
+    with run.open(step_file(Path("batches"), step).as_posix()) as file:
         case = json.loads(gzip.decompress(file.read()))
     command = ["nice", sys.executable, "-m", "tools.loss", "--from-run", str(run.logs), "--step", str(step)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
