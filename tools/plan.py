@@ -163,7 +163,7 @@ def _search(
         print(json.dumps([_proposal_json(proposal) for proposal in found.best], indent=1))
         return 0 if found.best else _DOES_NOT_FIT
     if not found.best:
-        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus)}")
+        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus, fixed)}")
         return _DOES_NOT_FIT
     console.print(
         f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "

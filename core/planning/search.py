@@ -31,7 +31,6 @@ _RUNNING = (1024, 512, 256, 128, 64, 32)
 _NODE_GPUS = 8
 _MOST_CHECKED = 400
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
-_AS_WRITTEN: dict[str, str] = {"full": "true", "none": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +55,8 @@ class Proposal:
     def mode(self) -> str:
         """allocation_mode."""
         assert self.scene.servers is not None, "a search has generators"
-        trainer = str(self.scene.actor.layout)
-        separator = "|" if self.scene.shares_gpus else "+"
-        if self.scene.actor.layout.ep > 1:
-            layout = self.scene.actor.layout
-            attention = replace(layout, ep=1)
-            trainer = f"(attn:{attention}|ffn:d{layout.expert_dp}m1p{layout.pp}e{layout.ep})"
-        servers = self.scene.servers
-        return f"{servers.backend}.{servers.layout}{separator}{trainer}"
+        servers, separator = self.scene.servers, "|" if self.scene.shares_gpus else "+"
+        return f"{servers.backend}.{servers.layout}{separator}{self.scene.actor.layout}"
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -74,7 +67,7 @@ class Proposal:
         keys.append(f"n_gpus_per_node={self.scene.n_gpus_per_node}")
         for engine in self.scene.engines:
             if engine.trains:
-                level = _AS_WRITTEN.get(engine.recompute, engine.recompute)
+                level = "true" if engine.recompute == "full" else engine.recompute
                 keys.append(f"{engine.name}.gradient_checkpointing={level}")
                 if engine.offload:
                     keys.append(f"{engine.name}.optimizer.offload=true")
@@ -181,13 +174,16 @@ def parse_fixed(text: str) -> Spec:
         ) from None
 
 
-def nothing_fits(scene: Scene, num_gpus: int) -> str:
-    """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it."""
+def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
+    """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it, or what was
+    fixed."""
     smallest = smallest_world(scene)
     if smallest is None:
         return "The trainer fits on no number of GPUs up to 4096."
     if smallest >= num_gpus:
         return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB."
+    if fixed is not None:
+        return f"No allocation with the layout of --fix uses all {num_gpus} GPUs and is accepted; leave out --fix."
     return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
 
 
@@ -227,21 +223,20 @@ def _candidates(
     num_gpus = scene.n_nodes * scene.n_gpus_per_node
     wanted = None if fixed is None else fixed.trainer.get(REST)
     served = None if fixed is None else fixed.generator
-    sizes = [served.tp] if served is not None else list(_server_sizes(scene, scene.servers))
+    sizes = list(_server_sizes(scene, scene.servers)) if served is None else []
     for layout in _trainer_layouts(scene, num_gpus):
         if wanted is not None and layout != wanted:
             continue
         rest = num_gpus - layout.world_size
-        placed = replace(scene, shares_gpus=rest == 0) if rest else _in_turns(scene)
-        trainers: list[Scene] | None = None
-        for tp in sizes:
-            count, left = divmod(rest or num_gpus, tp)
-            if left or (served is not None and served.dp != count):
-                continue
-            if trainers is None:
-                trainers = list(_fitting(placed, layout))
+        left = rest or num_gpus
+        sides = [ParallelLayout(dp=left // tp, tp=tp) for tp in sizes if left % tp == 0]
+        if served is not None and served.world_size == left:
+            sides = [served]
+        placed = replace(scene, shares_gpus=False) if rest else _in_turns(scene)
+        trainers = list(_fitting(placed, layout)) if sides else []
+        for side in sides:
+            servers = replace(scene.servers, layout=side)
             for trainer in trainers:
-                servers = replace(scene.servers, layout=ParallelLayout(dp=count, tp=tp))
                 whole = _with_requests(replace(trainer, servers=servers), servers, answers)
                 if (time := step_time(whole, calibration, answers)) is not None:
                     yield whole, time
@@ -309,8 +304,10 @@ def _trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
                     if world > num_gpus:
                         break
                     for ep in experts:
+                        if dp * tp * cp % ep:
+                            continue
                         layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-                        if dp * tp * cp % ep == 0 and _suits(scene, layout):
+                        if _suits(scene, layout):
                             yield layout
 
 

@@ -112,6 +112,8 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "\n   allocation_mode=sglang.d8m2p1+" in capsys.readouterr().out
     assert main([*words[:-1], "sglang.d9m2q1", "--search"]) == 2
     assert "error: --fix sglang.d9m2q1: " in capsys.readouterr().err
+    assert main([*words[:-1], "sglang.d9m2p2", "--search"]) == 1
+    assert "layout of --fix" in capsys.readouterr().out
 
 
 def test_a_calibration_of_another_gpu_gives_times(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,18 @@ def test_every_proposal_passes_the_checks_and_fits(
         "latency": [one.latency for one in every],
     }[metric]
     assert values == sorted(values)
+
+
+def test_experts_are_searched_on_layouts_that_divide_them(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, SLICE)
+    load = partial(load_config, "ppo-math", path)
+    scene = scene_of(load([]).config, GPUS["H100"])
+    calibration = calibration_of("H100")
+    assert calibration is not None
+    found = proposals(load, scene, calibration, Lengths(mean=4000, longest=7168), num_gpus=64, most=8)
+    degrees = {one.scene.actor.layout.ep for one in found.best}
+    assert len(found.best) == 8 and degrees > {1}
+    assert all(scene_of(load(one.overrides).config, GPUS["H100"]).actor == one.scene.actor for one in found.best)
 
 
 def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> None:
