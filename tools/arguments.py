@@ -58,6 +58,21 @@ def integer(*, least: int, most: int | None = None) -> Callable[[str], int]:
     return integer
 
 
+def number(*, least: float, most: float) -> Callable[[str], float]:
+    """Return a type for numbers from `least` to `most`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be from {least:g} to {most:g}")
+        return value
+
+    return number
+
+
 def step_range(text: str) -> range:
     """Return the steps of `10` or `10..20`, both ends included."""
     first, dots, last = text.partition("..")

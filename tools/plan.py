@@ -48,7 +48,7 @@ from core.planning.rates import (
 )
 from core.planning.scene import Scene, scene_of
 from core.planning.search import METRICS, Metric, Proposal, nothing_fits, parse_fixed
-from tools.arguments import integer, new_folder, program
+from tools.arguments import integer, new_folder, number, program
 
 if TYPE_CHECKING:
     from core.planning.simulation import Outcome
@@ -169,9 +169,9 @@ def _search(
         f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
         f"answers of {answers.mean:,.0f} tokens on average:"
     )
-    for number, proposal in enumerate(found.best, start=1):
+    for place, proposal in enumerate(found.best, start=1):
         speed, memory = proposal.lines
-        console.print(f"{number}. {speed}\n   {memory}\n   {' '.join(proposal.overrides)}")
+        console.print(f"{place}. {speed}\n   {memory}\n   {' '.join(proposal.overrides)}")
     for proposal in found.others:
         console.print(f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], metric)}")
     return 0
@@ -311,7 +311,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
     )
-    parser.add_argument("--spread", type=_spread, default=SPREAD, help="standard deviation of the logarithm of lengths")
+    parser.add_argument(
+        "--spread",
+        type=number(least=0.0, most=3.0),
+        default=SPREAD,
+        help="standard deviation of the logarithm of lengths",
+    )
     parser.add_argument(
         "--simulate", type=integer(least=8, most=100_000), metavar="STEPS", help="run steps on a virtual clock"
     )
@@ -320,13 +325,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="rates that --calibrate has written")
     parser.add_argument("--json", action="store_true", help="print the plan for programs")
     return parser
-
-
-def _spread(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value <= 3.0:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3")
-    return value
 
 
 def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:

@@ -219,14 +219,14 @@ def _workspaces(engine: Engine, longest: int) -> float:
     return _BLAS_BYTES + angles + (engine.itemsize * sum(sizes) / tp if engine.trains else 0.0)
 
 
-def update_shape(engine: Engine, stage: int, *, imbalance: float = 1.0) -> UpdateShape:
+def update_shape(engine: Engine, stage: int) -> UpdateShape:
     """Return what a rank of a stage computes of an update."""
     layout = engine.layout
     own = layers_of_chunks(engine.config.num_layers, layout)[stage :: layout.pp]
     return UpdateShape(
         config=engine.config, layout=layout, itemsize=engine.itemsize, tokens=engine.tokens,
         in_flight=in_flight(layout, stage, _MANY), layers=max(own, key=len), has_head=stage == layout.pp - 1,
-        has_embedding=stage == 0, is_critic=engine.is_critic, fp8=engine.fp8, imbalance=imbalance,
+        has_embedding=stage == 0, is_critic=engine.is_critic, fp8=engine.fp8,
     )  # fmt: skip
 
 

@@ -141,15 +141,15 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     )
     passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
     running = running_requests(scene, servers, length)
-    rate = server_rate(scene, servers, calibration, running=running, context=prompt + answers.mean / 2)
-    rollout = scene.sequences * answers.mean / (rate * servers.layout.dp)
+    decode = decode_seconds(servers, calibration, running=running, context=prompt + answers.mean / 2)
+    rollout = scene.sequences * answers.mean * decode / (running * servers.layout.dp)
     prompts = scene.prompts * prompt / servers.layout.dp
-    rollout += prefill_seconds(scene, servers, calibration, tokens=prompts, length=prompt)
+    rollout += prefill_seconds(servers, calibration, tokens=prompts, length=prompt)
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
     tail = answers.longest_of(scene.sequences) - answers.mean  # the last answers are nearly alone
-    batch = rollout + tail * decode_seconds(scene, servers, calibration, running=8, context=length)
+    batch = rollout + tail * decode_seconds(servers, calibration, running=8, context=length)
     if in_turns:
         rollout, lag = batch, 0.0
         step = rollout + trainer + push + turn
@@ -281,33 +281,26 @@ def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) 
     return seconds
 
 
-def server_rate(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
-    """Return the tokens per second of one full server."""
-    return running / decode_seconds(scene, servers, calibration, running=running, context=context)
-
-
-def wave_seconds(
-    scene: Scene, servers: Servers, calibration: Calibration, *, running: int, prompt: int, answer: int
-) -> float:
+def wave_seconds(servers: Servers, calibration: Calibration, *, running: int, prompt: int, answer: int) -> float:
     """Return the seconds in which a server answers so many requests that begin at once: prompts, then one decode step
     for each token of an answer."""
     context = prompt + answer / 2
-    step = decode_seconds(scene, servers, calibration, running=running, context=context)
-    return prefill_seconds(scene, servers, calibration, tokens=running * prompt, length=prompt) + answer * step
+    step = decode_seconds(servers, calibration, running=running, context=context)
+    return prefill_seconds(servers, calibration, tokens=running * prompt, length=prompt) + answer * step
 
 
-def prefill_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, tokens: float, length: float) -> float:
+def prefill_seconds(servers: Servers, calibration: Calibration, *, tokens: float, length: float) -> float:
     """Return the seconds in which a server computes prompts of so many tokens in total, each of `length`."""
     c, config = calibration, servers.config
     layer, experts = layer_operations(config)
     attention = 2.0 * _attention_width(config) * length
-    seconds = (layer - experts) / (c.products) + experts / (c.expert_products)
+    seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
-    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / (c.memory)
+    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / c.memory
     return tokens * config.num_layers * seconds / servers.layout.tp
 
 
-def decode_seconds(scene: Scene, servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
+def decode_seconds(servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
     """Return the seconds of a decode step of a server with so many requests of `context` tokens on average."""
     c, config = calibration, servers.config
     tp = servers.layout.tp

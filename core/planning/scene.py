@@ -5,7 +5,6 @@ Invariant: a `Scene` has everything that the other files of this folder read; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,17 +136,16 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         max_staleness=sampling.staleness.max_staleness if sampling else 0,
         writes_checkpoints=config.recover_mode != "disabled",
     )
-    for problem in position_problems(scene):
-        raise PlanError(problem)
+    _check_positions(scene)
     return scene
 
 
-def position_problems(scene: Scene) -> Iterator[str]:
-    """Yield why the longest sequence does not fit into the positions of a model."""
+def _check_positions(scene: Scene) -> None:
+    """Raise PlanError where the longest sequence does not fit into the positions of a model."""
     for engine in scene.engines:
         limit = engine.config.max_position_embeddings
         if scene.longest > limit:
-            yield (
+            raise PlanError(
                 f"{engine.name}: the longest sequence has {scene.prompt_tokens} + {scene.answer_tokens} = "
                 f"{scene.longest} tokens, max_position_embeddings={limit}; lower dataset.max_prompt_len or "
                 "ppo.gen.max_new_tokens, or take a model for longer sequences"
@@ -165,15 +163,16 @@ def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> 
         model = read_model_folder(use.path, weights=False, tokenizer=False)
     except ModelFolderError as error:
         raise PlanError(f"{use.key}.path: {error}") from None
-    placed = [role for role in use.roles if role != GENERATOR_ROLE]
-    on_gpu, trains = allocation.trainer.on_gpu, use.key != "ref"
-    section = use.section
-    role = placed[0] if not config.TRAINER_ONLY else "allocation"
+    on_gpu, trains, section = allocation.trainer.on_gpu, use.key != "ref", use.section
+    if config.TRAINER_ONLY:
+        placed, role = TRAINER_ROLE, "allocation"
+    else:
+        placed = role = next(role for role in use.roles if role != GENERATOR_ROLE)
     dtype = section.dtype(on_gpu=on_gpu)
     return Engine(
         name=use.key,
         config=model,
-        layout=allocation.roles[placed[0] if not config.TRAINER_ONLY else TRAINER_ROLE].layout,
+        layout=allocation.roles[placed].layout,
         trains=trains,
         is_critic=use.key == "critic",
         itemsize=2 if dtype == "bfloat16" else 4,

@@ -285,13 +285,13 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
     if time is None or servers is None:
         return None
     context = scene.prompt_tokens / 2 + answers.mean / 2
-    empty, one = (decode_seconds(scene, servers, calibration, running=running, context=context) for running in (0, 1))
+    empty, one = (decode_seconds(servers, calibration, running=running, context=context) for running in (0, 1))
     prompt = scene.prompt_tokens / 2
     cached = plan_servers(scene, servers).tokens / (prompt + answers.mean)
     return World(
         num_servers=servers.layout.dp, max_running=max(1, min(servers.max_running, int(cached))), step_seconds=empty,
         request_seconds=one - empty, prompts=scene.prompts, group_size=scene.group_size, answers=answers,
-        prefill_seconds=prefill_seconds(scene, servers, calibration, tokens=prompt, length=prompt),
+        prefill_seconds=prefill_seconds(servers, calibration, tokens=prompt, length=prompt),
         prompt_tokens=prompt, max_staleness=scene.max_staleness,
         train_token_seconds=(time.update + time.passes) / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
     )  # fmt: skip

@@ -68,6 +68,16 @@ def test_options_without_effect_are_refused(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("x", "'x' is no number"), ("nan", "nan must be from 0 to 3"), ("3.1", "3.1 must be from 0 to 3")],
+)
+def test_a_spread_is_a_number_between_bounds(text: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--spread", text])
+    assert end.value.code == 2 and f"argument --spread: {error}" in capsys.readouterr().err
+
+
 def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

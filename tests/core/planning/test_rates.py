@@ -85,7 +85,7 @@ def test_a_server_takes_about_as_long_as_was_measured(
 ) -> None:
     scene = make_scene(SHAPES[shape])
     assert scene.servers is not None
-    seconds = wave_seconds(scene, scene.servers, CALIBRATION, running=running, prompt=prompt, answer=answer)
+    seconds = wave_seconds(scene.servers, CALIBRATION, running=running, prompt=prompt, answer=answer)
     assert seconds == pytest.approx(running * answer / measured, rel=0.1)
 
 
@@ -100,9 +100,7 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
 def test_a_longer_context_and_a_stage_more_cost_time() -> None:
     scene = make_scene(SHAPES["7B"])
     assert scene.servers is not None
-    short, long = (
-        decode_seconds(scene, scene.servers, CALIBRATION, running=64, context=context) for context in (500, 8000)
-    )
+    short, long = (decode_seconds(scene.servers, CALIBRATION, running=64, context=context) for context in (500, 8000))
     read = 64 * 7500 * 28 * 2 * 4 * 128 * 2
     assert long - short == pytest.approx(read / CALIBRATION.memory)
     one, two = (make_scene(SHAPES["7B"], layout) for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)))

@@ -82,9 +82,7 @@ def _predicted(shape: str, gpu: str) -> dict[str, float] | None:
     )  # fmt: skip
     rates = {}
     for load in LOADS:
-        seconds = wave_seconds(
-            scene, servers, calibration, running=load.running, prompt=load.prompt, answer=load.answer
-        )
+        seconds = wave_seconds(servers, calibration, running=load.running, prompt=load.prompt, answer=load.answer)
         rates[str(load)] = round(load.running * load.answer / seconds, 1)
     return {"cache": float(plan_servers(scene, servers).tokens), **rates}
 
