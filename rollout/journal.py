@@ -92,8 +92,11 @@ class JournaledSampler:
         known = self._take_known(key, asked)
         if known is not None:
             return known.value
-        _call.set(f"{self._id}: {key}")
-        result = await call()
+        before = _call.set(f"{self._id}: {key}")
+        try:
+            result = await call()
+        finally:
+            _call.reset(before)
         self._record(key, asked, result)
         return result
 

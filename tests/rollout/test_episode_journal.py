@@ -260,6 +260,7 @@ def test_a_call_that_is_made_again_after_a_restart_has_the_same_id(model: str) -
         JournaledSampler(MockGenerator(model), experience, ID).enter()
         for _ in range(2):
             await recorded("act", act)
+            assert call_id() != call_id(), "behind a recorded call"
 
     async def main() -> None:
         experience = store()
