@@ -120,18 +120,9 @@ class EvaluationSampler:
                 token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32),
                 finish_reason="length",
             )  # fmt: skip
-        sampling = request.sampling
-        if room < sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
-        request = replace(
-            request,
-            sampling=sampling,
-            request_id=f"{self._name}/{request.request_id}",
-            # One without a group stays one: the router would send those of a shared group to one generator.
-            group_id=request.group_id and f"{self._name}/{request.group_id}",
-        )
+        request = replace(request, sampling=request.sampling.at_most(room))
         with not_counted():
-            return await self._generator.generate(request)
+            return await self._generator.generate(request.named(self._name))
 
 
 _outcomes: ContextVar[list[Outcome]] = ContextVar("outcomes")

@@ -60,6 +60,12 @@ class GenerateRequest:
     """Requests of one group share their prompt; a router keeps them together."""
     output: Completion | None = None
 
+    def named(self, name: str) -> GenerateRequest:
+        """Return the request with ids that begin with a name. One without a group stays without: a router would send
+        those of a shared group to one generator."""
+        group_id = self.group_id and f"{name}/{self.group_id}"
+        return replace(self, request_id=f"{name}/{self.request_id}", group_id=group_id)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

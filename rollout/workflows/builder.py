@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.data.encoder import Encoder
@@ -58,9 +58,7 @@ def make_workflow(choice: str | WorkflowChoice, *, encoder: Encoder | None = Non
     if isinstance(choice, str):
         choice = WorkflowChoice(type=choice)
     made = {spec: _make(spec, choice.options.get(spec, {}), encoder, settings) for spec in choice.types}
-    if not choice.by_task:
-        return made[choice.type]
-    return _ByTask(made[choice.type], {task: made[spec] for task, spec in choice.by_task.items()})
+    return _ByTask(made, choice) if choice.by_task else made[choice.type]
 
 
 async def close_workflow(workflow: Workflow) -> None:
@@ -104,9 +102,7 @@ class _Named:
         self._generator, self._name = generator, name
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        group_id = request.group_id and f"{self._name}/{request.group_id}"
-        own = replace(request, request_id=f"{self._name}/{request.request_id}", group_id=group_id)
-        return await self._generator.generate(own)
+        return await self._generator.generate(request.named(self._name))
 
 
 class _ByTaskSet:
@@ -125,13 +121,15 @@ class _ByTaskSet:
 class _ByTask:
     """Runs the workflow of the prompt's task."""
 
-    def __init__(self, default: Workflow, by_task: Mapping[str, Workflow]) -> None:
-        self._default, self._by_task = default, by_task
+    def __init__(self, made: Mapping[str, Workflow], choice: WorkflowChoice) -> None:
+        """`made`: by type."""
+        self._made, self._choice = made, choice
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
-        return await self._by_task.get(prompt.task, self._default).run(prompt, generator)
+        spec = self._choice.by_task.get(prompt.task, self._choice.type)
+        return await self._made[spec].run(prompt, generator)
 
     async def close(self) -> None:
-        """Close every workflow once."""
-        for workflow in {id(one): one for one in (self._default, *self._by_task.values())}.values():
+        """Close every workflow."""
+        for workflow in self._made.values():
             await close_workflow(workflow)
