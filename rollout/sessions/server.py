@@ -134,9 +134,7 @@ class SessionServer:
         return response
 
     def _session_of(self, request: web.Request) -> Session:
-        header = request.headers.get("Authorization", "")
-        token = request.headers.get("x-api-key") or header.removeprefix("Bearer ")
-        session = self._sessions.get(token)
+        session = self._sessions.get(key_of(request))
         if session is None:
             message = "Incorrect API key: no open session has it."
             raise CallError(message, code="invalid_api_key", status=401)
@@ -150,6 +148,11 @@ class SessionServer:
         paths = ", ".join(_DIALECTS)
         message = f"There is no {request.method} {request.path}; there are POST {paths} and GET /v1/models."
         return _refusal(dialect, CallError(message, status=404))
+
+
+def key_of(request: web.Request) -> str:
+    """Return the API key that a client has sent; empty where it sent none."""
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:

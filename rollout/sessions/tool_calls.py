@@ -58,21 +58,21 @@ def _probe(number: int) -> dict[str, Any]:
 def _find_format(one: str, two: str | None) -> ToolFormat | None:
     """Find the form in the text of an answer with the call _probe(0), and of one with both probes; None: the template
     takes one call only."""
-    one, two = one.rpartition(_THOUGHTS_END)[2], None if two is None else two.rpartition(_THOUGHTS_END)[2]
-    found: ToolFormat | None = _find_object(one) or _find_named(one, two) or _find_tagged(one, two)
+    one, two = one.rpartition(_THOUGHTS_END)[2], (two or "").rpartition(_THOUGHTS_END)[2]
+    first = two.partition(NAMES[1])[0] if NAMES[1] in two else None
+    found: ToolFormat | None = _find_object(one) or _find_named(one, first) or _find_tagged(one, first)
     return found
 
 
 def split_calls(text: str, form: ToolFormat, tools: Sequence[Any]) -> tuple[str, list[Read]]:
     """Return the text before the first call, and the calls; all of the text where one of them is malformed."""
-    before, opening, after = text.partition(form.opening) if form.opening else ("", "", text)
-    if form.opening and not opening:
+    if (begin := text.find(form.opening)) < 0:
         return text, []
     try:
-        calls = list(form.calls(opening + after, tools))
+        calls = list(form.calls(text[begin:], tools))
     except (ValueError, KeyError, TypeError):
         return text, []
-    return (before, calls) if calls else (text, [])
+    return (text[:begin], calls) if calls else (text, [])
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def _find_object(one: str) -> ObjectFormat | None:
     return None
 
 
-def _find_named(one: str, two: str | None) -> NamedFormat | None:
+def _find_named(one: str, first: str | None) -> NamedFormat | None:
+    """Find the form. `first`: the text up to the name of a second call; None: there is none."""
     opening, _, after = one.partition(NAMES[0])
     at = after.find("{")
     try:
@@ -166,14 +167,12 @@ def _find_named(one: str, two: str | None) -> NamedFormat | None:
         return None
     if at < 0 or value != ARGUMENTS:
         return None
-    before = opening
-    if two is not None and NAMES[1] in two:
-        first, _, _ = two.partition(NAMES[1])
-        before = _common_suffix(opening, first)
+    before = opening if first is None else _common_suffix(opening, first)
     return NamedFormat(opening.strip(), before.strip(), after[:at].strip()) if before.strip() else None
 
 
-def _find_tagged(one: str, two: str | None) -> TaggedFormat | None:
+def _find_tagged(one: str, first: str | None) -> TaggedFormat | None:
+    """Find the form, see _find_named()."""
     (key, value), (next_key, next_value) = ARGUMENTS.items()
     found = re.search(rf"(?s)^(.*?){NAMES[0]}(.*?){key}(.*?){value}(.*?){next_key}(.*?){next_value}(.*)$", one)
     if found is None or found[3] != found[5]:
@@ -182,10 +181,10 @@ def _find_tagged(one: str, two: str | None) -> TaggedFormat | None:
     before_key = _common_suffix(to_key, to_next)
     after_value = to_next[: len(to_next) - len(before_key)]
     closing, before = "", opening
-    if two is not None and NAMES[1] in two:
-        first = two.partition(NAMES[1])[0].rpartition(next_value)[2]
-        before = _common_suffix(opening, first)
-        closing = first[len(after_value) : len(first) - len(before)].strip()
+    if first is not None:
+        end = first.rpartition(next_value)[2]
+        before = _common_suffix(opening, end)
+        closing = end[len(after_value) : len(end) - len(before)].strip()
     parts = (before, before_key, between, after_value)
     if not all(part.strip() for part in parts) or NAMES[0] in to_key:
         return None
