@@ -158,7 +158,7 @@ class PromptDataset:
         return self._orders[epoch]
 
 
-def check_same_stream(before: Mapping[str, int], now: Mapping[str, int], settings: Mapping[str, str]) -> None:
+def check_same_stream(before: Mapping[str, object], now: Mapping[str, object], settings: Mapping[str, str]) -> None:
     """Raise DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
     `settings` are the ones to restore."""
     for key, setting in settings.items():

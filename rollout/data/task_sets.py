@@ -202,21 +202,23 @@ class TaskSets:
         if self._is_plain:
             return {**first, "position": self._cursor}
         sets = {name: {**states[name], "position": place} for name, place in self.positions().items()}
-        quotas = {name: int(quota) for name, quota in zip(self._sets, self._quotas, strict=True)}
         checksum = zlib.crc32(repr([(name, state["checksum"]) for name, state in states.items()]).encode())
         return {
             "position": self._cursor, "num_prompts": len(self), "seed": first["seed"], "checksum": checksum,
-            "shuffle": first["shuffle"], "sets": sets, "quotas": quotas,
+            "shuffle": first["shuffle"], "sets": sets, "quotas": self._quotas_by_name(),
         }  # fmt: skip
+
+    def _quotas_by_name(self) -> dict[str, int]:
+        return {name: int(quota) for name, quota in zip(self._sets, self._quotas, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises DatasetError when sets, weights, rows or seed are others."""
         if self._is_plain and "sets" not in state:
             next(iter(self._sets.values())).dataset.load_state_dict(dict(state))
         else:
-            now = self.state_dict()
-            before = {name: state.get("quotas", {}).get(name) for name in {**state.get("quotas", {}), **self._sets}}
-            check_same_stream({"quotas": before}, {"quotas": now.get("quotas")}, {"quotas": "task_sets and their weights"})  # type: ignore[dict-item] # fmt: skip # noqa: E501
+            now = {} if self._is_plain else self._quotas_by_name()
+            setting = {"quotas": "task_sets and their weights"}
+            check_same_stream({"quotas": state.get("quotas", {})}, {"quotas": now}, setting)
             for name, one in self._sets.items():
                 one.dataset.load_state_dict(state["sets"][name])
         self._cursor = state["position"]
