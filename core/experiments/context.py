@@ -25,7 +25,7 @@ from core.placement.ray_address import joined_cluster
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
-from core.train.evaluations import Evaluations
+from core.train.evaluations import Evaluations, SerialEvaluations
 from core.train.periodic import Actions, PeriodicActions
 from tracing import record_spans
 
@@ -116,8 +116,7 @@ class RunContext:
         *,
         engines: TrainedEngines,
         tokenizer_from: str,
-        evaluate: Callable[[int], None] | None,
-        evaluations: Evaluations | None = None,
+        evaluations: Evaluations | SerialEvaluations | None,
         rollout_state: Callable[[], object],
         driver_state: Callable[[], tuple[float, dict[str, object]]],
     ) -> PeriodicActions:
@@ -133,7 +132,6 @@ class RunContext:
             control=config.exp_ctrl,
             actions=Actions(
                 report_step=lambda step: self.attempt.report(step=step),
-                evaluate=evaluate,
                 evaluations=evaluations,
                 save_model=save,
                 has_model=partial(has_model, engines, checkpoints),

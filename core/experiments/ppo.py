@@ -210,7 +210,6 @@ def _run_loop(
         schedule,
         engines=workers.trained,
         tokenizer_from=config.actor.path,
-        evaluate=evaluations.begin if evaluates else None,
         evaluations=evaluations if evaluates else None,
         rollout_state=rollout.state_dict,
         driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}),

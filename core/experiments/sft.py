@@ -25,6 +25,7 @@ from core.monitoring.skipped_updates import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.train.due import schedule_from_control
+from core.train.evaluations import SerialEvaluations
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import ModelOutput, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
@@ -93,7 +94,7 @@ def run_offline(
                 schedule,
                 engines=engines,
                 tokenizer_from=config.model.path,
-                evaluate=trainer.evaluate if valid is not None else None,
+                evaluations=SerialEvaluations(trainer.evaluate) if valid is not None else None,
                 rollout_state=train.state_dict,
                 driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
             )

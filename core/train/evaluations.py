@@ -95,3 +95,19 @@ class Evaluations:
                 self._returning.add(running.generator)
         if figures:  # none: its generator was lost
             self._report(running.step, figures)
+
+
+class SerialEvaluations:
+    """Evaluations for which training always waits, with the calls of Evaluations."""
+
+    step = None
+
+    def __init__(self, evaluate: Callable[[int], None]) -> None:
+        """`evaluate(step)`."""
+        self.begin = evaluate
+
+    def look(self) -> None:
+        """Do nothing: none is under way."""
+
+    def finish(self) -> None:
+        """Do nothing, as look()."""

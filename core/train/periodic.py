@@ -18,7 +18,7 @@ from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
 from core.train.due import DueTimer, Frequency, evaluation_frequency
-from core.train.evaluations import Evaluations
+from core.train.evaluations import Evaluations, SerialEvaluations
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ class Actions:
 
     report_step: Callable[[int], None]
     """(finished steps); always due: reports the progress to the process that supervises the run"""
-    evaluate: Callable[[int], None] | None
-    """(finished steps); None: there is nothing to evaluate on."""
-    evaluations: Evaluations | None = None
-    """Those that may run beside training."""
+    evaluations: Evaluations | SerialEvaluations | None
+    """None: there is nothing to evaluate on."""
     save_model: Callable[[str], None]
     """(name of the saved model's folder)"""
     has_model: Callable[[str], bool]
@@ -116,8 +114,8 @@ class PeriodicActions:
         self.actions.report_step(step)
         if self.control.benchmark_steps is not None:
             return
-        if self.actions.evaluate is not None:
-            self._evaluate_if_due(self.actions.evaluate, step, timer)
+        if self.actions.evaluations is not None:
+            self._evaluate_if_due(self.actions.evaluations, step, timer)
         saves = self.control.save_hf_checkpoint
         if self._is_due("save", step) and (
             saves == "always" or (saves == "last" and step == self.schedule.total_steps)
@@ -138,33 +136,32 @@ class PeriodicActions:
             with timer("recover checkpoint"):
                 self._checkpoint(self.recover, step)
 
-    def _evaluate_if_due(self, evaluate: Callable[[int], None], step: int, timer: StepTimer) -> None:
+    def _evaluate_if_due(self, evaluations: Evaluations | SerialEvaluations, step: int, timer: StepTimer) -> None:
         """Evaluate when due; where another evaluation or a recover checkpoint has to end first, after that."""
-        others, is_last = self.actions.evaluations, step == self.schedule.total_steps
-        if others is not None:
-            others.look()
+        is_last = step == self.schedule.total_steps
+        evaluations.look()
         self._waits["eval"] |= self._is_due("eval", step)
-        if others is not None and is_last and others.step is not None:
+        if is_last and evaluations.step is not None:
             with timer("evaluate"):
-                others.finish()
-        busy = others is not None and (others.step is not None or self._waits["ckpt"])
-        if self._waits["eval"] and (is_last or not busy):
-            self._waits["eval"] = False
+                evaluations.finish()
+        is_busy = evaluations.step is not None or self._waits["ckpt"]
+        if self._waits["eval"] and (is_last or not is_busy):
             with timer("evaluate"):
-                self._evaluate(evaluate, step)
-                if others is not None and is_last:
-                    others.finish()
+                self._evaluate(evaluations.begin, step)
+                if is_last:
+                    evaluations.finish()
 
     def _can_repeat_evaluation(self, step: int) -> bool:
         """Return whether a run that continues from a checkpoint of `step` has the weights again that are evaluated."""
-        others = self.actions.evaluations
-        return others is None or others.step in (None, step) or step == self.schedule.total_steps
+        evaluations = self.actions.evaluations
+        return evaluations is None or evaluations.step in (None, step) or step == self.schedule.total_steps
 
     def _evaluate(self, evaluate: Callable[[int], None], step: int) -> None:
-        """Evaluate, unless a signal comes: the step is saved without its evaluation then."""
+        """Evaluate, unless a signal comes: the run that continues evaluates after its first step then."""
         try:
             with interruptible():
                 evaluate(step)
+            self._waits["eval"] = False
         except EndNow:
             raise
         except KeyboardInterrupt:
@@ -199,6 +196,7 @@ class PeriodicActions:
         if self.control.benchmark_steps is not None:
             return
         if self.recover is not None and self._last["ckpt"] < step:
+            self._waits["eval"] |= not self._can_repeat_evaluation(step)
             self._checkpoint(self.recover, step)
         if self._last["save"] < step and self.control.save_hf_checkpoint != "never":
             self._save_model(step)

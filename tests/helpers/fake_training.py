@@ -276,7 +276,7 @@ def _saving(
         schedule=schedule,
         control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
         actions=Actions(
-            report_step=lambda step: None, evaluate=None, save_model=lambda name: None, has_model=lambda name: True,
+            report_step=lambda step: None, evaluations=None, save_model=lambda name: None, has_model=lambda name: True,
             begin_save=begin_save, rollout_state=lambda: None, driver_state=driver_state,
         ),
         recover=store,

@@ -12,6 +12,7 @@ from core.monitoring.monitor import StepTimer
 from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity
 from core.train.due import DueTimer, Frequency, schedule_from_control
+from core.train.evaluations import SerialEvaluations
 from core.train.periodic import Actions, PeriodicActions
 from rollout.experience import Schedule
 
@@ -118,7 +119,7 @@ def make_periodic(
         ),
         actions=Actions(
             report_step=lambda step: None,
-            evaluate=([] if evaluated is None else evaluated).append,
+            evaluations=SerialEvaluations(([] if evaluated is None else evaluated).append),
             save_model=([] if saved is None else saved).append,
             has_model=lambda name: True,
             begin_save=lambda folder: lambda stop: None,
@@ -145,17 +146,19 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
 
 
 def test_an_evaluation_that_waits_for_another_one_is_made_up_for_after_a_restart() -> None:
+    evaluated: list[int] = []
+
     class Others:
         """Evaluations beside training, of which that of step 3 runs until step 7."""
 
         step: int | None = 3
+        begin = evaluated.append
 
         def look(self) -> None: ...
 
     store, timer = Store(), StepTimer(lambda phase: None)
-    evaluated: list[int] = []
     for last in (7, 8):
-        periodic = make_periodic(store, evaluated=evaluated)
+        periodic = make_periodic(store)
         others = Others()
         periodic.actions = replace(periodic.actions, evaluations=others)  # type: ignore[arg-type]
         for step in range(store.state.step + 1, last + 1):

@@ -13,34 +13,37 @@ from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
 from core.recovery.recover import RunState
+from core.train.evaluations import SerialEvaluations
 from core.train.periodic import Actions, PeriodicActions
 from rollout.experience import Schedule
 
 
 class Run:
-    """A run of `steps` steps whose parts are counted; `during` is called in the middle of every step."""
+    """A run of `steps` steps whose parts are counted; `during` is called in the middle of every step; `after`:
+    the run that it continues."""
 
     def __init__(
         self, *, steps: int = 3, during: Callable[[int], None] = lambda step: None, interrupt_seconds: float = 60.0,
-        evaluate: Callable[[int], None] | None = None, recovers: bool = True, done: int = 0,
-        has_model: Callable[[str], bool] = lambda name: False, **control: Any,
+        evaluations: Any = None, recovers: bool = True, done: int = 0,
+        has_model: Callable[[str], bool] = lambda name: False, after: Run | None = None, **control: Any,
     ) -> None:  # fmt: skip
         self.models: list[str] = []
         self.checkpoints: list[int] = []
         self.waits = 0
         self.trained = 0
         self._during, self._steps = during, steps
-        self._done = done
-        start = RunState(step=done, version=done, elapsed_seconds=0.0, extra={})
+        self.state = RunState(step=done, version=done, elapsed_seconds=0.0, extra={}) if after is None else after.state
+        self._done = self.state.step
         self._periodic = PeriodicActions(
             schedule=Schedule(num_prompts=steps, batch_size=1, total_epochs=1),
             control=ExperimentSaveEvalControl(**{"ckpt_freq_secs": None, **control}),
             actions=Actions(
-                report_step=lambda step: None, evaluate=evaluate, save_model=self.models.append, has_model=has_model,
+                report_step=lambda step: None, save_model=self.models.append, has_model=has_model,
+                evaluations=evaluations,
                 begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
             ),
             recover=self if recovers else None,  # type: ignore[arg-type]
-            start=start,
+            start=self.state,
             interrupt_seconds=interrupt_seconds,
         )  # fmt: skip
 
@@ -49,6 +52,7 @@ class Run:
 
     def begin(self, state: RunState, *args: object, began: float) -> None:
         self.checkpoints.append(state.step)
+        self.state = state
 
     def wait(self) -> None:
         raise_if_interrupted()
@@ -211,8 +215,29 @@ def test_a_signal_ends_an_evaluation_and_saves_the_step(caplog: pytest.LogCaptur
             ctrl_c()
         evaluated.append(step)
 
-    run = Run(steps=9, evaluate=evaluate, eval_freq_steps=2)
-    with pytest.raises(KeyboardInterrupt):
+    run = Run(steps=9, evaluations=SerialEvaluations(evaluate), eval_freq_steps=2)
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
         run.train()
     assert evaluated == [2] and run.models == [name_of(4)] and run.checkpoints == [2, 4]
     assert "The evaluation of step 4 was interrupted" in caplog.text
+    Run(steps=6, evaluations=SerialEvaluations(evaluated.append), eval_freq_steps=9, after=run).train()
+    assert evaluated == [2, 5, 6]
+
+
+def test_a_run_that_continues_makes_up_for_the_evaluation_that_a_signal_left_under_way() -> None:
+    class Beside:
+        """Evaluations of which none ends before the last step."""
+
+        step: int | None = None
+
+        def begin(self, step: int) -> None:
+            self.step = step
+
+        def look(self) -> None: ...
+        def finish(self) -> None: ...
+
+    run, evaluated = Run(steps=9, evaluations=Beside(), during=at(6, ctrl_c), eval_freq_steps=4), list[int]()
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        run.train()
+    Run(steps=9, evaluations=SerialEvaluations(evaluated.append), eval_freq_steps=4, after=run).train()
+    assert run.checkpoints[-1] == 6 and evaluated == [7, 8, 9]
