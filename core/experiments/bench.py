@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from core.experiments.explore import sampling
-from core.launch.published import PublishedWeights
+from core.launch.published import PublishedWeights, load
 from core.monitoring.journal import Journal
-from rollout.inference.versions import Published
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -25,8 +23,7 @@ def bench(config: PPOMATHConfig, context: RunContext) -> None:
     with closing(journal), sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _):
         for number, model in enumerate(config.bench.models):
             screen.begin(f"evaluating {model}")
-            weights.current = Published(version=number, where=str(Path(model).expanduser()))
-            push.push(number)
+            load(model, number, weights, push)
             figures = {f"eval/{name}": value for name, value in rollout.evaluate(number, push.sync_rejoined).items()}
             journal.write(number, {"model": model, **figures})
             rows.append((model, figures))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from core.experiments.common import wait_facts
 from core.experiments.workers import make_push, start_generators
-from core.launch.published import PublishedWeights, follow, transport_of
+from core.launch.published import PublishedWeights, follow, load, transport_of
 from core.launch.remote import has_ended
 from core.monitoring.journal import Journal, read_rows
 from core.monitoring.logs import NOTICE
@@ -21,7 +19,6 @@ from core.placement.allocation import resolve_allocation
 from core.train.due import DueTimer, evaluation_frequency
 from core.train.evaluations import Evaluations
 from core.weight_sync.folder import VersionFolder
-from rollout.inference.versions import Published
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -69,10 +66,9 @@ def explore(config: PPOMATHConfig, context: RunContext) -> None:
 
 
 def _explore_alone(config: PPOMATHConfig, context: RunContext) -> None:
-    weights, where = PublishedWeights(), str(Path(config.actor.path).expanduser())
+    weights = PublishedWeights()
     with sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, schedule):
-        weights.current = Published(version=0, where=where)
-        push.push(0)
+        load(config.actor.path, 0, weights, push)
         context.screen.end_phase()
         rollout.begin(0, None, ignore_changes=False)
         while not rollout.has_explored(schedule.total_prompts):
@@ -86,7 +82,7 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
     with sampling(config, context, weights, folder.path) as (push, rollout, schedule):
         screen.begin("waiting for the first weights")
         logger.info("Following the weights in %s.", folder.path)
-        with folder.subscribe(f"{context.paths.logs.name}-{socket.gethostname()}-{os.getpid()}") as subscription:
+        with folder.subscribe_process(context.paths.logs.name) as subscription:
             version = None
             evaluations = _Evaluations(config, context, schedule, rollout, push)
             while version is None or version < schedule.total_steps:
@@ -113,7 +109,8 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
 
 
 class _Evaluations:
-    """Those of an explore job: of the versions that are due, as in a train job with its generators."""
+    """Evaluates the versions of an explore job that are due. What falls due while an evaluation runs is measured with
+    the first version after it."""
 
     def __init__(
         self, config: PPOMATHConfig, context: RunContext, schedule: Schedule, rollout: RolloutClient, push: WeightPush
@@ -151,11 +148,7 @@ class _Evaluations:
             self._running.finish()
         due = version == 0 and self._at_start
         for step in range(self._last + 1, version + 1):  # versions that were not followed count as well
-            epoch, within = self._schedule.position(step)
-            due |= self._timer.due(
-                step=step, ends_epoch=within == self._schedule.steps_per_epoch, epoch=epoch, now=time.monotonic(),
-                is_last=step == self._schedule.total_steps,
-            )  # fmt: skip
+            due |= self._timer.due_after(step, self._schedule, now=time.monotonic())
         self._last = version
         if due and version not in self._done:
             self._running.begin(version)

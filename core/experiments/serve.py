@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.experiments.explore import sampling
-from core.launch.published import PublishedWeights, follow
+from core.launch.published import PublishedWeights, follow, load
 from core.monitoring.logs import NOTICE
 from core.weight_sync.folder import VersionFolder
-from rollout.inference.versions import Published
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -27,7 +23,7 @@ _LOOK_EVERY_SECONDS = 0.5
 
 def serve(config: PPOMATHConfig, context: RunContext) -> None:
     """Answer requests until a signal ends the job."""
-    weights, model = PublishedWeights(), config.serve.model or config.actor.path
+    weights = PublishedWeights()
     with (
         sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _),
         ExitStack() as stack,
@@ -35,15 +31,13 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         subscription = None
         if config.serve.follow:
             folder = VersionFolder(config.weights_folder)
-            name = f"{context.paths.logs.name}-{socket.gethostname()}-{os.getpid()}"
-            subscription = stack.enter_context(folder.subscribe(name))
+            subscription = stack.enter_context(folder.subscribe_process(context.paths.logs.name))
             context.screen.begin("waiting for the first weights")
             while (version := follow(subscription, weights, push)) is None:
                 time.sleep(_LOOK_EVERY_SECONDS)
         else:
             version = 0
-            weights.current = Published(version=version, where=str(Path(model).expanduser()))
-            push.push(version)
+            load(config.serve.model or config.actor.path, version, weights, push)
         rollout.follow(version)
         url = rollout.serve()
         context.screen.end_phase()

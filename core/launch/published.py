@@ -77,6 +77,12 @@ class PublishedWeights:
         """Do nothing, as offload()."""
 
 
+def load(model: str, version: int, weights: PublishedWeights, push: WeightPush) -> None:
+    """Let the generators load a Hugging Face folder as `version`."""
+    weights.current = Published(version=version, where=str(Path(model).expanduser()))
+    push.push(version)
+
+
 def follow(subscription: Subscription, weights: PublishedWeights, push: WeightPush) -> int | None:
     """Bring the generators to the latest version and return it; None where they have it already."""
     published = subscription.claim()

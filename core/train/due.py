@@ -69,6 +69,14 @@ class DueTimer:
         """Continue counting from there."""
         self._steps, self._last_seconds = int(state["steps"]), now - state["seconds"]
 
+    def due_after(self, step: int, schedule: Schedule, *, now: float) -> bool:
+        """Call due() for a step of a schedule."""
+        epoch, epoch_step = schedule.position(step)
+        return self.due(
+            step=step, ends_epoch=epoch_step == schedule.steps_per_epoch, epoch=epoch, now=now,
+            is_last=step == schedule.total_steps,
+        )  # fmt: skip
+
     def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
         """Call once after every step (counting from 1); a true answer starts the count anew."""
         self._steps += 1

@@ -204,11 +204,4 @@ class PeriodicActions:
             self.recover.wait()
 
     def _is_due(self, what: str, step: int) -> bool:
-        epoch, epoch_step = self.schedule.position(step)
-        return self._timers[what].due(
-            step=step,
-            ends_epoch=epoch_step == self.schedule.steps_per_epoch,
-            epoch=epoch,
-            now=time.monotonic(),
-            is_last=step == self.schedule.total_steps,
-        )
+        return self._timers[what].due_after(step, self.schedule, now=time.monotonic())

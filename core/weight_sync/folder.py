@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -79,8 +80,10 @@ class VersionFolder:
         self._remove_unneeded()
 
     def request(self, newer_than: int) -> None:
-        """Ask the publisher for weights newer than this version."""
-        _replace(self.path / _WANTED, {"newer_than": newer_than})
+        """Ask the publisher for weights newer than this version, unless a replica has."""
+        found = _read(self.path / _WANTED)
+        if found is None or found["newer_than"] < newer_than:
+            _replace(self.path / _WANTED, {"newer_than": newer_than})
 
     def wanted(self) -> bool:
         """Return whether a replica has asked for newer weights than the latest ones."""
@@ -113,6 +116,10 @@ class VersionFolder:
         if replica in self.holders():
             raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed already; names must differ")
         return FolderSubscription(self, self._replicas / replica, touch_seconds=self._lease / _TOUCHES_PER_LEASE)
+
+    def subscribe_process(self, trial: str) -> FolderSubscription:
+        """Subscribe this process, of a trial, by a name that no other one has."""
+        return self.subscribe(f"{trial}-{socket.gethostname()}-{os.getpid()}")
 
     def _entries(self) -> dict[str, _Entry]:
         """Return what every replica has written, by name, with `why` it is lost or an empty string."""

@@ -217,3 +217,12 @@ def test_on_request_a_train_job_publishes_the_first_version_what_is_asked_for_an
     publisher.sync_rejoined()
     assert folder.latest().version == 2, "the trainer waits for the replica, between two steps"
     assert [version for version in range(3, 6) if publisher.push(version).num_bytes] == [5]
+
+
+def test_a_request_of_a_replica_that_is_behind_hides_no_other(folder: VersionFolder) -> None:
+    write(folder, 5)
+    folder.request(newer_than=4)
+    assert not folder.wanted()
+    folder.request(newer_than=5)
+    folder.request(newer_than=4)
+    assert folder.wanted()
