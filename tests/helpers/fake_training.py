@@ -41,7 +41,7 @@ from core.train.periodic import Actions, PeriodicActions
 from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, ModelOutput, PackedBatch
 from mcore_adapter.data.planner import Planner
 from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Divisors, Sequences
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
@@ -326,15 +326,6 @@ def _trajectory(answer: Answer) -> Trajectory:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """As mcore_adapter's ModelOutput."""
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-
-
 class _Ranks:
     """In place of the group of trainer ranks."""
 
@@ -398,11 +389,11 @@ class _Ranks:
         index = batch.token_index(sequences)
         if engine == "critic":
             leaf = self._spread(step.current_values or step.values, batch)[index].requires_grad_()
-            output, entropy = _Output(values=leaf), None
+            output, entropy = ModelOutput(values=leaf), None
         else:
             leaf = self._spread(step.current or step.old or step.sampled, batch)[index].requires_grad_()
             entropy = self._spread(step.entropy, batch)[index].requires_grad_() if update.with_entropy else None
-            output = _Output(logprobs=leaf, entropy=entropy)
+            output = ModelOutput(logprobs=leaf, entropy=entropy)
         given = {name: value for name, value in chosen.fields.items() if name != ROUTED_EXPERTS}
         count = chosen.num_sequences
         of_token = torch.arange(count).repeat_interleave(chosen.seq_lens)

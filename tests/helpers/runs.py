@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -29,13 +30,42 @@ def ppo(assets, **changes) -> dict:
         "reward": {"num_workers": 1},
         "monitor": {"tensorboard": False},
     }
+    return changed(config, changes)
+
+
+def mock_ppo(assets, **changes) -> dict:
+    """Ten steps an epoch, 4 prompts x 2 answers a step on mock generators, and the same batches in every run."""
+    config = {
+        "allocation_mode": "mock.d1m1p1+d1m1p1",
+        "n_gpus_per_node": 2,
+        "recover_mode": "auto",
+        "group_size": 2,
+        "group_adv_norm": True,
+        "monitor": {"tensorboard": False},
+        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
+        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 4, "max_prompt_len": 8},
+        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
+        "staleness": {"max_staleness": 2, "in_order": True},
+        "generator": {"mock_seconds_per_token": 0.002},
+        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
+        "exp_ctrl": {"ckpt_freq_steps": 1},
+    }
+    return changed(config, changes)
+
+
+def changed(config: dict, changes: Mapping[str, object]) -> dict:
+    """The configuration with these keys; those of a section come over its other keys."""
     for key, value in changes.items():
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
     return config
 
 
+def rows(command, name: str) -> list[dict]:
+    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
+
+
 def metrics_of(command) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
+    return rows(command, "metrics.jsonl")
 
 
 def lost(command, number: int) -> str:

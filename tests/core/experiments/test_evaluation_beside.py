@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import Command
+from helpers.runs import metrics_of, mock_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -18,37 +19,25 @@ NUM_STEPS = 6
 def config(assets, folder: Path, **changes: object) -> dict:
     few = folder / "few.jsonl"
     few.write_text("".join(assets.prompts.read_text().splitlines(keepends=True)[:3]))
-    return {
-        "allocation_mode": "mock.d2m1p1+d1m1p1",
-        "n_gpus_per_node": 3,
-        "recover_mode": "auto",
-        "group_size": 2,
-        "group_adv_norm": True,
-        "monitor": {"tensorboard": False},
-        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
-        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 4, "max_prompt_len": 8},
-        "ppo": {"gen": {"max_new_tokens": 12}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
-        "staleness": {"max_staleness": 1, "in_order": True},
-        "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1, "right_at": 1.0},
-        "samples": {"share": 0.0},
-        "evaluation": {
+    own = mock_ppo(
+        assets,
+        allocation_mode="mock.d2m1p1+d1m1p1",
+        n_gpus_per_node=3,
+        ppo={"gen": {"max_new_tokens": 12}, "ppo_n_minibatches": 1},
+        staleness={"max_staleness": 1},
+        reward={"right_at": 1.0},
+        samples={"share": 0.0},
+        evaluation={
             "path": str(assets.prompts), "num_prompts": 4, "max_new_tokens": 60,
             "sets": {"few": {"path": str(few), "repeat": 3, "temperature": 1.0, "max_new_tokens": 90}},
         },
-        "exp_ctrl": {
-            "total_train_steps": NUM_STEPS, "ckpt_freq_steps": 1, "eval_freq_steps": 1, "eval_at_start": True,
-        },
-        **changes,
-    }  # fmt: skip
-
-
-def rows(command: Command) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
+        exp_ctrl={"total_train_steps": NUM_STEPS, "eval_freq_steps": 1, "eval_at_start": True},
+    )  # fmt: skip
+    return own | changes
 
 
 def evaluations(command: Command) -> dict[int, dict]:
-    return {row["step"]: row for row in rows(command) if "eval/few/accuracy" in row}
+    return {row["step"]: row for row in metrics_of(command) if "eval/few/accuracy" in row}
 
 
 def test_an_evaluation_runs_beside_training_and_is_filed_under_its_version(assets, run_command, tmp_path: Path) -> None:
@@ -63,14 +52,14 @@ def test_an_evaluation_runs_beside_training_and_is_filed_under_its_version(asset
     found = evaluations(run)
     assert 0 in found and NUM_STEPS in found, "the first and the last version"
     assert all({"eval/prompts/accuracy", "eval/few/pass@3"} <= row.keys() for row in found.values())
-    steps = [row["step"] for row in rows(run) if "loss" in row]
+    steps = [row["step"] for row in metrics_of(run) if "loss" in row]
     assert steps == list(range(1, NUM_STEPS + 1)), "training goes on, and checkpoints continue it exactly"
-    waits = [row["time/evaluate"] for row in rows(run) if "time/evaluate" in row and row["step"] < NUM_STEPS]
+    waits = [row["time/evaluate"] for row in metrics_of(run) if "time/evaluate" in row and row["step"] < NUM_STEPS]
     assert all(seconds < 0.1 for seconds in waits)
     alone = run_command("ppo-math", config(assets, tmp_path, trial_name="alone", evaluation={}, exp_ctrl={
         "total_train_steps": NUM_STEPS, "ckpt_freq_steps": 1}))  # fmt: skip
     assert alone.finish() == 0, alone.output()[-4000:]
-    trained = [row["loss"] for row in rows(run) if "loss" in row]
+    trained = [row["loss"] for row in metrics_of(run) if "loss" in row]
     logs = next((alone.root / "logs").glob("*/test/alone"))
     assert trained == [json.loads(line)["loss"] for line in (logs / "metrics.jsonl").read_text().splitlines()]
 

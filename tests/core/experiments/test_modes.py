@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
 from helpers.postgres import PostgresServer
+from helpers.runs import rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,10 +55,6 @@ def start(assets, tmp_path: Path) -> Iterator[Callable[..., Command]]:
     yield run
     for command in started:
         command.stop()
-
-
-def rows(command: Command, name: str) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
 
 
 def kill(command: Command) -> None:
@@ -175,9 +172,9 @@ def test_weights_are_published_as_the_style_says_and_the_bound_holds(
 def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
+    server = PostgresServer()
     import psycopg
 
-    server = PostgresServer()
     try:
         address = server.database()
         changes = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import Command
+from helpers.runs import mock_ppo, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -18,18 +19,13 @@ NUM_STEPS, BATCH_SIZE = 6, 6
 
 def config(assets, folder: Path) -> dict:
     lines = assets.prompts.read_text().splitlines()
-    for name, rows in (("easy", lines[:8]), ("hard", lines[8:24])):
-        leveled = [json.dumps({**json.loads(row), "level": -number}) for number, row in enumerate(rows)]
+    for name, part in (("easy", lines[:8]), ("hard", lines[8:24])):
+        leveled = [json.dumps({**json.loads(row), "level": -number}) for number, row in enumerate(part)]
         (folder / f"{name}.jsonl").write_text("\n".join(leveled) + "\n")
-    return {
-        "allocation_mode": "mock.d1m1p1+d1m1p1",
-        "recover_mode": "auto",
-        "group_size": 2,
-        "group_adv_norm": True,
-        "monitor": {"tensorboard": False},
-        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
-        "dataset": {"train_bs_n_seqs": BATCH_SIZE, "max_prompt_len": 8},
-        "task_sets": {
+    return mock_ppo(
+        assets,
+        dataset={"path": "", "train_bs_n_seqs": BATCH_SIZE},
+        task_sets={
             "easy": {
                 "path": str(folder / "easy.jsonl"), "weight": 2, "order": "curriculum", "curriculum": "level",
                 "group_size": 3, "max_new_tokens": 4,
@@ -39,17 +35,10 @@ def config(assets, folder: Path) -> dict:
                 "curriculum": "helpers.rewards:rarest_first", "reward": "helpers.rewards:length", "right_at": 5.0,
             },
         },
-        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
-        "staleness": {"max_staleness": 0, "in_order": True},
-        "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
-        "samples": {"share": 0.0},
-        "exp_ctrl": {"ckpt_freq_steps": 1, "total_train_steps": NUM_STEPS, "total_train_epochs": 9},
-    }  # fmt: skip
-
-
-def rows(command: Command, name: str) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
+        staleness={"max_staleness": 0},
+        samples={"share": 0.0},
+        exp_ctrl={"total_train_steps": NUM_STEPS, "total_train_epochs": 9},
+    )  # fmt: skip
 
 
 def test_each_set_has_its_settings_and_a_killed_run_continues_bit_for_bit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import shutil
@@ -15,6 +14,7 @@ import pytest
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
 from helpers.commands import Command
+from helpers.runs import mock_ppo, rows
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.data.tokenizer import load_tokenizer
@@ -22,36 +22,10 @@ from rollout.data.tokenizer import load_tokenizer
 IDENTITY = RunIdentity(train_bs_n_seqs=4, group_size=2, n_nodes=1)
 
 
-def ppo(assets, **changes) -> dict:
-    """Ten steps an epoch, 4 prompts x 2 answers a step, and the same batches in every run."""
-    config = {
-        "allocation_mode": "mock.d1m1p1+d1m1p1",
-        "n_gpus_per_node": 2,
-        "recover_mode": "auto",
-        "group_size": 2,
-        "group_adv_norm": True,
-        "monitor": {"tensorboard": False},
-        "actor": {"path": str(assets.model), "optimizer": {"lr": 1e-3}},
-        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": 4, "max_prompt_len": 8},
-        "ppo": {"gen": {"max_new_tokens": 24}, "ppo_n_minibatches": 2, "kl_ctl": 0.0, "disable_value": True},
-        "staleness": {"max_staleness": 2, "in_order": True},
-        "generator": {"mock_seconds_per_token": 0.002},
-        "reward": {"function": "tools.bench.workload:coin_reward", "num_workers": 1},
-        "exp_ctrl": {"ckpt_freq_steps": 1},
-    }
-    for key, value in changes.items():
-        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
-    return config
-
-
-def rows(command, name: str) -> list[dict]:
-    return [json.loads(line) for line in (command.logs / name).read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(assets, tmp_path_factory) -> Iterator[Command]:
     """A run of six steps that has ended."""
-    config = ppo(assets, recover_keep=5, exp_ctrl={"total_train_steps": 6})
+    config = mock_ppo(assets, recover_keep=5, exp_ctrl={"total_train_steps": 6})
     command = Command("ppo-math", config, tmp_path_factory.mktemp("undisturbed"))
     try:
         assert command.finish() == 0, command.output()[-4000:]
@@ -119,7 +93,7 @@ def harm(path: Path, damage: str, rng: random.Random) -> None:
 def test_a_run_goes_on_under_another_layout_with_more_generators(assets, continue_with, undisturbed: Command) -> None:
     consumed, metrics = (rows(undisturbed, name) for name in ("consumed.jsonl", "metrics.jsonl"))
     moved = continue_with(
-        ppo(
+        mock_ppo(
             assets,
             allocation_mode="mock.d2m1p1+d1m2p1",
             n_gpus_per_node=4,
@@ -139,7 +113,7 @@ def test_a_run_goes_on_under_another_layout_with_more_generators(assets, continu
 
 def test_changed_sizes_are_refused_and_skip_no_prompt_on_request(assets, continue_with) -> None:
     """12 prompts are a batch of 10 and two prompts, which are trained once more."""
-    changed = ppo(assets, group_size=3, dataset={"train_bs_n_seqs": 10}, exp_ctrl={"total_train_steps": 3})
+    changed = mock_ppo(assets, group_size=3, dataset={"train_bs_n_seqs": 10}, exp_ctrl={"total_train_steps": 3})
     refused = continue_with(changed)
     assert refused.finish() == 2 and "Traceback" not in refused.output()
     for change in ("group_size=3 (the checkpoint has 2)", "train_bs_n_seqs=10 (the checkpoint has 4)"):
