@@ -45,7 +45,6 @@ class RolloutProducer:
         experience: Experience,
         rules: Rules,
         *,
-        run: str = "",
         max_in_flight: int | None = None,
         group_size: int | Mapping[str, int] = 1,
         max_retries: int = 3,
@@ -54,8 +53,7 @@ class RolloutProducer:
         errors: ErrorPolicy | None = None,
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
-        """`rules`: which prompts start (make_rules). `run`: of the ids of the episodes. `group_size`: of every
-        prompt, or by task set.
+        """`rules`: which prompts start (make_rules). `group_size`: of every prompt, or by task set.
 
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
@@ -74,7 +72,6 @@ class RolloutProducer:
         self._dataset = dataset
         self._workflow = workflow
         self._generator = generator
-        self._id = partial(episode_id, run=run)
         self._max_in_flight = max_in_flight
         self._group_size = group_size
         self._load = _Load()  # of all episodes
@@ -209,7 +206,7 @@ class RolloutProducer:
         return not admits(store.num_outstanding, next_step=store.next_step, version=self._version)
 
     def _tags(self, prompt: Prompt) -> Tags:
-        id = self._id(prompt)
+        id = episode_id(prompt)
         return Tags(
             id=id, group_id=id, task=prompt.task, row=prompt.query_id, epoch=prompt.epoch, task_set=prompt.task_set,
             version=self._version,

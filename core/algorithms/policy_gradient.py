@@ -135,8 +135,7 @@ class PolicyGradient(Algorithm):
         settings, mask = self._settings, fields["loss_mask"]
         discount = settings.discount if settings.advantage in ("gae", "returns", "group") else 1.0
         gae_lambda = settings.gae_lambda if settings.advantage in ("gae", "group") else 1.0
-        by_turn = turns is not None and settings.credit == "turn_gae"
-        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0 and not by_turn:
+        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0:
             advantages = scores[_sequence_of_token(batch)] * mask  # what the scan would give, at once
             return advantages, advantages
         cu_seqlens, no_eos = torch.tensor(batch.cu_seqlens), torch.tensor(batch.no_eos)
@@ -145,7 +144,7 @@ class PolicyGradient(Algorithm):
         if settings.value_norm:
             values = self._value_norm.denormalize(values) * mask
         bootstrap = torch.where(no_eos, values[last_trained(cu_seqlens, mask)], 0.0)
-        if turns is not None and by_turn:
+        if turns is not None and settings.credit == "turn_gae":
             penalties = torch.zeros_like(rewards) if kl_penalty is None else -kl_penalty * mask
             return turn_gae(turns, penalties, values, bootstrap, discount=discount, gae_lambda=gae_lambda)
         return gae(rewards, values, cu_seqlens, mask, bootstrap, discount=discount, gae_lambda=gae_lambda)

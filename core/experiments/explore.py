@@ -58,7 +58,8 @@ def sampling(
 
 
 def explore(config: PPOMATHConfig, context: RunContext) -> None:
-    """Sample until the last version of the weights is published; into files, with those of actor.path to the end."""
+    """Sample with each version that a train job publishes, until the last one; into files, with the weights of
+    actor.path until every prompt is sampled."""
     if config.experience.store == "file":
         _explore_alone(config, context)
     else:

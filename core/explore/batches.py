@@ -86,9 +86,9 @@ class BatchService:
         await self.set_version(version)
 
     def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
-        batches = state.get("batches", {})
+        batches = state["batches"]
         self._lessee.load_state_dict(batches)
-        before = batches.get("demonstrations")
+        before = batches["demonstrations"]
         try:
             if self._demonstrations is not None and before is not None:
                 self._demonstrations.check_continues(before)

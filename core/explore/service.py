@@ -119,7 +119,7 @@ class RolloutService(BatchService):
 
     def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
         super()._load(version, state, ignore_changes)
-        evaluation = state.get("evaluation") or {"step": None, "answers": []}
+        evaluation = state["evaluation"]
         self._answers_of = evaluation["step"]
         self._answers = {(name, i, n): Episode(**episode) for name, i, n, episode in evaluation["answers"]}
         if state["producer"]["version"] != version:
@@ -174,8 +174,8 @@ class RolloutService(BatchService):
         completions cut off by the limit, and where the reward of a right answer is known, the share of right ones and
         of prompts with one. Of several sets: {set}/{figure}. Samples of the answers are written.
 
-        `step`: of the version that is measured. `on`: the generator that was reserved for it. None: all. An evaluation
-        of the same step that a recover checkpoint has in part continues."""
+        `step`: of the version that is measured. `on`: the generator that was reserved for it. None: all. Answers of the
+        same step that a recover checkpoint has are not sampled again."""
         if self._answers_of != step:
             self._answers_of, self._answers = step, {}
         ended, sets, of_run = self._answers, self._config.evaluation_sets, self._config.workflow

@@ -42,7 +42,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: CommonExperimentConfig) -> RunPaths:
-        """Return the folders of the trial of a configuration. Raises RuntimeError for a home folder that is none."""
+        """Return the folders of the trial of a configuration. Raises RuntimeError for an unknown home folder."""
         fileroot = config.external_configs.cluster_config.fileroot
         return cls.for_trial(fileroot, config.experiment_name, config.trial_name)
 

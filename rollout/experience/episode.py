@@ -19,9 +19,9 @@ trainer gets it, as all its rewards are equal. skipped: its workflow kept failin
 step had waited long enough."""
 
 
-def episode_id(prompt: Prompt, *, run: str = "") -> str:
-    """Return the id of an episode: [run/]task set/row/epoch. `run`: for runs that share a store."""
-    names = [name.replace("%", "%25").replace("/", "%2F") for name in (run, prompt.task_set) if name]
+def episode_id(prompt: Prompt) -> str:
+    """Return the id of an episode: [task set/]row/epoch."""
+    names = [prompt.task_set.replace("%", "%25").replace("/", "%2F")] if prompt.task_set else []
     return "/".join([*names, prompt.query_id, str(prompt.epoch)])
 
 
