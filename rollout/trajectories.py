@@ -39,9 +39,12 @@ def sample_seed(run_seed: int, epoch: int, prompt_index: int, sample: int, turn:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def num_turns(loss_mask: np.ndarray) -> int:
-    """Return the number of runs of trained tokens."""
-    return int(loss_mask[:1].sum() + (loss_mask[1:] & ~loss_mask[:-1]).sum())
+def turns(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return (first, end) of each turn: a run of trained tokens."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class TrajectoryBuilder:
@@ -130,16 +133,16 @@ class TrajectoryBuilder:
         versions = np.full(total, PROMPT_VERSION, dtype=np.int32)
         experts: np.ndarray | None = None
         end = 0
-        turns: list[tuple[float, str | None]] = []
+        of_turns: list[tuple[float, str | None]] = []
         for number, (tokens, completion) in enumerate(self._parts):
             start, end = end, end + len(tokens)
             if completion is None or not len(tokens):
                 continue
             earned, state = self._credits.get(number, (0.0, None))
             if start and loss_mask[start - 1]:  # nothing was observed in between: it is the same turn
-                turns[-1] = turns[-1][0] + earned, turns[-1][1]
+                of_turns[-1] = of_turns[-1][0] + earned, of_turns[-1][1]
             else:
-                turns.append((earned, state))
+                of_turns.append((earned, state))
             loss_mask[start:end] = True
             logprobs[start:end] = completion.logprobs
             versions[start:end] = completion.versions
@@ -154,8 +157,8 @@ class TrajectoryBuilder:
             finish_reason=self._finish_reason,
             metrics={**parts, **(metrics or {})},
             routed_experts=experts,
-            turn_rewards=[earned for earned, _ in turns] if self._credits else None,
-            turn_states=[state for _, state in turns] if self._credits else None,
+            turn_rewards=[earned for earned, _ in of_turns] if self._credits else None,
+            turn_states=[state for _, state in of_turns] if self._credits else None,
             rollout=self._number,
         )
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from rollout.trajectories import num_turns
+from rollout.trajectories import turns
 from rollout.types import PROMPT_VERSION, Completion, FinishReason, Prompt, Trajectory
 
 _MAX_LOGPROB = 0.1
@@ -80,7 +80,7 @@ def check_sampled(group: Iterable[Trajectory], completions: Iterable[Completion]
     known = {(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in sampled}
     pairs: np.ndarray | None = None
     for index, t in enumerate(group):
-        for start, end in _turns(t.loss_mask):
+        for start, end in turns(t.loss_mask):
             token_ids, logprobs = t.token_ids[start:end], t.rollout_logprobs[start:end]
             if (token_ids.tobytes(), logprobs.tobytes()) in known:
                 continue
@@ -102,16 +102,10 @@ def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
     return (token_ids.astype(np.uint64) << np.uint64(32)) | bits
 
 
-def _turns(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first, end) of each run of trained tokens."""
-    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 def _cut(t: Trajectory, max_tokens: int) -> Trajectory:
     """Return the turns of a trajectory that `max_tokens` hold; where they do not hold the first, the part of it that
     they hold."""
-    ends = [end for _, end in _turns(t.loss_mask) if end <= max_tokens]
+    ends = [end for _, end in turns(t.loss_mask) if end <= max_tokens]
     end = ends[-1] if ends else max_tokens
     return replace(
         t,
@@ -165,8 +159,8 @@ def _type_errors(t: Trajectory) -> Iterator[str]:
             continue
         if not isinstance(of_turns, list | tuple) or not all(isinstance(one, kind) for one in of_turns):
             yield f"{name} must be a list of {called}, not {of_turns!r:.80}"
-        elif len(of_turns) != (turns := num_turns(np.asarray(t.loss_mask, np.bool_))):
-            yield f"{name} has {len(of_turns)} entries, loss_mask has {turns} turns (runs of trained tokens)"
+        elif len(of_turns) != (num_turns := len(turns(np.asarray(t.loss_mask, np.bool_)))):
+            yield f"{name} has {len(of_turns)} entries, loss_mask has {num_turns} turns (runs of trained tokens)"
     for name, value in t.metrics.items():
         if not isinstance(value, _NUMBER):
             yield f"metrics[{name!r}] must be a number, not {value!r:.80}"

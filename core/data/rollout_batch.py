@@ -12,7 +12,7 @@ import torch
 
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.shape import leading_prompt_lens
-from rollout.trajectories import num_turns
+from rollout.trajectories import turns
 from rollout.types import REWARD_PART, Trajectory, lowest_right
 
 
@@ -154,7 +154,7 @@ def _pack_turns(trajectories: Sequence[Trajectory], name: str, dtype: type, *, m
     if all(getattr(t, name) is None for t in trajectories):
         return None
     rows = [getattr(t, name) for t in trajectories]
-    rows = [[missing] * num_turns(t.loss_mask) if of is None else of for of, t in zip(rows, trajectories, strict=True)]
+    rows = [[missing] * len(turns(t.loss_mask)) if of is None else of for of, t in zip(rows, trajectories, strict=True)]
     return np.array([value for of in rows for value in of], dtype)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
 from rollout.experience.episode import Episode, Tags
 from rollout.experience.rules import Rules
+from rollout.trajectories import turns
 from rollout.types import PROMPT_VERSION, Trajectory, lowest_right
 
 
@@ -29,7 +30,7 @@ class Lessee:
         """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
         checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
         their values when they are trained. `right_at`: task sets with the reward from which an answer is right, for
-        figures of each; None: there is one set. `timeout_seconds`: train what is ready of a batch after so long."""
+        figures of each; None: there is one set. `timeout_seconds`: after this wait, train on what is ready."""
         self._right_at, self._timeout_seconds = right_at or {}, timeout_seconds
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
@@ -178,13 +179,11 @@ def _with_mask(trajectory: Trajectory, mask: np.ndarray) -> Trajectory:
     if trajectory.turn_rewards is None:
         return replace(trajectory, loss_mask=mask)
     states = trajectory.turn_states or [None] * len(trajectory.turn_rewards)
-    begins = np.diff(trajectory.loss_mask, prepend=False) & trajectory.loss_mask
-    trained = set((begins.cumsum() - 1)[mask].tolist())
     kept: list[tuple[float, str | None]] = []
     earned = 0.0
-    for number, (reward, state) in enumerate(zip(trajectory.turn_rewards, states, strict=True)):
+    for (first, end), reward, state in zip(turns(trajectory.loss_mask), trajectory.turn_rewards, states, strict=True):
         earned += reward
-        if number in trained:
+        if mask[first:end].any():
             kept.append((earned, state))
             earned = 0.0
     return replace(

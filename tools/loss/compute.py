@@ -27,7 +27,7 @@ from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch
 from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens
-from rollout.trajectories import num_turns
+from rollout.trajectories import turns
 
 Case = Mapping[str, Any]
 """The decoded JSON of a case."""
@@ -150,7 +150,7 @@ class Tokens:
             return None
         found: list[float] = []
         for i, (sequence, n) in enumerate(zip(self.sequences, self.lens, strict=True)):
-            count = num_turns(np.array([bool(trained) for trained in sequence.get("mask", [True] * n)]))
+            count = len(turns(np.array([bool(trained) for trained in sequence.get("mask", [True] * n)])))
             given = sequence.get(name, [missing] * count)
             if len(given) != count:
                 raise ValueError(f"sequences[{i}].{name}: has {len(given)} values, mask has {count} runs of 1")

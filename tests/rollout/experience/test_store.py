@@ -46,7 +46,7 @@ from rollout.experience.lessee import mask_over_age
 from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
 from rollout.experience.stores.files import FileExperience
 from rollout.experience.stores.postgres import PostgresExperience
-from rollout.trajectories import num_turns
+from rollout.trajectories import turns
 from rollout.types import Completion, Trajectory
 
 
@@ -330,7 +330,7 @@ def test_turns_that_are_masked_leave_the_others_with_their_rewards() -> None:
         masked, _ = mask_over_age(t, oldest)
         assert (masked.turn_rewards, masked.turn_states) == (rewards, states)
         batch = pack_trajectories([[masked]], ["q"])
-        assert batch.turn_rewards is not None and len(batch.turn_rewards) == num_turns(masked.loss_mask)
+        assert batch.turn_rewards is not None and len(batch.turn_rewards) == len(turns(masked.loss_mask))
 
 
 def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stores) -> None:
