@@ -372,8 +372,8 @@ def _conversations(prompt: object, chosen: Messages, rejected: Messages, place: 
 
 
 def by_column(rows: Sequence[Row], column: str, path: str) -> list[Row]:
-    """Return rows by the values of a column, numbers or texts, the lowest first. Raises DatasetError where a row has
-    none, or they cannot be compared."""
+    """Return rows sorted by a column of numbers or texts. Raises DatasetError where a row has none, or they cannot be
+    compared."""
     values = [row.task if column == "task" else row.meta.get(column) for row in rows]
     for row, value in zip(rows, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, int | float | str):

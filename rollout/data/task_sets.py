@@ -2,8 +2,8 @@
 
 An epoch of the stream has as many prompts as all sets together. Each set has its share of them by weight, spread evenly
 over the epoch; a set of fewer rows than its share begins again.
-Invariant: the stream is a pure function of rows, weights, seed and, with a curriculum of a function, of what the store
-has settled, so one integer is the place in every set.
+Invariant: rows, weights and seed determine the stream; where a function is the curriculum, so do its decisions, which
+the store keeps. One integer is the position in every set.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class TaskSets:
         return self._named(one, one.dataset.find(query_id, epoch))
 
     def _named(self, one: TaskSet, prompt: Prompt) -> Prompt:
-        """Return a prompt with its set; no two sets have the same index, and so the same seeds."""
+        """Return a prompt with the name of its set. Indices, and so seeds, differ between sets."""
         return replace(prompt, task_set=one.name, index=prompt.index + self._first_index[one.name])
 
     def positions(self) -> dict[str, int]:

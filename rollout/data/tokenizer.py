@@ -28,7 +28,8 @@ class _NotImported:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Environment of chat templates that refuses integers which Python takes minutes to compute, deaf to signals."""
+    """Environment of chat templates that refuses large integers: Python may compute one for minutes, and handles no
+    signal meanwhile."""
 
     intercepted_binops = frozenset({"*", "**"})
 

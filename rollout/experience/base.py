@@ -88,8 +88,8 @@ class Selection(Protocol):
         ...
 
     def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
-        """Return the ids of what is ready of the step's batch, and of the episodes in flight that no later step could
-        train within the bound then."""
+        """Return the ids of the ready episodes of the step's batch, and of the episodes in flight that would then be
+        too old for every later step."""
         ...
 
 
@@ -156,8 +156,7 @@ class Experience(Protocol):
         ...
 
     def settle(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the plain value that was settled under a key, in whatever process and attempt; the first call settles
-        it with `make()`."""
+        """Return the plain value of a key. The first call, in any process or attempt, stores what `make()` returns."""
         ...
 
     def success(self, task_set: str) -> Mapping[str, tuple[int, float]]:
@@ -181,7 +180,7 @@ class Experience(Protocol):
     ) -> Lease:
         """Wait until the batch of `step` can be chosen, and lease it to the trainer named `lessee`. Steps increase by
         one; a repeated call returns the same lease. After `timeout_seconds`, lease what is ready of it, at least one
-        episode. A store that is called without it need not have it.
+        episode. Only runs with such a limit pass it: a store without the parameter serves all others.
 
         Raises StalenessError when no batch can keep the bound, LesseeError where another trainer has leases, ValueError
         for another step than the next, and as fail()."""

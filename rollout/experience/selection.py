@@ -31,7 +31,7 @@ class _OfSchedule:
         return self.schedule.batch_of(step)
 
     def partial(self, outstanding: Outstanding, step: int) -> tuple[list[str], list[str]]:
-        """Return what is ready of a batch, and the oldest episodes in flight that keep the others from the invariant:
+        """Return the ready episodes of a batch, and as many of the oldest ones in flight as must go for the invariant:
         for every deadline d > i, those of deadline <= d that stay behind fit into the leases of steps i+1..d."""
         ids = outstanding.oldest_ready(self.schedule.batch_of(step))
         if not ids:

@@ -103,7 +103,7 @@ class Router:
         *,
         stop: StopTexts | None = None,
     ) -> None:
-        """`stop`: texts that end the requests that have their tokens as pause_token_ids."""
+        """`stop`: stop texts of the requests that have its token_ids as their pause_token_ids."""
         if not generators:
             raise ValueError("a router needs at least one generator")
         if not isinstance(generators, Mapping):

@@ -56,7 +56,7 @@ class SandboxSettings:
     level: str = "auto"
     """One of LEVELS; auto: the first that the host allows."""
     seconds: float = 5.0
-    """Of a call."""
+    """Time limit of a call."""
     memory_mib: int = 256
     output_chars: int = 10_000
     """What is printed beyond is cut; four times as many bytes are an error."""

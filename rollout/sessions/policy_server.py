@@ -15,7 +15,7 @@ from rollout.types import Prompt, Sampler
 
 
 class PolicyServer(SessionServer):
-    """Answers every request that has the key. Requests that are alike get different samples."""
+    """Answers every request that has the key. Equal requests get different samples."""
 
     def __init__(
         self, bridge: Bridge, sampler: Sampler, *, limits: Limits, host: str, port: int, api_key: str, seed: int

@@ -1,4 +1,4 @@
-"""How a chat template writes tool calls, found out from what it makes of known ones, and calls in answers.
+"""Reads tool calls out of answers. What a chat template makes of known calls shows in which form it writes them.
 
 Three forms cover the templates of the open model families:
 

@@ -30,7 +30,7 @@ class Tool:
     call: Callable[[Mapping[str, Any]], Awaitable[str]]
     """Raises ToolError."""
     limits_itself: bool = False
-    """A call ends in time by itself; it may wait for others before it begins."""
+    """The tool limits the time of its calls by itself: a call may wait for others before it begins."""
 
     @property
     def schema(self) -> dict[str, Any]:
