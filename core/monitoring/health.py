@@ -1,8 +1,7 @@
-"""Whether a run is healthy, judged by its metrics: a table of rules, each with what was found, in words and a figure;
-and the warning of a run that learns nothing (`NoSignal`).
+"""Rules that find faults of a run in its metrics, and the warning about a run that learns nothing (`NoSignal`).
 
-A rule is asked about the last steps, and about the first ones where it compares. Users add rules of their own: a
-sequence of `Rule` in a module, `slipstream studio --rules my_package.my_module:RULES`.
+A rule compares the last steps with a limit or with the first steps, and returns a reason and a figure. Users add rules:
+a list of `Rule` in a module, `slipstream studio --rules my_package.my_module:RULES`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from rollout.data.source import printable
 
 Light = Literal["good", "warning", "bad", "unknown"]
 RECENT = 10
-"""Steps that "now" is the mean of, at most a quarter of the run."""
+"""Steps in the mean of History.now() and first(), at most a quarter of the run."""
 _FEW = 4
-"""Steps before which no rule is asked."""
+"""Values of a metric that a rule needs at least."""
 
 
 class Metrics(Protocol):
@@ -40,12 +39,12 @@ class Found(NamedTuple):
 
 
 class History:
-    """The metrics of a run as rules read them, and what the run was given."""
+    """The metrics, the settings and the limits of a run, which rules read."""
 
     def __init__(
         self, metrics: Metrics, settings: Mapping[str, object] | None = None, limits: Mapping[str, float] | None = None
     ) -> None:
-        """`settings`: values by dotted key; `limits`: GiB that there are, by metric of memory/."""
+        """`settings`: values by dotted key; `limits`: available GiB, by metric of memory/."""
         self._metrics, self.settings, self.limits = metrics, settings or {}, limits or {}
 
     def values(self, name: str) -> np.ndarray:
@@ -78,14 +77,14 @@ def _some(values: np.ndarray) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One question about a run."""
+    """One check of a run."""
 
     name: str
     title: str
     docs: str
     """Page and section of docs/ that explain what to do."""
     needs: Sequence[str]
-    """Metrics without which the rule is not asked."""
+    """Metrics that the check reads; the answer is unknown where one has too few values."""
     check: Callable[[History], Found | None]
     """None: healthy."""
 
@@ -337,7 +336,7 @@ class Rows:
 
 
 _NO_SIGNAL_STEPS = 8
-"""Of equal rewards: after so many steps without signal there is a message, and again after twice as many."""
+"""Steps of equal rewards after which a warning is due; the next one after twice as many."""
 
 
 class NoSignal:
@@ -356,7 +355,7 @@ class NoSignal:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is a message after this step: after _NO_SIGNAL_STEPS, twice as many, four times as many, ..."""
+        """Whether a warning is due: after _NO_SIGNAL_STEPS, twice as many, four times as many, ..."""
         doubled, rest = divmod(self._in_a_row, _NO_SIGNAL_STEPS)
         return self._in_a_row > 0 and rest == 0 and doubled & (doubled - 1) == 0
 

@@ -2,9 +2,9 @@
 
     slipstream studio [FOLDER ...] [--port 8080]
 
-FOLDER is the log folder of a run or a folder above some, default: runs. The studio listens on this host alone unless
---host names another address; then the address that it shows has a token. It reads the files that runs write; runs do
-not know of it.
+FOLDER is the log folder of a run, or a folder above log folders; default: runs. The studio reads the files that runs
+write. It listens on this host alone unless --host names another address. With such a --host, --token or --allow-run,
+the address that it prints has a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.studio.guard import is_loopback
 
 BAD_INPUT = 2
 _SWITCH_SECONDS = 0.0005
-"""After so long a thread that parses lets the one that answers run."""
+"""Interval after which the interpreter switches from a parsing thread to the one that answers requests."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_serve(app, given.host, given.port, token))
     except OSError as error:
-        print(f"error: --port {given.port}: {error.strerror}; choose another one", file=sys.stderr)
+        print(f"error: --host {given.host} --port {given.port}: {error.strerror}; choose others", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         pass
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rules(spec: str | None) -> Sequence[Rule]:
-    """Return the rules of health, those of the user last. Raises PluginError."""
+    """Return the built-in rules of health and those of `spec`. Raises PluginError."""
     if spec is None:
         return RULES
     own = find_plugin(spec, kind="rules")
@@ -98,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=integer(least=1, most=65535), default=8080, help="default: 8080")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this host alone")
-    parser.add_argument("--token", action="store_true", help="ask for a token on this host, too")
+    parser.add_argument("--token", action="store_true", help="require a token on this host, too")
     parser.add_argument(
-        "--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; asks for a token"
+        "--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; requires a token"
     )
     parser.add_argument(
         "--configs", type=Path, default=Path(), metavar="FOLDER", help="where configurations are; default: this folder"

@@ -1,4 +1,4 @@
-"""The web server: what the pages ask for, as JSON. Reading and parsing happen in threads, at a low priority.
+"""The web server: answers requests of the pages with JSON. Threads of low priority read and parse files.
 
 Invariant: a request changes nothing in a run; notes and stars go to a file of their own beside the samples.
 """
@@ -42,7 +42,7 @@ PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _MOST_POINTS = 2000
 _FRESH_SECONDS, _LOOK_SECONDS = 0.25, 0.01
-"""How long a request waits for what is read, and between looks."""
+"""How long a request waits for new rows, and the interval of its checks."""
 _NICE = 10
 _JUDGED_RUNS = 50
 _EXPORTED = 200
@@ -60,11 +60,11 @@ def static_files() -> dict[str, Path]:
 
 
 class NotAllowed(PermissionError):
-    """The studio was not started for what a request asks."""
+    """A request needs an option that the studio was started without."""
 
 
 class Indices:
-    """The index of each run that was looked at; a thread of low priority reads what is new."""
+    """The indices of the runs that were opened; threads of low priority keep them up to date."""
 
     def __init__(self) -> None:
         self._series: dict[str, Series] = {}
@@ -123,10 +123,10 @@ READS: dict[str, Read] = {
     "notes": notes,
     "saved": saved_steps,
 }
-"""What is read of a run besides its metrics and samples: name in the address -> (run, query) -> JSON."""
+"""Handlers of requests that read files of a run: name in the address -> (run, query) -> JSON."""
 CHANGES: dict[str, Change] = {"note": add_note}
 COMMANDS: dict[str, Change] = {"explain": explain, "stacks": stacks}
-"""What starts a process or asks one for something; only with --allow-run."""
+"""Handlers that start a process or signal one; only with --allow-run."""
 
 
 class Studio:
@@ -200,7 +200,7 @@ class Studio:
         return {"text": text, "experiment": configure.experiment_of(text), "name": f"{run.logs.name}.yaml"}
 
     async def studio(self, request: web.Request) -> Any:
-        """Return what this studio may do."""
+        """Return whether requests may start processes."""
         return {"may_run": self._may_run}
 
     async def health(self, request: web.Request) -> Any:
@@ -279,7 +279,7 @@ class Studio:
         return {"light": first["light"], "reason": first["reason"]}
 
     async def run(self, request: web.Request) -> Any:
-        """Return what there is of a run."""
+        """Return the row of a run in the list, its metrics, and the state of its index."""
         run = self._run(request)
         series, samples = self.indices.series(run), self.indices.samples(run)
         await self.indices.fresh(series, samples)

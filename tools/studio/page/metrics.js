@@ -173,7 +173,7 @@ function ordered(names) {
 }
 
 function groupOf(name) {
-  if (FIRST.some((first) => name.startsWith(first))) return "Most looked at";
+  if (FIRST.some((first) => name.startsWith(first))) return "overview";
   const [head, ...rest] = name.split("/");
   return rest.length ? head : "training";
 }

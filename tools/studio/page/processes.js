@@ -13,7 +13,7 @@ export async function processesPage({ content, run, alive, studio }) {
     { title: "state", cell: (one) => h("span", { class: `state ${one.state}` }, one.state) },
     { title: "memory", align: "right", cell: (one) => one.gib === null ? "–" : `${figure(one.gib)} GiB` },
     { title: "GPU memory", align: "right", cell: (one) => one.gpu_gib === null ? "–" : `${figure(one.gpu_gib)} GiB` },
-    { title: "last sign of life", align: "right", cell: (one) => one.seconds_since === null ? "–" : `${duration(one.seconds_since)} ago` },
+    { title: "last activity", align: "right", cell: (one) => one.seconds_since === null ? "–" : `${duration(one.seconds_since)} ago` },
     { title: "", cell: (one) => h("span", {},
       one.log ? h("button", { type: "button", class: "quiet", onclick: () => pick(one.log) }, "log") : null,
       studio.may_run && one.state !== "ended" ? h("button", { type: "button", class: "quiet", onclick: () => ask(one.name) }, "stacks") : null) },
