@@ -65,12 +65,11 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield folders that cannot be written, or a disk without room for one recover checkpoint."""
-    given = config.external_configs.cluster_config.fileroot
     try:
-        root = Path(given).expanduser().absolute()
+        paths = RunPaths.of(config)
+        root = Path(config.external_configs.cluster_config.fileroot).expanduser().absolute()
     except RuntimeError:
         return  # reported with the recipe
-    paths = RunPaths.for_trial(given, config.experiment_name, config.trial_name)
     message = ""
     # Of one problem with the folder that all are in, one message.
     for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):

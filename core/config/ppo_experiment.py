@@ -442,19 +442,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         written = self.prompt.prompt_format(boxed=self.judged_by_math(one))
         return written if one.system is None else replace(written, system=one.system)
 
-    def set_sampling(self, one: TaskSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]) -> SamplingParams:
-        """Return how completions for one of `sets` are sampled. `stop`: end tokens of the tokenizer; `pause`: tokens
-        of ppo.gen.stop."""
-        own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
-        return SamplingParams(
-            **own, min_new_tokens=self.ppo.gen.min_new_tokens, stop_token_ids=stop, pause_token_ids=pause
-        )
-
-    def evaluation_sampling(
-        self, one: EvaluationSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]
+    def set_sampling(
+        self, one: TaskSetConfig | EvaluationSetConfig, stop: tuple[int, ...], pause: tuple[int, ...]
     ) -> SamplingParams:
-        """Return the same for one of `evaluation_sets`."""
+        """Return how completions for one of `sets` or `evaluation_sets` are sampled. `stop`: end tokens of the
+        tokenizer; `pause`: tokens of ppo.gen.stop."""
         own = one.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens"})
+        if isinstance(one, TaskSetConfig):
+            own["min_new_tokens"] = self.ppo.gen.min_new_tokens
         return SamplingParams(**own, stop_token_ids=stop, pause_token_ids=pause)
 
     @property

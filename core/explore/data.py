@@ -61,14 +61,15 @@ class RunData:
         config = self._config
         return PromptDataset.load(
             source,
-            self._encoder(one),
+            self.encoder_of(one),
             max_prompt_len=config.dataset.max_prompt_len,
             seed=config.seed,
             solved=config.judged_by_math(one),
             **options,
         )
 
-    def _encoder(self, one: SetConfig) -> Encoder:
+    def encoder_of(self, one: SetConfig) -> Encoder:
+        """Return what renders the prompts of a set."""
         written = self._config.set_format(one)
         if written == self._config.prompt_format:
             return self.encoder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,9 @@ from rollout.workflows import by_task_set, close_workflow, make_workflow
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+    from core.config.runtime import EvaluationSetConfig
+    from core.config.task_sets import TaskSetConfig
+    from rollout.types import Workflow
 
 logger = logging.getLogger(__name__)
 
@@ -62,28 +64,33 @@ class RolloutService(BatchService):
         stop = StopTexts(self._data.tokenizer, config.ppo.gen.stop)
         self._ends = self._data.encoder.end_token_ids, stop.token_ids
         self.router = Router(self._generators, config.generator, stop=stop)
-        make = partial(make_workflow, tokenizer=self._data.tokenizer, encoder=self._data.encoder, seed=config.seed)
         self._workflow = by_task_set({
-            name: make(
-                task_set_workflow(config.workflow, f"task_sets.{name}", one),
-                reward_pool=self._rewards.of(specs[name]),
-                sampling=config.set_sampling(one, *self._ends),
-                group_size=one.group_size,
+            name: self._make_workflow(
+                f"task_sets.{name}", one, reward_pool=self._rewards.of(specs[name]), group_size=one.group_size
             )
             for name, one in config.sets.items()
         })  # fmt: skip
         self._eval_workflows = {
-            name: make(
-                task_set_workflow(config.workflow, f"evaluation.sets.{name}", one),
-                reward_pool=self._eval_rewards[name],
-                sampling=config.evaluation_sampling(one, *self._ends),
-                group_size=1,
+            name: self._make_workflow(
+                f"evaluation.sets.{name}", one, reward_pool=self._eval_rewards[name], group_size=1
             )
             for name, one in config.evaluation_sets.items()
         }
         self._producer = self._make_producer()
         await self._rewards.start()
         return facts
+
+    def _make_workflow(self, at: str, one: TaskSetConfig | EvaluationSetConfig, **options: Any) -> Workflow:
+        """Return the workflow of a set whose section is `at`."""
+        config = self._config
+        return make_workflow(
+            task_set_workflow(config.workflow, at, one),
+            tokenizer=self._data.tokenizer,
+            encoder=self._data.encoder_of(one),
+            seed=config.seed,
+            sampling=config.set_sampling(one, *self._ends),
+            **options,
+        )
 
     def _make_producer(self) -> RolloutProducer:
         config, workflow = self._config, self._config.workflow

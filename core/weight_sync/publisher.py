@@ -9,6 +9,7 @@ from typing import Protocol
 
 from core.weight_sync.folder import VersionFolder
 from core.weight_sync.push import PUSHED, PushReport
+from rollout.inference.versions import Published
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,8 @@ class Publisher:
         sample with it, and it has the same number of updates."""
         began, self._version = time.perf_counter(), version
         latest = self._versions.latest()
-        is_due = version % self._interval == 0 or version == self._last_step
-        if self._on_request:
-            is_due = latest is None or version == self._last_step or self._versions.wanted()
         num_bytes = 0
-        if is_due and (latest is None or latest.version < version):
+        if (latest is None or latest.version < version) and self._is_due(version, latest):
             written = self._versions.write(version, self._save)
             num_bytes = sum(file.stat().st_size for file in Path(written.where).iterdir())
             logger.info("Published version %d in %s", version, written.where)
@@ -48,6 +46,13 @@ class Publisher:
         return PushReport(
             seconds=seconds, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=seconds, num_bytes=num_bytes
         )
+
+    def _is_due(self, version: int, latest: Published | None) -> bool:
+        if version == self._last_step:
+            return True
+        if self._on_request:
+            return latest is None or self._versions.wanted()
+        return version % self._interval == 0
 
     def _save(self, folder: Path) -> None:
         self._ranks.save_hf(PUSHED, str(folder), self._model_path)

@@ -24,7 +24,7 @@ def test_training_and_evaluation_sample_with_their_own_keys(tmp_path: Path) -> N
     own = ["evaluation.temperature=0.3", "evaluation.max_new_tokens=4", "evaluation.path=prompts.jsonl"]
     config = config_of(tmp_path, *TRAINING, *own)
     (one,), (held_out,) = config.sets.values(), config.evaluation_sets.values()
-    training, evaluation = config.set_sampling(one, (1,), (2,)), config.evaluation_sampling(held_out, (1,), (2,))
+    training, evaluation = config.set_sampling(one, (1,), (2,)), config.set_sampling(held_out, (1,), (2,))
     assert training.stop_token_ids == evaluation.stop_token_ids == (1,)
     assert (training.temperature, training.top_p, training.top_k, training.max_new_tokens) == (0.7, 0.9, 5, 6)
     assert (evaluation.temperature, evaluation.max_new_tokens) == (0.3, 4)
@@ -34,7 +34,7 @@ def test_training_and_evaluation_sample_with_their_own_keys(tmp_path: Path) -> N
 def test_evaluation_is_greedy_and_as_long_as_training_by_default(tmp_path: Path) -> None:
     config = config_of(tmp_path, *TRAINING, "evaluation.path=prompts.jsonl")
     (one,) = config.evaluation_sets.values()
-    evaluation = config.evaluation_sampling(one, (), ())
+    evaluation = config.set_sampling(one, (), ())
     assert (evaluation.temperature, evaluation.max_new_tokens) == (0.0, 6)
 
 

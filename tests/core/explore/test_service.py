@@ -9,7 +9,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from core.explore.data import RunData
 from core.explore.service import RolloutService
 from core.monitoring.journal import read_rows
 from core.monitoring.sample_file import read_samples
+from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
@@ -39,12 +40,13 @@ def config_of(
     samples: float = 0.0,
     max_staleness: int = 0,
     on_error: OnError = "skip",
+    sets: dict[str, dict[str, Any]] | None = None,
 ) -> PPOMATHConfig:
     return PPOMATHConfig.model_validate({
         "experiment_name": "service", "trial_name": "one",
         "actor": {"path": str(assets.model)},
         "dataset": {"path": str(assets.prompts), "max_prompt_len": 8, "train_bs_n_seqs": 4},
-        "evaluation": {"path": eval_paths, "num_prompts": 6},
+        "evaluation": {"path": eval_paths, "num_prompts": 6, "sets": sets or {}},
         "ppo": {"gen": {"max_new_tokens": 3}},
         "group_size": 2,
         "staleness": {"max_staleness": max_staleness},
@@ -163,6 +165,36 @@ def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(a
     assert (figures["accuracy"], figures["reward"]) == (1.0, 0.25)
     ids = [request.request_id for request in generator.requests]
     assert len(set(ids)) == 6 and all(name.startswith("eval-prompts/") for name in ids)
+
+
+class Rendering(SingleTurnMathWorkflow):
+    """Records what it renders messages with."""
+
+    encoders: ClassVar[list[Encoder]] = []
+
+    def __init__(self, *, encoder: Encoder, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.encoders.append(encoder)
+
+
+def test_a_workflow_renders_its_messages_as_the_prompts_of_its_set(assets) -> None:
+    Rendering.encoders.clear()
+    sets = {"own": {"path": str(assets.prompts), "system": "Be brief."}}
+
+    async def start() -> list[int]:
+        workflow = f"{__name__}:Rendering"
+        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, sets=sets)
+        try:
+            await made.start()
+        finally:
+            await made.close()
+        config = made._config
+        wanted = [*config.sets.values(), *config.evaluation_sets.values()]
+        return [Encoder(made._data.tokenizer, config.set_format(one)).checksum for one in wanted]
+
+    train, prompts, own = asyncio.run(start())
+    assert [encoder.checksum for encoder in Rendering.encoders] == [train, prompts, own]
+    assert train == prompts != own
 
 
 class Failing(SingleTurnMathWorkflow):
