@@ -263,7 +263,7 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
 
 
 def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> StepTime | None:
-    """Return the time of a step, None where something for it is lacking."""
+    """Return the time of a step; None without a calibration, or without servers on GPUs."""
     return None if calibration is None else step_time(scene, calibration, answers)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
@@ -43,7 +43,7 @@ class System:
 
     def is_of(self, recipe: Mapping[str, Any]) -> bool:
         """Return whether a flat recipe is one of this system."""
-        return all(any(match(name, recipe) for name in mark.split("|")) for mark in self.marks)
+        return all(any(_is_at(name, key) for name in mark.split("|") for key in recipe) for mark in self.marks)
 
 
 SYSTEMS = ("verl", "trinity", "roll", "nemo_rl", "areal", "skyrl", "openrlhf", "trl")
@@ -69,24 +69,29 @@ class Row:
     """Our key, where it gets a value."""
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a recipe by dotted key."""
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe by dotted key, with ${...} replaced."""
+    found = _leaves(tree)
+    return {key: _resolved(value, found) for key, value in found.items()}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            found |= _leaves(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
-    return {key: _resolved(value, found, prefix) for key, value in found.items()} if not prefix else found
+    return found
 
 
-def _resolved(value: Any, recipe: Mapping[str, Any], prefix: str, depth: int = 0) -> Any:
+def _resolved(value: Any, recipe: Mapping[str, Any], depth: int = 0) -> Any:
     """Return a value with its ${...} replaced, as far as they name keys or variables of the environment."""
     if not isinstance(value, str) or depth > 10:
         return value
     whole = _REFERENCE.fullmatch(value)
     if whole is not None and whole[1] in recipe:
-        return _resolved(recipe[whole[1]], recipe, prefix, depth + 1)
+        return _resolved(recipe[whole[1]], recipe, depth + 1)
 
     def of(match: re.Match[str]) -> str:
         name, _, default = match[1].removeprefix("oc.env:").partition(",")
@@ -97,9 +102,9 @@ def _resolved(value: Any, recipe: Mapping[str, Any], prefix: str, depth: int = 0
     return _REFERENCE.sub(of, value)
 
 
-def match(name: str, recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe has a key of this name, or a section."""
-    return any(fnmatchcase(key, name) or key.startswith(f"{name}.") for key in recipe)
+def _is_at(name: str, key: str) -> bool:
+    """Return whether a key has this name, or is in a section of this name."""
+    return fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*")
 
 
 def translate(system: System, recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
@@ -124,7 +129,7 @@ def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tup
     )
     for table, fate in without:
         for group in table:
-            if any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in group["keys"]):
+            if any(_is_at(name, key) for name in group["keys"]):
                 if not _is_on(group.get("if"), recipe):
                     return Row(key=key, value=value, fate="no meaning here", note="it is off there, as it is here"), {}
                 return Row(key=key, value=value, fate=fate, note=group["note"]), {}
@@ -182,5 +187,5 @@ def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tupl
 
 def counts(rows: list[Row]) -> Iterator[tuple[str, int]]:
     """Yield how many keys had each fate."""
-    for fate in ("taken over", "renamed", "no meaning here", "no equivalent", "unknown"):
+    for fate in get_args(Fate):
         yield fate, sum(row.fate == fate for row in rows)
