@@ -333,6 +333,7 @@ class _Run:
         )  # fmt: skip
         self._experience = MemoryExperience()
         self._version = self._opened = self._requests = 0
+        self._is_full = False  # until the next version: a lease leaves room for no more
         self._most = requests_at_once(
             max_running=world.max_running, num_generators=world.num_servers, group_size=world.group_size
         )
@@ -366,7 +367,7 @@ class _Run:
                 server.stall(world.push_seconds)
             await asyncio.sleep(world.push_seconds)
             lessee.trained(step + 1)
-            self._version += 1
+            self._version, self._is_full = self._version + 1, False
             running = self._mean_running(loop.time() - begin)
             ages = Counter(step - oldest for episode in episodes for oldest in episode.tags.oldest)
             self._outcome.steps.append(
@@ -399,10 +400,11 @@ class _Run:
 
     def _start(self) -> None:
         """Start prompts as the producer of a run does: while the generators have room and admission allows it."""
-        while self._requests < self._most and self._opened < self._num_prompts:
+        while not self._is_full and self._requests < self._most and self._opened < self._num_prompts:
             id = str(self._opened)
             tags = Tags(id=id, group_id=id, task="", row=id, epoch=0, version=self._version)
             if self._experience.open(tags, self._rules.admission) == "full":
+                self._is_full = True
                 return
             self._opened += 1
             self._requests += self._world.group_size
