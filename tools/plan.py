@@ -6,11 +6,11 @@
     python -m tools.plan --config X.yaml --gpu H100 --simulate 100 --output FOLDER
     python -m tools.plan --calibrate b200.json
 
-Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits where what torch
-allocates, 14 % for its allocator and the context of the GPU are below the memory of the GPU. Only config.json of the
-models is read. Times need a calibration: there are some for H100 and H200, and --calibrate measures this host in about
-a minute. --search ranks the allocations of a number of GPUs, and proposes none that a dry run would refuse. --simulate
-runs steps on a virtual clock with the rules of a run, as planned and with faults.
+Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits if the GPU has room
+for what torch allocates, 14 % for its allocator, and the CUDA context. Only config.json of the models is read. Times
+need a calibration: H100 and H200 have one, and --calibrate measures this host in one to three minutes. --search ranks
+the allocations of a number of GPUs, and proposes none that a dry run would refuse. --simulate runs steps on a virtual
+clock with the rules of a run, as planned and with faults.
 """
 
 from __future__ import annotations
@@ -305,9 +305,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="propose allocations")
     parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
     parser.add_argument(
-        "--metric", choices=METRICS, help="--search: tokens/s (default), tokens/s of a GPU, or age of tokens"
+        "--metric",
+        choices=METRICS,
+        help="--search: rank by tokens/s (default), tokens/s of a GPU, or time from an answer to its last update",
     )
-    parser.add_argument("--fix", metavar="LAYOUT", help="--search: what is decided, as sglang.d4m2p1 or d8m1p2")
+    parser.add_argument(
+        "--fix", metavar="LAYOUT", help="--search: only with these servers or this trainer, as sglang.d4m2p1 or d8m1p2"
+    )
     parser.add_argument(
         "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
     )

@@ -25,7 +25,7 @@ _HEADS = 12
 
 
 def calibrate() -> Calibration:
-    """Measure this host, which takes about a minute."""
+    """Measure this host, which takes one to three minutes."""
     found = torch.accelerator.current_accelerator()
     on_gpu, gpu = found is not None, None if found is None else gpu_of_machine()
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)

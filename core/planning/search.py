@@ -183,7 +183,7 @@ def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
     if smallest >= num_gpus:
         return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB."
     if fixed is not None:
-        return f"No allocation with the layout of --fix uses all {num_gpus} GPUs and is accepted; leave out --fix."
+        return f"No allocation with the layout of --fix fits on {num_gpus} GPUs and passes the checks; leave out --fix."
     return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
 
 
