@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,17 @@ def steps_of(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
 
 def history_of(logs: Path, metrics: Metrics) -> History:
     """Return what the rules of health read of a run. The memory of this host is the limit of runs of this host."""
-    limits: dict[str, float] = {}
-    if _last_start(logs).get("host") == socket.gethostname():
-        total = psutil.virtual_memory().total / 2**30
-        limits = {name: total for name in (DRIVER, ROLLOUT, TRAINER)}
-        if gpus := query_gpus():
-            limits[TRAINER_GPU] = min(gpu.total_mib for gpu in gpus) / 1024
-    return History(metrics, settings_of(logs), limits)
+    is_here = _last_start(logs).get("host") == socket.gethostname()
+    return History(metrics, settings_of(logs), _host_limits() if is_here else {})
+
+
+@cache
+def _host_limits() -> dict[str, float]:
+    """Return the GiB that this host has, by metric of memory/."""
+    limits = dict.fromkeys((DRIVER, ROLLOUT, TRAINER), psutil.virtual_memory().total / 2**30)
+    if gpus := query_gpus():
+        limits[TRAINER_GPU] = min(gpu.total_mib for gpu in gpus) / 1024
+    return limits
 
 
 def _last_start(logs: Path) -> dict[str, Any]:

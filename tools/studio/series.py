@@ -104,6 +104,11 @@ class Series:
         """Whether much of the file is still to be read."""
         return self._preview is not None and self._shown is self._preview
 
+    @property
+    def revision(self) -> str:
+        """What changes with the rows that were read."""
+        return f"{self._source.inode}:{self._source.offset}" if self._source else ""
+
     def status(self) -> dict[str, Any]:
         """Return names, steps, what is damaged, and how much of the file was read."""
         with self._lock:
@@ -118,7 +123,7 @@ class Series:
                 "read": 1.0 if not source or not source.size else source.offset / source.size,
                 "preview": columns is self._preview,
                 "notes": source.notes if source else [],
-                "revision": source.offset if source else 0,
+                "revision": self.revision,
             }
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:

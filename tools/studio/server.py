@@ -44,7 +44,8 @@ _MOST_POINTS = 2000
 _FRESH_SECONDS, _LOOK_SECONDS = 0.25, 0.01
 """How long a request waits for new rows, and the interval of its checks."""
 _NICE = 10
-_JUDGED_RUNS = 50
+_MOST_RUNS, _JUDGED_RUNS = 12, 50
+"""Runs of one chart, and runs whose rules the list applies at once."""
 _EXPORTED = 200
 """Rows of an export that are read at once."""
 
@@ -138,6 +139,8 @@ class Studio:
         self.folders, self.indices = folders, Indices()
         self._rules, self._may_run = rules, may_run
         self._files = static_files()
+        self._lights: dict[str, tuple[str, dict[str, Any]]] = {}
+        """Revision of the metrics and the worst answer of the rules, by run."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return every route."""
@@ -177,11 +180,14 @@ class Studio:
         ]
 
     def _reading(self, read: Read) -> Handler:
-        return lambda request: asyncio.to_thread(read, self._run(request), request.query)
+        async def reading(request: web.Request) -> Any:
+            return await asyncio.to_thread(read, await self._run(request), request.query)
+
+        return reading
 
     def _changing(self, change: Change) -> Handler:
         async def changing(request: web.Request) -> Any:
-            return await asyncio.to_thread(change, self._run(request), await body_of(request))
+            return await asyncio.to_thread(change, await self._run(request), await body_of(request))
 
         return self._allowed(changing) if change in COMMANDS.values() else changing
 
@@ -195,7 +201,7 @@ class Studio:
 
     async def config(self, request: web.Request) -> Any:
         """Return the configuration that a run was started with."""
-        run = self._run(request)
+        run = await self._run(request)
         text = (await asyncio.to_thread(run.path(CONFIG).read_bytes)).decode("utf-8", "replace")
         return {"text": text, "experiment": configure.experiment_of(text), "name": f"{run.logs.name}.yaml"}
 
@@ -205,19 +211,19 @@ class Studio:
 
     async def health(self, request: web.Request) -> Any:
         """Return the answer of every rule."""
-        run = self._run(request)
+        run = await self._run(request)
         series = self.indices.series(run)
         await self.indices.fresh(series)
         return {"answers": await asyncio.to_thread(health, run, series, self._rules)}
 
     async def tokens(self, request: web.Request) -> Any:
         """Return the tokens of an answer."""
-        return await asyncio.to_thread(answer_tokens, self._run(request), request.query, self.folders.holds)
+        return await asyncio.to_thread(answer_tokens, await self._run(request), request.query, self.folders.holds)
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """Send the samples that a query keeps as jsonl."""
         try:
-            index = self.indices.samples(self._run(request))
+            index = self.indices.samples(await self._run(request))
             await self.indices.fresh(index)
             rows = await asyncio.to_thread(index.all, query_of(request))
         except (NotFound, ValueError) as error:
@@ -255,8 +261,8 @@ class Studio:
             raise web.HTTPNotFound(text="no such file")
         return web.Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], charset="utf-8")
 
-    def _run(self, request: web.Request) -> Run:
-        return self.folders.run(request.match_info["run"])
+    async def _run(self, request: web.Request) -> Run:
+        return await asyncio.to_thread(self.folders.run, request.match_info["run"])
 
     async def runs(self, request: web.Request) -> Any:
         """Return the runs of the folders."""
@@ -275,12 +281,15 @@ class Studio:
         series = self.indices.known(run)
         if series is None:
             return None
-        first = health(run, series, self._rules)[0]
+        revision = series.revision
+        if self._lights.get(run.id, ("",))[0] != revision:
+            self._lights[run.id] = revision, health(run, series, self._rules)[0]
+        first = self._lights[run.id][1]
         return {"light": first["light"], "reason": first["reason"]}
 
     async def run(self, request: web.Request) -> Any:
         """Return the row of a run in the list, its metrics, and the state of its index."""
-        run = self._run(request)
+        run = await self._run(request)
         series, samples = self.indices.series(run), self.indices.samples(run)
         await self.indices.fresh(series, samples)
         return {**await asyncio.to_thread(overview, run), **series.status(), "sampled": samples.status()}
@@ -292,7 +301,7 @@ class Studio:
         points = min(_MOST_POINTS, int(query.get("points", 600)))
         low, high = (float(query.get(name, default)) for name, default in (("from", "-inf"), ("to", "inf")))
         smooth = min(1.0, float(query.get("smooth", 0)))
-        runs = [self.folders.run(id) for id in query.getall("run", [])][:12]
+        runs = [await asyncio.to_thread(self.folders.run, id) for id in query.getall("run", [])[:_MOST_RUNS]]
         series = [self.indices.series(run) for run in runs]
         await self.indices.fresh(*series)
 
@@ -306,22 +315,22 @@ class Studio:
 
     async def row(self, request: web.Request) -> Any:
         """Return the metrics of one step."""
-        return self.indices.series(self._run(request)).row(int(request.query["step"]))
+        return self.indices.series(await self._run(request)).row(int(request.query["step"]))
 
     async def heat(self, request: web.Request) -> Any:
         """Return a histogram over the steps."""
-        series = self.indices.series(self._run(request))
+        series = self.indices.series(await self._run(request))
         return await asyncio.to_thread(series.heat, request.query["metric"])
 
     async def samples(self, request: web.Request) -> Any:
         """Return the samples that a query keeps."""
-        index = self.indices.samples(self._run(request))
+        index = self.indices.samples(await self._run(request))
         await self.indices.fresh(index)
         return {**await asyncio.to_thread(index.find, query_of(request)), **index.status()}
 
     async def sample(self, request: web.Request) -> Any:
         """Return one sample with its group."""
-        index = self.indices.samples(self._run(request))
+        index = self.indices.samples(await self._run(request))
         return await asyncio.to_thread(index.sample, request.query["at"])
 
 

@@ -248,6 +248,29 @@ def test_health_of_a_bad_run_is_in_the_list_and_in_words(start: Callable[..., st
         assert page.headers["Content-Type"].startswith("text/plain")
 
 
+def test_the_list_follows_new_rows_and_queries_the_gpus_of_the_host_once(
+    start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "bin" / "nvidia-smi"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    logs = {name: make_run(tmp_path / "runs", f"sums/{name}").logs for name in ("one", "two")}
+    base = start(tmp_path / "runs")
+
+    def lights() -> dict[str, str]:
+        return {run["name"]: run["light"]["light"] for run in get(base, "api/runs")["runs"]}
+
+    assert lights() == lights() == {"sums/one": "good", "sums/two": "good"}
+    once = (tmp_path / "calls").read_text()
+    with open(logs["one"] / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, "groups/equal": 1.0}) + "\n" for step in range(41, 61))
+    assert lights() == {"sums/one": "bad", "sums/two": "good"}
+    assert (tmp_path / "calls").read_text() == once
+    assert once.count("called") <= 2  # the cards and their processes
+
+
 def test_a_star_and_a_note_are_kept_in_a_file_and_the_last_one_counts(base: str, root: Path) -> None:
     run = ids(base)["sums/other"]
     sample = get(base, f"api/run/{run}/samples?count=1")["rows"][0]
