@@ -80,11 +80,6 @@ def write_data(folder: Path, num_digits: int) -> tuple[Path, Path, Path]:
     return paths
 
 
-def newest_model(run: slipstream.Run) -> Path:
-    """Return the Hugging Face folder that the run saved last."""
-    return max(run.checkpoints.glob("*/epoch*"), key=lambda folder: folder.stat().st_mtime)
-
-
 def main() -> None:
     """Warm up, train, and print the share of right answers to held-out sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +113,7 @@ def main() -> None:
         "experiment_name": "calculator",
         "trial_name": name,
         "exp_ctrl": {"total_train_epochs": 9, "total_train_steps": given.steps, "eval_freq_steps": given.steps // 5},
-        "actor": {"path": str(newest_model(first)), "optimizer": {"lr": 3e-4, "weight_decay": 0.0}},
+        "actor": {"path": str(first.model), "optimizer": {"lr": 3e-4, "weight_decay": 0.0}},
         "dataset": {"path": str(train), "max_prompt_len": 16, "train_bs_n_seqs": 32},
         "evaluation": {"path": str(held_out)},
         "group_size": 8,

@@ -18,11 +18,6 @@ import slipstream
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def newest_model(run: slipstream.Run) -> Path:
-    """Return the Hugging Face folder that the run saved last."""
-    return max(run.checkpoints.glob("*/epoch*"), key=lambda folder: folder.stat().st_mtime)
-
-
 def main() -> None:
     """Train on additions of two-digit numbers and print an answer of the trained model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,13 +31,13 @@ def main() -> None:
     print(f"loss of the warm-up: {warm_up.metrics()[0]['loss']:.2f} -> {warm_up.metrics()[-1]['loss']:.2f}")
 
     steps = {"exp_ctrl.total_train_steps": 20, "exp_ctrl.save_freq_steps": 20, "exp_ctrl.eval_freq_steps": None}
-    run = slipstream.train(CONFIGS / "demo-ppo.yaml", **steps, **{"actor.path": str(newest_model(warm_up))})
+    run = slipstream.train(CONFIGS / "demo-ppo.yaml", **steps, **{"actor.path": str(warm_up.model)})
     steps_done = [row for row in run.metrics() if "task_reward" in row]  # evaluations have rows of their own
     for row in steps_done[::5]:
         print(f"reward {row['task_reward']:.3f}, staleness {row['staleness/mean']:.2f}")
 
-    model = AutoModelForCausalLM.from_pretrained(newest_model(run))
-    tokenizer = AutoTokenizer.from_pretrained(newest_model(run))
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
     prompt = tokenizer("12+34=", return_tensors="pt")
     answer = model.generate(prompt.input_ids, max_new_tokens=6, do_sample=False)
     print(tokenizer.decode(answer[0], skip_special_tokens=True))
