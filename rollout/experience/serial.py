@@ -1,7 +1,7 @@
 """The one serial form of what is sampled: completions and episodes as a few arrays and plain values, and as bytes.
 
 Records of one type lie end to end: one array for each per-token field, one list for each other field. The same form
-crosses the object store, is in recover checkpoints, and as bytes in the rows of a SQLite store.
+crosses the object store, is in recover checkpoints, and as bytes in the rows of a SQL store.
 
     bytes = length of the head [8 bytes, little-endian], head (JSON), one flat array a dtype
 

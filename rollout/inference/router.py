@@ -213,10 +213,8 @@ class Router:
     def replace(self, name: str, generator: Routed) -> None:
         """Add a generator in place of the lost one of this name. It must have the current weights."""
         self._lose(self._members[name], "replaced")
-        self._reserved.discard(name)
         self._add(name, generator)
-        self._none_since = None
-        self._replaced.set()
+        self.release(name)
         logger.info("%s has rejoined", name)
 
     def _add(self, name: str, generator: Routed) -> None:
