@@ -71,6 +71,8 @@ class McpServer:
                 connection.set_result((session, [self._tool(one) for one in listed]))
                 await closing.wait()
         except Exception as error:  # noqa: BLE001 - of the server or its library: whoever waits for tools gets it
+            while isinstance(error, ExceptionGroup):  # of the library's task groups
+                error = error.exceptions[0]
             if not connection.done():
                 failure = ToolError(f"MCP server {self._spec!r}: {type(error).__name__}: {error}")
                 failure.__cause__ = error

@@ -18,7 +18,7 @@ from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, T
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
 from rollout.tools.mcp_server import McpServer
-from rollout.tools.tool import function_tool
+from rollout.tools.tool import ToolError, function_tool
 from rollout.types import Prompt, SamplingParams, Trajectory
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
 
@@ -208,6 +208,18 @@ def test_calls_after_the_end_of_an_mcp_server_reach_a_new_one(tmp_path: Path) ->
     t, shown = converse(*answers, tools=[spec], tool_seconds=60)
     assert "<tool_response>\n2\n" in shown and "<tool_response>\n42\n" in shown
     assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
+
+
+def test_the_error_of_an_mcp_server_that_is_not_there_is_that_of_the_network() -> None:
+    pytest.importorskip("mcp")
+
+    async def main() -> None:
+        server = McpServer("http://127.0.0.1:9/mcp")
+        with pytest.raises(ToolError, match="http://127.0.0.1:9/mcp.*: ConnectError: "):
+            await server.tools()
+        await server.close()
+
+    asyncio.run(main())
 
 
 def test_a_server_that_never_answers_is_left_at_the_end() -> None:
