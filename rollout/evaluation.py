@@ -135,12 +135,6 @@ class RecordedRewards:
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
 
-    def begin(self) -> list[Outcome]:
-        """Begin an episode in this task; return the list that its outcomes will be in."""
-        found: list[Outcome] = []
-        _outcomes.set(found)
-        return found
-
     async def score(self, prompt: Prompt, text: str) -> float:
         return (await self.score_many(prompt, [text]))[0]
 
@@ -155,7 +149,6 @@ class RecordedRewards:
 
 async def run_episodes(
     questions: Iterable[tuple[Key, Prompt, Workflow, Sampler]],
-    rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
     max_in_flight: int,
@@ -163,7 +156,8 @@ async def run_episodes(
     fatal: tuple[type[Exception], ...],
     on_done: Callable[[Key, Prompt, Episode], None],
 ) -> None:
-    """Run a workflow, whose groups have one sample, on each prompt; call `on_done` as each has ended.
+    """Run a workflow, made with groups of one sample and RecordedRewards, on each prompt; call `on_done` as each has
+    ended.
 
     At most `max_in_flight` episodes run at once; they start in the order given. The first error of the types `fatal`
     ends the evaluation; an episode with another one, with malformed trajectories, or that takes `timeout_seconds`
@@ -173,7 +167,8 @@ async def run_episodes(
 
     async def work() -> None:
         for key, prompt, workflow, generator in remaining:  # shared by all workers: each takes the next one
-            outcomes = rewards.begin()
+            outcomes: list[Outcome] = []
+            _outcomes.set(outcomes)
             sample = partial(_episode, workflow, prompt, generator, outcomes, tokenizer, timeout_seconds)
             outcome = await outcome_of(sample, fatal=fatal)
             if isinstance(outcome, fatal):
@@ -220,7 +215,6 @@ async def _episode(
 async def answer_questions(
     sets: Sequence[QuestionSet],
     generator: Sampler,
-    rewards: RecordedRewards,
     tokenizer: Tokenizer,
     *,
     plan: EvaluationPlan,
@@ -263,6 +257,6 @@ async def answer_questions(
         )  # fmt: skip
 
     await run_episodes(
-        missing, rewards, tokenizer, max_in_flight=max_in_flight, timeout_seconds=timeout_seconds, fatal=fatal,
+        missing, tokenizer, max_in_flight=max_in_flight, timeout_seconds=timeout_seconds, fatal=fatal,
         on_done=keep,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from config_schema.section import Violation, broken_rules
 from core.checks.facts import not_used, recomputation_warnings, unused_keys
 from core.config.experiments import ExperimentConfig
-from core.config.load import LoadedConfig, load, tree_of
+from core.config.load import LoadedConfig, apply_overrides, load, tree_of
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import Scalar, Table
 from core.placement.rules import check_allocation
@@ -65,8 +65,7 @@ def load_config(
 
 def searches(source: str | Path | Table | None, overrides: Sequence[str]) -> bool:
     """Return whether allocation_mode is search."""
-    given = [override.partition("=")[2] for override in overrides if override.startswith("allocation_mode=")]
-    if not given:
-        mode = tree_of(source).children.get("allocation_mode")
-        given = [mode.text] if isinstance(mode, Scalar) else []
-    return given[-1:] == ["search"]
+    tree = tree_of(source)
+    apply_overrides(tree, overrides, [])
+    mode = tree.children.get("allocation_mode")
+    return isinstance(mode, Scalar) and mode.text == "search"

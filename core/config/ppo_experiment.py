@@ -460,6 +460,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def longest_sequences(self) -> dict[str, tuple[int, int]]:
         answers = {"ppo.gen": self.ppo.gen.max_new_tokens, "evaluation": self.evaluation.max_new_tokens}
+        answers |= {f"evaluation.sets.{name}": one.max_new_tokens for name, one in self.evaluation.sets.items()}
         prompt = self.dataset.max_prompt_len
         return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
 

@@ -60,7 +60,6 @@ class RolloutService(BatchService):
         specs = {name: one.reward or reward.spec for name, one in config.sets.items()}
         held_out = {name: one.reward or reward.spec for name, one in config.evaluation_sets.items()}
         self._rewards = RewardPools({*specs.values(), *held_out.values()}, reward)
-        self._eval_rewards = {name: RecordedRewards(self._rewards.of(spec)) for name, spec in held_out.items()}
         stop = StopTexts(self._data.tokenizer, config.ppo.gen.stop)
         self._ends = self._data.encoder.end_token_ids, stop.token_ids
         self.router = Router(self._generators, config.generator, stop=stop)
@@ -72,7 +71,10 @@ class RolloutService(BatchService):
         })  # fmt: skip
         self._eval_workflows = {
             name: self._make_workflow(
-                f"evaluation.sets.{name}", one, reward_pool=self._eval_rewards[name], group_size=1
+                f"evaluation.sets.{name}",
+                one,
+                reward_pool=RecordedRewards(self._rewards.of(held_out[name])),
+                group_size=1,
             )
             for name, one in config.evaluation_sets.items()
         }
@@ -202,7 +204,6 @@ class RolloutService(BatchService):
         try:
             await run_episodes(
                 questions,
-                next(iter(self._eval_rewards.values())),
                 self._data.tokenizer,
                 max_in_flight=len(questions),
                 timeout_seconds=of_run.timeout_seconds,

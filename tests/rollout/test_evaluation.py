@@ -70,7 +70,7 @@ async def answers_of(
         }  # fmt: skip
         await asyncio.wait_for(
             answer_questions(
-                sets, generator, rewards, tokenizer, plan=PLAN, workflows=workflows, max_in_flight=max_in_flight,  # type: ignore[arg-type]
+                sets, generator, tokenizer, plan=PLAN, workflows=workflows, max_in_flight=max_in_flight,  # type: ignore[arg-type]
                 fatal=(ConnectionError,),
                 on_answer=lambda name, answer: found[name].append(answer),
             ),

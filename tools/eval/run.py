@@ -222,7 +222,7 @@ async def _answer_all(
 
             await answer_questions(
                 [QuestionSet(name=name, prompts=of, done=files[name].answers.keys()) for name, of in prompts.items()],
-                router, rewards, encoder.tokenizer, plan=plan, workflows=workflows, fatal=FAILURES, on_answer=keep,
+                router, encoder.tokenizer, plan=plan, workflows=workflows, fatal=FAILURES, on_answer=keep,
                 timeout_seconds=settings.judging.workflow.timeout_seconds,
                 max_in_flight=requests_at_once(
                     max_running=settings.generator.max_running, num_generators=len(generators)

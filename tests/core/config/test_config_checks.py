@@ -319,6 +319,9 @@ def test_a_sequence_longer_than_the_models_positions_is_named(tmp_path: Path) ->
     )
     (message,) = problems(path, "evaluation.max_new_tokens=113")
     assert "evaluation.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
+    hard = f"{{path: {tmp_path / 'prompts.jsonl'}, max_new_tokens: 113}}"
+    (message,) = problems(path, f"evaluation.sets.hard={hard}")
+    assert "evaluation.sets.hard.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
 
 
 def test_a_problem_of_two_models_in_one_folder_is_one_problem(tmp_path: Path) -> None:
