@@ -91,8 +91,8 @@ def is_loopback(host: str) -> bool:
 
 
 def same_user(transport: object, tables: Path = Path("/proc/net")) -> bool:
-    """Return whether the other end of a connection over the loopback belongs to this user or to root. True where the
-    system does not tell."""
+    """Return whether the other end of a connection over the loopback belongs to this user or to root. True where its
+    owner is not known."""
     peer = getattr(transport, "get_extra_info", lambda _: None)("peername")
     if not peer:
         return True

@@ -49,7 +49,7 @@ class Source:
 
     @property
     def notes(self) -> list[str]:
-        """Return what a reader should know of the file."""
+        """Return the sentences on damaged lines that the page shows."""
         notes = []
         if self.damaged:
             some = "1 line" if self.damaged == 1 else f"{self.damaged:,} lines"
@@ -72,7 +72,7 @@ _REST_SECONDS = 0.002
 
 
 def pieces(source: Source, stop: Callable[[], bool]) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """Yield what is new in a file, piece by piece, alternating with other readers. `stop`: asked before each piece.
+    """Yield what is new in a file, piece by piece, alternating with other readers. `stop`: checked before each piece.
     Raises OSError."""
     while not stop():
         with _turn:

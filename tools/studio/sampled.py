@@ -1,4 +1,4 @@
-"""The samples of a run: an index of their lines with what is filtered and sorted by; texts are read when shown.
+"""The samples of a run: an index with the fields for filters and orders. Texts are read from the files when shown.
 
 Invariant: a search that ends early returns how many answers it has compared and where the next one continues.
 """
@@ -36,7 +36,7 @@ SORTS = ("step", "reward", "answer_tokens", "prompt_tokens", "oldest_version")
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What is asked for; None and empty: anything."""
+    """Conditions and order of the answers; None and empty: any."""
 
     first_step: int | None = None
     last_step: int | None = None
@@ -71,7 +71,7 @@ class SampleIndex:
         self._loaded = False
 
     def refresh(self, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Read what is new, in the background; the newest file first. `stop`: asked between pieces."""
+        """Read the rows that were added, those of the newest file first. `stop`: checked before each piece."""
         if not self._loaded:
             self._load()
         paths = [*self._run.files(_CURRENT), *reversed(self._run.files(_CLOSED))]

@@ -40,7 +40,7 @@ class Series:
         self._saved_at = 0
 
     def refresh(self, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Read what is new, in the background. `stop`: asked between pieces."""
+        """Read the rows that were added to the file. `stop`: checked before each piece."""
         try:
             path = self._run.path(METRICS)
         except NotFound:
@@ -101,7 +101,7 @@ class Series:
 
     @property
     def is_long(self) -> bool:
-        """Whether much of the file is still to be read."""
+        """Whether only some rows of a large file were read."""
         return self._preview is not None and self._shown is self._preview
 
     @property

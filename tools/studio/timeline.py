@@ -1,4 +1,4 @@
-"""What each process did when: the spans of some steps, in the rows in which they are drawn."""
+"""The spans of all processes in some steps, with the row in which each is drawn."""
 
 from __future__ import annotations
 
