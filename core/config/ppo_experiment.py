@@ -134,10 +134,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def _data_rules(self) -> Iterator[Violation]:
         if self.dataset.path and self.task_sets:
             yield Violation(
-                ("dataset.path", "task_sets"), "is a set of prompts beside task_sets; make it one of them, or remove it"
+                ("dataset.path", "task_sets"), "must not be given with task_sets; make it one of them, or remove it"
             )
         elif not self.dataset.path and not self.task_sets:
-            yield Violation(("dataset.path", "task_sets"), "required: prompts to train on; or several as task_sets")
+            yield Violation(
+                ("dataset.path", "task_sets"), "required: write the prompts to train on, or several sets in task_sets"
+            )
         longest = self.ppo.gen.max_new_tokens
         for name, one in self.task_sets.items():
             if one.max_new_tokens is not None and one.max_new_tokens > longest:

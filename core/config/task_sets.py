@@ -42,8 +42,8 @@ class TaskSetConfig(SetConfig):
         if (self.order == "curriculum") != bool(self.curriculum):
             yield Violation(
                 (f"{at}curriculum", f"{at}order"),
-                f"order={self.order} and curriculum={self.curriculum!r}: order: curriculum needs a column or a "
-                "function, and other orders have none",
+                f"order={self.order} with curriculum={self.curriculum!r}; write order: curriculum with a column or a "
+                "function, or neither",
             )
 
     @property
