@@ -30,8 +30,12 @@ class McpServer:
         self._connect()
 
     async def tools(self) -> list[Tool]:
-        """Return the tools of the server once it has started. Raises ToolError."""
-        _, tools = await self._started()
+        """Return the tools of the server once it has started. Raises ToolError; another call tries again."""
+        try:
+            _, tools = await self._checked()
+        except ToolError:
+            self._begin_check()
+            raise
         return tools
 
     async def close(self) -> None:
@@ -51,6 +55,16 @@ class McpServer:
         if not self._connection.done():  # the server does not answer
             self._task.cancel()
         await asyncio.wait([self._task])
+
+    async def _checked(self) -> tuple[Any, list[Tool]]:
+        """Return the session and the tools after a check that runs. Raises ToolError."""
+        if self._check is not None:
+            await asyncio.shield(self._check)
+        return await self._started()
+
+    def _begin_check(self) -> None:
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._connect_again())
 
     async def _started(self) -> tuple[Any, list[Tool]]:
         """Return the session and the tools. Raises ToolError."""
@@ -82,17 +96,15 @@ class McpServer:
         async def call(arguments: Mapping[str, Any]) -> str:
             result: Any = None
             try:
-                if self._check is not None:
-                    await asyncio.shield(self._check)
-                session, _ = await self._started()
+                session, _ = await self._checked()
                 result = await session.call_tool(listed.name, dict(arguments))
             except ToolError:
                 raise
             except Exception as error:  # of the server: the policy reads what went wrong
                 raise ToolError(f"{type(error).__name__}: {error}") from error
             finally:
-                if result is None and (self._check is None or self._check.done()):  # also at its time limit
-                    self._check = asyncio.create_task(self._connect_again())
+                if result is None:  # also at its time limit
+                    self._begin_check()
             text = "\n".join(part.text for part in result.content if part.type == "text")
             if result.is_error:
                 raise ToolError(text)

@@ -84,7 +84,7 @@ class ToolsWorkflow:
                 output_chars=options.result_chars, modules=tuple(options.modules), num_workers=options.num_workers,
             )
         )  # fmt: skip
-        self._servers: list[McpServer] = []
+        self._servers: dict[str, McpServer] = {}
         self._tools: asyncio.Task[dict[str, Tool]] | None = None
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
@@ -94,7 +94,7 @@ class ToolsWorkflow:
                 "workflow.type=tools: the model has no chat template that writes tool calls; set "
                 "prompt.chat_template to one that does (slipstream check-template shows it)"
             )
-        if self._tools is None:
+        if self._tools is None or (self._tools.done() and self._tools.exception() is not None):
             self._tools = asyncio.create_task(self._start_tools())
         tools = await asyncio.shield(self._tools)
         return await all_of(self._sample(prompt, generator, number, tools) for number in range(self._group_size))
@@ -102,7 +102,7 @@ class ToolsWorkflow:
     async def close(self) -> None:
         """End the sandbox and the MCP servers."""
         self._sandbox.close()
-        for server in self._servers:
+        for server in self._servers.values():
             await server.close()
 
     async def _start_tools(self) -> dict[str, Tool]:
@@ -111,8 +111,9 @@ class ToolsWorkflow:
             if spec == "python":
                 tools.append(python_tool(self._sandbox))
             elif spec.startswith(_MCP):
-                self._servers.append(McpServer(spec.removeprefix(_MCP)))
-                tools += await self._servers[-1].tools()
+                if spec not in self._servers:
+                    self._servers[spec] = McpServer(spec.removeprefix(_MCP))
+                tools += await self._servers[spec].tools()
             else:
                 tools.append(function_tool(spec))
         return {tool.name: tool for tool in tools}

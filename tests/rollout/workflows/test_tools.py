@@ -210,6 +210,27 @@ def test_calls_after_the_end_of_an_mcp_server_reach_a_new_one(tmp_path: Path) ->
     assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
 
 
+def test_a_prompt_after_a_failed_start_of_an_mcp_server_starts_it_again(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(SERVER.replace("import os", "import os\nopen('ready').close()"))
+    spec = f"mcp:sh -c 'cd {tmp_path} && exec {sys.executable} server.py'"
+    workflow: Any = make_workflow(
+        WorkflowChoice(type="tools", options={"tools": {"tools": [spec]}}),
+        tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=600), group_size=1, seed=1,
+    )  # fmt: skip
+
+    async def main() -> None:
+        generator = Scripted(TOKENIZER, lambda _: "42<|im_end|>")
+        with pytest.raises(ToolError, match="MCP server"):
+            await workflow.run(PROMPT, generator)
+        (tmp_path / "ready").touch()
+        [t] = await workflow.run(PROMPT, generator)
+        assert t.reward == 2.0
+        await close_workflow(workflow)
+
+    asyncio.run(main())
+
+
 def test_the_error_of_an_mcp_server_that_is_not_there_is_that_of_the_network() -> None:
     pytest.importorskip("mcp")
 
