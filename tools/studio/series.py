@@ -190,14 +190,14 @@ def _new_columns() -> Columns:
 
 def _append(columns: Columns, rows: Sequence[tuple[int, Mapping[str, Any]]], histograms: set[str]) -> None:
     """Add rows of a file with their offsets. Neighbours with the same keys, which are nearly all, go in at once."""
-    for _, alike in groupby(rows, key=lambda row: len(row[1])):
+    for _, alike in groupby(rows, key=lambda row: tuple(row[1])):
         block = list(alike)
         first = block[0][1]
         names = [name for name, value in first.items() if isinstance(value, int | float)]
         pick = itemgetter(_STEP, *names)
         try:
             values = np.array([pick(row) for _, row in block], np.float64).T[1:]
-        except (KeyError, TypeError, ValueError):  # other keys, or another type of a value
+        except (TypeError, ValueError, OverflowError):  # a value of another type, or too large
             if len(block) > 1:
                 for row in block:
                     _append(columns, [row], histograms)

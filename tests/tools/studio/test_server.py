@@ -155,6 +155,18 @@ def test_damaged_lines_are_left_out_and_counted_and_a_half_line_waits(tmp_path: 
     assert series.status()["last_step"] == 3
 
 
+def test_rows_with_other_keys_keep_their_values_and_one_with_a_huge_number_is_left_out(tmp_path: Path) -> None:
+    file = make_run(tmp_path, steps=1).logs / "metrics.jsonl"
+    file.write_text('{"step": 1, "a": 1, "h": {"0": 4}}\n{"step": 2, "a": 2, "b": 5}\n')
+    with open(file, "a") as end:
+        end.write(f'{{"step": 2, "a": {10**400}, "b": 5}}\n')
+    (run,) = Folders([tmp_path]).runs()
+    series = Series(run)
+    series.refresh()
+    assert [values.tolist() for values in series.curve("b", "step")] == [[2.0], [5.0]]
+    assert series.status()["histograms"] == ["h"]
+
+
 def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
