@@ -128,11 +128,9 @@ def main() -> None:
     gpu = gpu_name()
     print(f"{_HEADINGS}\n|{'---|' * _HEADINGS.count(' | ')}---|", flush=True)
     found: dict[str, Any] = {}
-    lines: list[str] = []
     for case, rows in measured(cases, seconds=given.seconds):
         found[str(case)] = {"gpu": gpu, **({"failure": rows} if isinstance(rows, str) else {"stages": rows})}
-        lines += list(_lines(case, expected[str(case)], rows, gpu))
-        print("\n".join(lines[-case.layout.pp if not isinstance(rows, str) else -1 :]), flush=True)
+        print("\n".join(_lines(case, expected[str(case)], rows, gpu)), flush=True)
         if given.output is not None:
             given.output.write_text(json.dumps(found, indent=1) + "\n")
     _print_errors(expected, found)
