@@ -131,7 +131,7 @@ def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tup
         for group in table:
             if any(_is_at(name, key) for name in group["keys"]):
                 if not _is_on(group.get("if"), recipe):
-                    return Row(key=key, value=value, fate="no meaning here", note="it is off there, as it is here"), {}
+                    return Row(key=key, value=value, fate="no meaning here", note="off in this recipe, and here"), {}
                 return Row(key=key, value=value, fate=fate, note=group["note"]), {}
     return Row(key=key, value=value, fate="unknown", note="look it up in docs/configuration.md"), {}
 
