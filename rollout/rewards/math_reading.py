@@ -254,6 +254,8 @@ def _bracketed(text: str) -> Answer | None:
         return None
     if brackets == "{}" and len(parts) == 1 and "\\" not in opening[0]:
         return _read(content)
+    if brackets == "{}" and r"\emptyset" in parts:  # a set with the empty set in it, which is not empty
+        return Answer("unread", (text,))
     return _combined(brackets, parts, "and") if content.strip() else Answer("sets", ((r"\emptyset",), ()))
 
 
