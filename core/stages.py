@@ -125,7 +125,7 @@ def _name_model(tree: Table, model: Node | None) -> None:
 
 def result_lines(stages: Sequence[tuple[Stage, RunPaths]]) -> Iterator[str]:
     """Yield what each stage has reached: reward, or loss, of its first and last step, and its model."""
-    from core.monitoring.journal import read_rows
+    from core.monitoring.metrics import read_rows
 
     for stage, paths in stages:
         rows = []

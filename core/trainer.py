@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
-from core.data.passes import InferencePass, UpdatePass
-from core.data.stored_batch import Ref, Use
-from core.monitoring.histogram import Histogram
-from core.monitoring.memory import DRIVER, largest, peak_gib
+from core.data.stored_batch import InferencePass, Ref, UpdatePass, Use
+from core.monitoring.metrics import DRIVER, Histogram, SkippedUpdates, largest, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
-from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.train.step_batch import BatchFacts, BatchRequest, Scoring

@@ -26,10 +26,9 @@ from core.checks import run_checks
 from core.checks.rules import load_config as _load
 from core.config.experiments import ExperimentConfig
 from core.config.parsing.problems import ConfigError, Problem
-from core.monitoring.journal import read_rows
 from core.monitoring.logs import DRIVER_LOG
-from core.monitoring.sample_file import read_samples
-from core.monitoring.samples import Sample
+from core.monitoring.metrics import read_rows
+from core.monitoring.samples import Sample, read_samples
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths
 from core.runs.record import newest_model

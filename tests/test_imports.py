@@ -149,8 +149,7 @@ MOST_FILES = 14
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional library": {"rollout.experience.stores.postgres": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
-        "core.data.offline": "core.data.answers core.data.preferences rollout.data.tokenizer "
-        "rollout.experience.schedule",
+        "core.data.offline": "core.data.datasets core.data.datasets rollout.data.tokenizer rollout.experience.schedule",
         "core.checks.recipe": "rollout.data.task_sets rollout.experience",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
@@ -171,7 +170,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
-        "core.stages": "core.monitoring.journal",
+        "core.stages": "core.monitoring.metrics",
         "rollout.inference.mock": "rollout.inference.mock.generator",
         "rollout.trajectories": "numpy",
     },
@@ -217,7 +216,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.rewards.worker": "rollout.rewards.math_equality",
     },
     "an optional extra": {
-        "core.monitoring.tracked_runs": "mlflow wandb",
+        "core.monitoring.trackers": "mlflow wandb",
         "rollout.sandbox.interpreter": "pydantic_monty",
         "tools.studio.__main__": "tools.studio.server",
     },

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from core.monitoring.journal import read_rows
+from core.monitoring.metrics import read_rows
 from tools import arguments as cli
 from tools.demo.data import save_model, write_jsonl
 

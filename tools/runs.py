@@ -21,8 +21,7 @@ from typing import Any
 import psutil
 
 from core.monitoring.health import History, Metrics
-from core.monitoring.journal import read_rows
-from core.monitoring.memory import DRIVER, ROLLOUT, TRAINER, TRAINER_GPU
+from core.monitoring.metrics import DRIVER, ROLLOUT, TRAINER, TRAINER_GPU, read_rows
 from core.runs.paths import RUNNING
 from core.runs.record import COMPLETE, STARTS, settings_of
 from rollout.inference.gpus import query_gpus

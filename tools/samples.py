@@ -28,8 +28,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from core.monitoring.sample_file import read_samples
-from core.monitoring.samples import Sample, headline, shortened
+from core.monitoring.samples import Sample, headline, read_samples, shortened
 from rollout.data.source import printable
 from tools.arguments import BadRequest, integer, program, run_with, step_range
 

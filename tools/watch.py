@@ -19,10 +19,8 @@ from rich.live import Live
 from rich.text import Text
 
 from core.monitoring.health import Rows, judge
-from core.monitoring.sample_file import last_samples
-from core.monitoring.samples import Sample
-from core.monitoring.screen import duration
-from core.monitoring.step_table import StepTable
+from core.monitoring.samples import Sample, last_samples
+from core.monitoring.screen import StepTable, duration
 from core.runs.paths import RunPaths
 from tools import arguments
 from tools.runs import history_of, rows_of, state_of, steps_of

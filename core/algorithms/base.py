@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
-from core.data.passes import Unit
+from core.data.stored_batch import Unit
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.sequences import Sequences, token_mean
 

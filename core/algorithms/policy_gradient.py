@@ -1,22 +1,46 @@
 """Every policy-gradient algorithm: advantages, loss, aggregation, correction, KL and entropy as its settings choose.
 
 The names of algorithms are presets of these settings (presets.py). Configurations without algorithm.name are PPO.
+
+Demonstrations (expert data) beside rollouts are fine-tuned on in the same loss:
+
+    loss = (1 - mu) * policy loss, mean over rollouts  +  mu * mean over tokens of demonstrations of -phi * log pi
+
+phi is 1 (mix), or p (1 - p) of the token without gradient (chord). Source: Trinity-RFT 0.6, MIX and MIX-CHORD (Zhang et
+al. 2025). Invariant: the token weights of a minibatch sum to 1, mu of it on demonstrations, whatever their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from core.algorithms.advantages import BASELINES, ValueNorm, gae, last_trained, whiten
+from core.algorithms.advantages import (
+    BASELINES,
+    Turns,
+    ValueNorm,
+    gae,
+    last_trained,
+    share_compared,
+    turn_advantages,
+    turn_gae,
+    whiten,
+)
 from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit, check_baseline
-from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
-from core.algorithms.losses import policy_loss, trained_weights, value_loss
-from core.algorithms.mix import DEMONSTRATION, demonstration_loss, demonstration_weight, mixed_weights
+from core.algorithms.losses import (
+    PROXIMAL_SHARE,
+    SMALL_CHANGE,
+    policy_loss,
+    proximal_share,
+    small_changes,
+    trained_weights,
+    value_loss,
+)
 from core.algorithms.rewards import (
     AdaptiveKL,
     overlong_penalty,
@@ -25,15 +49,62 @@ from core.algorithms.rewards import (
     token_divergence,
     token_rewards,
 )
-from core.algorithms.turns import Turns, share_compared, turn_advantages, turn_gae
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.batch import sequence_of_token
+from mcore_adapter.data.batch import PackedBatch, sequence_of_token
 from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import ModelOutput, PackedBatch
+    from mcore_adapter.data.batch import ModelOutput
     from mcore_adapter.data.sequences import Sequences
+
+
+DEMONSTRATION = "demonstration"
+"""The field [T] bool of tokens, prompts included, of sequences that no policy sampled."""
+
+
+def demonstration_weight(step: int, settings: AlgorithmSettings) -> float:
+    """Return mu of a step, counted from 0: a linear warm-up from 0 to demonstration_weight, then a cosine to
+    demonstration_valley; constant where no steps are set."""
+    peak, valley = settings.demonstration_weight, settings.demonstration_valley
+    warmup, decay = settings.demonstration_warmup_steps, settings.demonstration_decay_steps
+    if step < warmup:
+        return peak * step / warmup
+    if valley is None or not decay:
+        return peak
+    done = min((step - warmup) / decay, 1.0)
+    return valley + (peak - valley) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def mixed_weights(minibatch: PackedBatch, of_rollouts: Callable[[PackedBatch], Tensor], mu: float) -> Tensor:
+    """Weigh the tokens of rollouts by `of_rollouts`, 1 - mu of all, and those of demonstrations alike: [T] float64.
+
+    A minibatch without one of the two has all its weight on the other."""
+    shown = minibatch.fields[DEMONSTRATION][minibatch.cu_seqlens[:-1]].bool()
+    weights = torch.zeros(minibatch.num_tokens, dtype=torch.float64)
+    parts = ((~shown, of_rollouts, 1.0 - mu), (shown, token_mean, mu))
+    weighed = [(chosen.nonzero().flatten().tolist(), weigh, share) for chosen, weigh, share in parts]
+    for sequences, weigh, share in weighed:
+        if sequences:
+            part = weigh(minibatch.select(sequences))
+            alone = len(sequences) == minibatch.num_sequences
+            weights[minibatch.token_index(sequences)] = part / part.sum().clamp(min=1e-30) * (1.0 if alone else share)
+    return weights
+
+
+def demonstration_loss(
+    logprobs: Tensor, weights: Tensor, fields: Mapping[str, Tensor], settings: AlgorithmSettings, mu: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the weighted sum of -phi * log pi over the demonstrations of a microbatch, and their negative
+    log-likelihood per token as a metric. `weights` [t] hold mu already, 0 outside loss_mask."""
+    shown = torch.where(fields[DEMONSTRATION].bool(), weights, 0.0)
+    own = torch.where(shown > 0, logprobs, 0.0)
+    phi = torch.ones_like(own)
+    if settings.demonstration_loss == "chord":
+        p = own.detach().exp()
+        phi = p * (1.0 - p)
+    loss = -(phi * own * shown).sum()
+    return loss, {"demonstration_nll": -(own.detach() * shown).sum() / max(mu, 1e-30)}
 
 
 class PolicyGradient(Algorithm):

@@ -29,7 +29,7 @@ from rollout.data.rows import Row, identify
 from rollout.data.source import DatasetError
 
 if TYPE_CHECKING:
-    from core.data.epochs import Rows
+    from core.data.datasets import Rows
 
 ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
 """core.runs.checkpoints.read_stream, or what remembers its results."""

@@ -15,7 +15,7 @@ from rollout.data.source import DatasetError, DataSource, NoneLeftError
 
 if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
-    from core.data.epochs import Rows
+    from core.data.datasets import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,7 @@ class OpenData(Protocol):
 def opener(config: SFTConfig | DPOConfig) -> OpenData:
     """Return what opens the data sets of a run. Raises DatasetError where the tokenizer or the chat template cannot be
     read."""
-    from core.data.answers import AnswerDataset
-    from core.data.preferences import PreferenceDataset
+    from core.data.datasets import AnswerDataset, PreferenceDataset
     from rollout.data.tokenizer import load_tokenizer
 
     folder, columns = config.model.path, config.dataset.pair_columns

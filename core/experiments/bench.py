@@ -9,7 +9,7 @@ from rich.table import Table
 
 from core.experiments.explore import sampling
 from core.launch.published import PublishedWeights, load
-from core.monitoring.journal import Journal
+from core.monitoring.metrics import Journal
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from core.checks.resumption import changed_settings
 from core.config.parsing.problems import ConfigError
-from core.monitoring.background import BackgroundTracker, Tracker
-from core.monitoring.journal import Journal
+from core.monitoring.metrics import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
-from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink
+from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
 from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity, ends_too_early, near_trials, too_few_steps

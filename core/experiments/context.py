@@ -19,7 +19,7 @@ from core.experiments.common import (
     save_model,
 )
 from core.launch.cluster import Cluster
-from core.monitoring.journal import Journal
+from core.monitoring.metrics import Journal
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer
 from core.placement.ray_address import joined_cluster
 from core.recovery.memory import MemoryLimits

@@ -13,8 +13,8 @@ from core.experiments.common import wait_facts
 from core.experiments.workers import make_push, start_generators
 from core.launch.published import PublishedWeights, follow, load, transport_of
 from core.launch.remote import has_ended
-from core.monitoring.journal import Journal, read_rows
 from core.monitoring.logs import NOTICE
+from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
 from core.train.due import DueTimer, evaluation_frequency
 from core.train.evaluations import Evaluations

@@ -25,7 +25,7 @@ from core.experiments.workers import (
 from core.launch.remote import has_ended
 from core.launch.rollout_actor import BatchActor
 from core.launch.rollout_client import RolloutClient
-from core.monitoring.skipped_updates import SkippedUpdates
+from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.train.evaluations import Evaluations

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from core.algorithms.base import Objective
 from core.algorithms.offline import DPO, SFT
-from core.data.epochs import Rows
+from core.data.datasets import Rows
 from core.data.offline import opener
 from core.experiments.common import Start
 from core.experiments.context import RunContext
 from core.experiments.sft_trainer import SFTTrainer
 from core.experiments.workers import TrainedEngines, TrainerGroups, threads_per_process
 from core.launch.cluster import Cluster
-from core.monitoring.skipped_updates import SkippedUpdates
+from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.train.due import schedule_from_control

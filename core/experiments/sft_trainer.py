@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from core.algorithms.base import Objective
-from core.data.batch_writer import BatchWriter, assemble
-from core.data.epochs import Rows
-from core.monitoring.memory import DRIVER, peak_gib
+from core.data.datasets import Rows
+from core.data.stored_batch import BatchWriter, assemble
+from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
-from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.train.periodic import PeriodicActions

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.explore.data import DataFacts, RunData
-from core.monitoring.memory import ROLLOUT, peak_gib
-from core.monitoring.sample_file import SampleWriter
-from core.monitoring.samples import Sample
+from core.monitoring.metrics import ROLLOUT, peak_gib
+from core.monitoring.samples import Sample, SampleWriter
 from core.processes.stacks import forget_modules
 from core.train.step_batch import BatchFacts, BatchRequest, Results, Scored, Scoring, StepBatch
 from rollout.data.source import DatasetError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.data.answers import AnswerDataset, Demonstrations
+from core.data.datasets import AnswerDataset, Demonstrations
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import LeftOut
 from rollout.data.prompts import PromptDataset, first_prompt

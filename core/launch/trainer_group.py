@@ -15,14 +15,13 @@ from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote, fetch, place
 from core.launch.trainer_rank import TrainerRank
-from core.monitoring.memory import split_memory
+from core.monitoring.metrics import split_memory
 from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from core.data.passes import InferencePass, UpdatePass
-    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
+    from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
     from core.weight_sync.sender_plan import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel

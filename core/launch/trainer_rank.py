@@ -17,11 +17,11 @@ import psutil
 import ray
 import torch
 
-from core.data.rank_batch import RankBatch
+from core.data.stored_batch import RankBatch
 from core.errors import first_line
 from core.launch.remote import fetch, place
 from core.monitoring.logs import log_to_file
-from core.monitoring.memory import TRAINER, TRAINER_GPU, peak_gib
+from core.monitoring.metrics import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
 from mcore_adapter.device import get_device
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from allocation import Device, ParallelLayout
-    from core.data.passes import InferencePass, UpdatePass
-    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
+    from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
     from core.weight_sync.buckets import Sender
     from core.weight_sync.sender_plan import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner

@@ -1,7 +1,7 @@
 """The one place that reports: components return dict[str, float], only the monitor writes.
 
 Log lines and metric names are those of the AReaL tutorial; the same figures go to TensorBoard, and to Weights & Biases
-or MLflow when configured (core/monitoring/tracked_runs.py). `StepTimer` measures each phase once, for log line and
+or MLflow when configured (core/monitoring/trackers.py). `StepTimer` measures each phase once, for log line and
 metrics alike.
 """
 
@@ -18,8 +18,7 @@ import numpy as np
 
 from core.errors import could_not_write
 from core.monitoring.health import NoSignal
-from core.monitoring.histogram import Histogram, Row
-from core.monitoring.journal import Journal
+from core.monitoring.metrics import Histogram, Journal, Row
 from core.monitoring.samples import Sample, headline, log_text
 from core.monitoring.screen import Screen
 from tracing import add_span, span

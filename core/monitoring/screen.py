@@ -1,15 +1,19 @@
 """What a run shows on the terminal: five lines at the start, its phases, a row for each step, answers, and the end.
 
 With monitor.style=areal, and with --verbose, the terminal has the log lines of the tutorial instead. The log file has
-those in any case. Invariant: a phase of the start is named when it begins, and every few seconds while it lasts.
+those in any case. The columns of a row are those of which the first row has a figure; they are left out from the right
+where the line is too short. Invariant: a phase of the start is named when it begins, and every few seconds while it
+lasts.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +22,117 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.text import Text
 
-from core.monitoring.step_table import Row, StepTable, number
 from rollout.data.source import printable
 
 if TYPE_CHECKING:
     from core.monitoring.samples import Sample
+
+
+Row = Mapping[str, object]
+"""Metrics of a step by name, as in metrics.jsonl."""
+_STEP_WIDTH = 11
+_GAP = 2
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    cell: Callable[[Row], str]
+    """Raises KeyError for a row without the figure."""
+    style: Callable[[Row], str] = lambda row: ""
+
+
+def number(row: Row, name: str) -> float:
+    """Return a figure of a row. Raises KeyError."""
+    value = row[name]
+    assert isinstance(value, int | float), f"{name} is a number"
+    return float(value)
+
+
+def _plain(name: str, spec: str, unit: str = "") -> Callable[[Row], str]:
+    return lambda row: f"{number(row, name):{spec}}{unit}"
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{100 * number(row, name):.0f}%"
+
+
+def _reward(row: Row) -> str:
+    return f"{number(row, 'reward/mean'):.3f} ±{number(row, 'reward/std'):.2f}"
+
+
+def _kl(row: Row) -> str:
+    """Return the divergence from the reference, or without one from the policy before the update."""
+    return f"{number(row, 'ref_kl' if 'ref_kl' in row else 'ppo_approx_kl'):.4f}"
+
+
+def _above(name: str, limit: float) -> Callable[[Row], str]:
+    """Return the style of a figure that is worth a look above `limit`."""
+    return lambda row: "yellow" if number(row, name) > limit else ""
+
+
+def _finite(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if math.isfinite(number(row, name)) else "bold red"
+
+
+def _waiting(row: Row) -> str:
+    return "yellow" if number(row, "time/wait_for_rollout") > 0.5 * number(row, "time/step") else ""
+
+
+COLUMNS = (
+    _Column("reward", 13, _reward, lambda row: "bold cyan"),
+    _Column("right", 5, _share("reward/right")),
+    _Column("loss", 8, lambda row: "" if "reward/mean" in row else f"{number(row, 'loss'):.4f}", _finite("loss")),
+    _Column("accuracy", 8, _share("accuracy")),
+    _Column("equal", 5, _share("groups/equal"), _above("groups/equal", 0.9)),
+    _Column("length", 6, _plain("answer_length/mean", ".1f")),
+    _Column("kl", 7, _kl),
+    _Column("clip", 5, _share("actor_clip_ratio"), _above("actor_clip_ratio", 0.3)),
+    _Column("age", 4, _plain("staleness/mean", ".1f")),
+    _Column("grad", 7, _plain("grad_norm", ".3g"), _finite("grad_norm")),
+    _Column("tok/s", 7, lambda row: f"{number(row, 'n_tokens') / number(row, 'time/step'):,.0f}"),
+    _Column("step s", 7, _plain("time/step", ".2f")),
+    _Column("wait s", 7, _plain("time/wait_for_rollout", ".2f"), _waiting),
+    _Column("update s", 8, _plain("time/update", ".2f")),
+    _Column("push s", 7, _plain("time/push", ".2f")),
+)
+
+
+class StepTable:
+    """The columns of one run, chosen by its first row."""
+
+    def __init__(self, first: Row, *, total_steps: int | None, width: int) -> None:
+        """`total_steps`: None where it is not known; `width`: characters of a line."""
+        self._total_steps = total_steps
+        self._columns = []
+        left = width - _STEP_WIDTH
+        for column in COLUMNS:
+            try:
+                is_known = bool(column.cell(first))
+            except KeyError:
+                continue
+            if is_known and left >= column.width + _GAP:
+                self._columns.append(column)
+                left -= column.width + _GAP
+
+    def header(self) -> Text:
+        """Return the titles."""
+        cells = [f"{'step':>{_STEP_WIDTH}}", *(f"{c.title:>{c.width + _GAP}}" for c in self._columns)]
+        return Text("".join(cells), style="dim")
+
+    def line(self, step: int, row: Row) -> Text:
+        """Return the cells of a step; a figure that this row lacks is a dash."""
+        of_all = "" if self._total_steps is None else f"/{self._total_steps}"
+        text = Text(f"{f'{step}{of_all}':>{_STEP_WIDTH}}")
+        for column in self._columns:
+            try:
+                cell, style = column.cell(row), column.style(row)
+            except KeyError:
+                cell, style = "-", "dim"
+            text.append(f"{cell:>{column.width + _GAP}}", style=style)
+        return text
+
 
 _TICK_SECONDS = 4.0
 """Seconds between the lines of a phase that lasts, where there is no spinner."""

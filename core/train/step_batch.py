@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from core.algorithms.base import Algorithm, Objective, check_fields, plain_state
-from core.algorithms.mix import DEMONSTRATION
-from core.data.batch_writer import BatchWriter, assemble
-from core.data.passes import Unit, deal_minibatches, units_of
+from core.algorithms.policy_gradient import DEMONSTRATION
 from core.data.rollout_batch import RolloutBatch
-from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields, Use
+from core.data.stored_batch import (
+    Arrays,
+    BatchWriter,
+    Ref,
+    StoredBatch,
+    StoredFields,
+    Unit,
+    Use,
+    assemble,
+    deal_minibatches,
+    units_of,
+)
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.data.sequences import TokenWeights
 

@@ -26,10 +26,8 @@ from core.config.algorithm import AlgorithmConfig
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import GenerationHyperparameters, PPOHyperparameters, StalenessConfig
 from core.config.runtime import ExperimentSaveEvalControl
-from core.data.passes import InferencePass, UpdatePass
-from core.data.rank_batch import RankBatch
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
-from core.data.stored_batch import StoredBatch, StoredFields
+from core.data.stored_batch import InferencePass, RankBatch, StoredBatch, StoredFields, UpdatePass
 from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample

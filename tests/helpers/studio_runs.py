@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from core.monitoring.histogram import Histogram
-from core.monitoring.journal import Journal
-from core.monitoring.sample_file import SampleFile
-from core.monitoring.samples import Sample, Turn
+from core.monitoring.metrics import Histogram, Journal
+from core.monitoring.samples import Sample, SampleFile, Turn
 from core.runs.paths import RunPaths
 from core.runs.record import write_complete, write_record
 

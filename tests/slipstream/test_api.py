@@ -12,7 +12,7 @@ import yaml
 
 import slipstream
 from core.config.parsing.problems import ConfigError
-from core.monitoring.journal import Journal
+from core.monitoring.metrics import Journal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from slipstream.api import _arguments, _flags, _NewRows

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.monitoring.sample_file import SampleFile
-from core.monitoring.samples import Sample, Turn
+from core.monitoring.samples import Sample, SampleFile, Turn
 from tools.samples import main
 
 

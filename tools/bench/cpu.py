@@ -19,7 +19,7 @@ import torch
 
 from allocation import ParallelLayout
 from core.algorithms.losses import sft_loss
-from core.monitoring.journal import read_rows
+from core.monitoring.metrics import read_rows
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig

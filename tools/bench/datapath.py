@@ -36,7 +36,7 @@ from core.launch.rollout_actor import BatchActor
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
-from core.monitoring.memory import peak_gib
+from core.monitoring.metrics import peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits

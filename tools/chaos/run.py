@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from core.monitoring.journal import read_rows
+from core.monitoring.metrics import read_rows
 from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.demo.data import make_tokenizer, write_jsonl
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.monitoring.journal import read_rows
+from core.monitoring.metrics import read_rows
 from rollout.rewards.math import RIGHT, WRONG
 from tools import arguments as cli
 

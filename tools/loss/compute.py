@@ -15,11 +15,9 @@ from torch import Tensor
 
 from core.algorithms.base import FIELDS, Objective, check_fields
 from core.algorithms.build import build_algorithm
-from core.algorithms.corrections import correction_weights
-from core.algorithms.losses import policy_terms
-from core.algorithms.mix import DEMONSTRATION
+from core.algorithms.losses import correction_weights, policy_terms
 from core.algorithms.offline import DPO
-from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.policy_gradient import DEMONSTRATION, PolicyGradient
 from core.checks.algorithm import check_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import DPOHyperparameters

@@ -8,10 +8,9 @@ import torch
 
 from allocation import ParallelLayout
 from core.algorithms.base import Objective
-from core.algorithms.corrections import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
-from core.algorithms.mix import DEMONSTRATION
+from core.algorithms.losses import PROXIMAL_SHARE, SMALL_CHANGE, proximal_share, small_changes
 from core.algorithms.offline import DPO, SFT
-from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.policy_gradient import DEMONSTRATION, PolicyGradient
 from core.config.presets import PRESETS
 from helpers.batches import algorithm
 from helpers.engine_cases import make_engine, random_batch

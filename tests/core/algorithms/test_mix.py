@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from core.algorithms.mix import DEMONSTRATION, demonstration_weight
-from core.algorithms.policy_gradient import PolicyGradient
-from core.data.rank_batch import RankBatch
+from core.algorithms.policy_gradient import DEMONSTRATION, PolicyGradient, demonstration_weight
 from core.data.rollout_batch import RolloutBatch
+from core.data.stored_batch import RankBatch
 from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import ROUTED_EXPERTS, ModelOutput, PackedBatch, sequence_of_token

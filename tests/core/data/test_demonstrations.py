@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from core.data.answers import AnswerDataset, Demonstrations
+from core.data.datasets import AnswerDataset, Demonstrations
 from rollout.data.encoder import Encoder
 from rollout.data.rows import DatasetError
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from core.data.passes import deal_minibatches, units_of
+from core.data.stored_batch import deal_minibatches, units_of
 
 
 def groups(*sizes: int) -> np.ndarray:

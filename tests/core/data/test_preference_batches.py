@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from core.data.answers import AnswerDataset
-from core.data.preferences import PreferenceDataset
+from core.data.datasets import AnswerDataset, PreferenceDataset
 from mcore_adapter.data.batch import PAIR
 from mcore_adapter.data.planner import PassLimits, Planner
 from mcore_adapter.data.shape import BatchShape, shape_of

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.data.passes import deal_minibatches, split_minibatches, units_of
 from core.data.rollout_batch import pack_trajectories
+from core.data.stored_batch import deal_minibatches, split_minibatches, units_of
 from rollout.types import PROMPT_VERSION, FinishReason, Trajectory
 
 

@@ -14,10 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data.batch_writer import BatchWriter, assemble
-from core.data.passes import Unit, deal_minibatches, units_of
-from core.data.rank_batch import RankBatch
-from core.data.stored_batch import Arrays, StoredBatch, StoredFields, Use, cut
+from core.data.stored_batch import (
+    Arrays,
+    BatchWriter,
+    RankBatch,
+    StoredBatch,
+    StoredFields,
+    Unit,
+    Use,
+    assemble,
+    cut,
+    deal_minibatches,
+    units_of,
+)
 from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
 from mcore_adapter.data.planner import PassLimits, Planner
 from mcore_adapter.data.sequences import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens

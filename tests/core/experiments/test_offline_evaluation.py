@@ -11,17 +11,13 @@ import pytest
 from rich.console import Console
 
 from core.algorithms.offline import DPO, SFT
-from core.data.answers import AnswerDataset
-from core.data.epochs import EpochBatches
-from core.data.passes import InferencePass
-from core.data.preferences import PreferenceDataset, _Pair
-from core.data.stored_batch import StoredBatch
+from core.data.datasets import AnswerDataset, EpochBatches, PreferenceDataset, _Pair
+from core.data.stored_batch import InferencePass, StoredBatch
 from core.experiments.sft import DPOTrainer
 from core.experiments.sft_trainer import SFTTrainer
-from core.monitoring.histogram import Row
+from core.monitoring.metrics import Row, SkippedUpdates
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen
-from core.monitoring.skipped_updates import SkippedUpdates
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from mcore_adapter.data.planner import Planner

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from core.monitoring.sample_file import read_samples
+from core.monitoring.samples import read_samples
 from helpers.commands import PATIENCE_SECONDS
 from helpers.runs import WITHOUT_GOODBYE, metrics_of, ppo
 from tools.timeline import read_spans

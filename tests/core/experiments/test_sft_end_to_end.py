@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.data.answers import AnswerDataset
+from core.data.datasets import AnswerDataset
 from core.experiments.common import Start
 from core.experiments.sft import _check_same_rows
 from core.recovery.recover import RunState

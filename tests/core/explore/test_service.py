@@ -20,8 +20,8 @@ from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
 from core.explore.data import RunData
 from core.explore.service import RolloutService
-from core.monitoring.journal import read_rows
-from core.monitoring.sample_file import read_samples
+from core.monitoring.metrics import read_rows
+from core.monitoring.samples import read_samples
 from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError

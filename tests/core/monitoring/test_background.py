@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from core.monitoring import background
-from core.monitoring.background import BackgroundTracker
+from core.monitoring import trackers
 from core.monitoring.monitor import SampleSink
 from core.monitoring.samples import Sample
+from core.monitoring.trackers import BackgroundTracker
 
 
 class Service:
@@ -70,7 +70,7 @@ def test_a_row_that_is_refused_is_logged_once_and_later_rows_are_sent(caplog: py
 def test_a_service_that_hangs_delays_nothing_and_its_rows_are_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
     service = Service(is_open=False)
     tracker = BackgroundTracker(service, close_seconds=0.01)
     for step in range(10):

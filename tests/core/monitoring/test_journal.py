@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import could_not_write
-from core.monitoring.journal import Journal, read_rows
+from core.monitoring.metrics import Journal, read_rows
 
 
 def steps(path: Path) -> list[int]:

@@ -11,9 +11,7 @@ import pytest
 from rich.console import Console
 
 from core.monitoring import monitor as monitoring
-from core.monitoring.histogram import Histogram
-from core.monitoring.journal import Journal, read_rows
-from core.monitoring.memory import split_memory
+from core.monitoring.metrics import Histogram, Journal, read_rows, split_memory
 from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
 from core.monitoring.screen import Screen
 

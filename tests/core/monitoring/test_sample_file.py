@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.monitoring.sample_file import SampleFile, closed_files, last_samples, read_samples
-from core.monitoring.samples import Sample
+from core.monitoring.samples import Sample, SampleFile, closed_files, last_samples, read_samples
 
 
 def sample(step: int) -> Sample:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from core.config.runtime import SamplesConfig
-from core.monitoring.sample_file import SampleWriter, read_samples
+from core.monitoring.samples import SampleWriter, read_samples
 from rollout.types import PROMPT_VERSION, Trajectory
 
 CONFIG = SamplesConfig(share=1.0, max_file_mib=1, keep_files=2)

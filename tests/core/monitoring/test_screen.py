@@ -16,8 +16,7 @@ from rich.console import Console
 
 from core.monitoring.health import NoSignal
 from core.monitoring.samples import Sample
-from core.monitoring.screen import Screen, duration
-from core.monitoring.step_table import COLUMNS, StepTable
+from core.monitoring.screen import COLUMNS, Screen, StepTable, duration
 
 ROW: dict[str, Any] = {
     "reward/mean": 0.361, "reward/std": 0.21, "reward/right": 0.05, "groups/equal": 0.44, "answer_length/mean": 2.4,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from core.monitoring.skipped_updates import SkippedUpdateError, SkippedUpdates
+from core.monitoring.metrics import SkippedUpdateError, SkippedUpdates
 
 BAD = {"loss": math.nan, "update_skipped": 1.0, "grad_norm": math.nan}
 

@@ -17,9 +17,9 @@ from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
 from core.experiments import common
 from core.experiments.common import open_trackers
-from core.monitoring.histogram import Histogram
+from core.monitoring.metrics import Histogram
 from core.monitoring.samples import Sample
-from core.monitoring.tracked_runs import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
+from core.monitoring.trackers import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
 from core.runs.paths import RunPaths
 
 SAMPLE = Sample(
@@ -121,7 +121,7 @@ def test_an_address_that_mlflow_cannot_use_is_an_error_of_its_key(mlflow: MLflow
 OFFLINE = """
 import sys, psutil
 from pathlib import Path
-from core.monitoring.tracked_runs import TrackedRuns, WandbSink
+from core.monitoring.trackers import TrackedRuns, WandbSink
 folder = Path(sys.argv[1])
 sink = WandbSink(runs=TrackedRuns(folder / "runs.json"), folder=folder, mode="offline")
 sink.write(1, {"loss": 0.5})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.algorithms.offline import SFT
-from core.data.passes import InferencePass, UpdatePass
+from core.data.stored_batch import InferencePass, UpdatePass
 from core.errors import LaunchError
 from core.recovery.memory import MemoryLimits, reports_out_of_memory
 from core.trainer import EngineRef
