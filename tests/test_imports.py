@@ -149,7 +149,7 @@ MOST_FILES = 14
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional library": {"rollout.experience.stores.postgres": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
-        "core.data.offline": "core.data.datasets core.data.datasets rollout.data.tokenizer rollout.experience.schedule",
+        "core.data.offline": "core.data.datasets rollout.data.tokenizer rollout.experience.schedule",
         "core.checks.recipe": "rollout.data.task_sets rollout.experience",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",

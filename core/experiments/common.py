@@ -15,11 +15,10 @@ from core.config.parsing.problems import ConfigError
 from core.monitoring.metrics import Journal
 from core.monitoring.monitor import MetricSink, TensorBoardSink
 from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
-from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity, ends_too_early, near_trials, too_few_steps
+from core.runs.checkpoints import DamagedError, RunIdentity, ends_too_early, near_trials, too_few_steps, verify
 from core.runs.record import saved_models
-from core.train.due import schedule_from_control
+from core.train.periodic import schedule_from_control
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig, PPOMATHConfig

@@ -25,8 +25,7 @@ from core.placement.ray_address import joined_cluster
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
-from core.train.evaluations import Evaluations, SerialEvaluations
-from core.train.periodic import Actions, PeriodicActions
+from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations
 from tracing import record_spans
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from core.launch.remote import has_ended
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
-from core.train.due import DueTimer, evaluation_frequency
-from core.train.evaluations import Evaluations
+from core.train.periodic import DueTimer, Evaluations, evaluation_frequency
 from core.weight_sync.folder import VersionFolder
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from core.launch.rollout_client import RolloutClient
 from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.train.evaluations import Evaluations
+from core.train.periodic import Evaluations
 from core.trainer import PPOTrainer
-from core.weight_sync.folder import VersionFolder
-from core.weight_sync.publisher import Publisher
+from core.weight_sync.folder import Publisher, VersionFolder
 
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm

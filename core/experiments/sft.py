@@ -24,8 +24,7 @@ from core.launch.cluster import Cluster
 from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.train.due import schedule_from_control
-from core.train.evaluations import SerialEvaluations
+from core.train.periodic import SerialEvaluations, schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import ModelOutput, sequence_of_token
 from mcore_adapter.data.sequences import Sequences, weigh_tokens

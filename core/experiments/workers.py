@@ -17,8 +17,8 @@ from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
+from core.weight_sync.calls import SenderSettings
 from core.weight_sync.push import Trainer, WeightPush
-from core.weight_sync.sender_plan import SenderSettings
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings

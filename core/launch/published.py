@@ -13,9 +13,8 @@ from typing import Any
 import ray
 from safetensors.torch import load_file
 
-from core.weight_sync.calls import Deadline, call_all
+from core.weight_sync.calls import Deadline, SenderSettings, SendReport, call_all
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderSettings, SendReport
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import TransportName, WeightEndpoint
 from rollout.inference.registry import BACKENDS

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
-    from core.weight_sync.sender_plan import SenderSettings, SendReport
+    from core.weight_sync.calls import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint

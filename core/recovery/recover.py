@@ -2,15 +2,17 @@
 
     {fileroot}/recover/<user>/<experiment>/<trial>/globalstep{N}/
                                           {engine}/      the trainer's distributed checkpoint, one folder an engine
-                                          rollout.json   data cursor, buffer, prompts in flight with their tokens
-                                          rollout.npz    the arrays of rollout.json (core/recovery/plain_state.py)
+                                          rollout.json   data cursor, buffer, prompts in flight with their tokens, as
+                                                         rollout/experience/serial.py encodes them
+                                          rollout.npz    their arrays, end to end: one flat array a dtype
                                           run.json       step, version, and the settings that must not change
                                           manifest.json  size and checksum of each of these files
-                                          COMMITTED      seals the manifest (core/recovery/manifest.py)
+                                          COMMITTED      seals the manifest (core/runs/checkpoints.py)
 
 `begin` returns when everything is copied to host memory; a thread writes it into a temporary folder and commits that by
-one rename. Invariant: what `newest` answers was verified byte for byte and can be read; a failed write is raised by the
-next call.
+one rename. Reading a checkpoint cannot run code. Invariants: what `newest` answers was verified byte for byte and can
+be read; a failed write is raised by the next call. `read_state` returns what `write_state` got, types and bits
+included, except that numpy scalars become Python numbers.
 """
 
 from __future__ import annotations
@@ -22,19 +24,63 @@ import os
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
-from core.recovery.manifest import DamagedError, move_into_place, seal, verify
-from core.recovery.plain_state import StateError, read_state, write_state
-from core.runs.checkpoints import RunIdentity, read_run, recover_checkpoints
+from core.runs.checkpoints import (
+    MAX_STATE_BYTES,
+    MAX_STATE_DEPTH,
+    DamagedError,
+    RunIdentity,
+    move_into_place,
+    read_run,
+    recover_checkpoints,
+    seal,
+    verify,
+)
+from model_specs.untrusted import open_regular, read_json
+from rollout.experience.serial import Arrays, decode, encode
 from tracing import add_span
 
 logger = logging.getLogger(__name__)
+
+
+class StateError(ValueError):
+    """A file does not hold a state that `write_state` wrote."""
+
+
+def write_state(folder: Path, name: str, state: object) -> None:
+    """Write `{name}.json` and `{name}.npz`. Raises OSError, and TypeError, with the place in the state, for a type that
+    has no plain form."""
+    arrays = Arrays()
+    text = json.dumps(encode(state, arrays, name))
+    with open(folder / f"{name}.npz", "wb") as f:
+        flat: dict[str, Any] = dict(arrays.flat())
+        np.savez(f, **flat)
+    (folder / f"{name}.json").write_text(text)
+
+
+def read_state(folder: Path, name: str) -> object:
+    """Return the state that was written. Raises OSError, and StateError where the files do not hold one."""
+    try:
+        tree = read_json(folder / f"{name}.json", max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
+        with open_regular(folder / f"{name}.npz") as file, np.load(file, allow_pickle=False) as stored:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in stored.zip.infolist()):
+                raise ValueError("its arrays are compressed, so that a small file could take all memory")
+            return decode(tree, {key: stored[key] for key in stored.files})
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 (damaged zip, JSON and numpy headers raise a dozen types)
+        raise StateError(f"{folder / name}.json and .npz do not hold a saved state: {error!r}") from error
+
 
 _ROLLOUT = "rollout"
 _WRITING = ".writing-"

@@ -65,15 +65,6 @@ class RunPaths:
         return cls(**{kind: root / kind / trial for kind in ("logs", "checkpoints", "recover")})
 
 
-def sync(path: Path) -> None:
-    """Return when the file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def step_file(folder: Path, step: int) -> Path:
     """Return the file of a step that monitor.save_batches writes into `folder`; steps count from 1 as in the
     metrics."""

@@ -1,30 +1,210 @@
 """What is due after a step: evaluation, saved model, recover checkpoint; the last two also when a signal ends the run.
 
-Invariant: a recover checkpoint is begun when all records of its step have been written, so that a run that continues
-from it neither repeats nor misses a row.
+An evaluation runs on a generator that keeps its weights, while the others sample and the trainer trains; without a
+generator to spare, the trainer waits. Figures are filed under the step whose weights were measured. One evaluation runs
+at a time; one that becomes due meanwhile measures the first weights after it. Invariant: a recover checkpoint is begun
+when all records of its step have been written, so that a run that continues from it neither repeats nor misses a row.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
-from core.train.due import DueTimer, Frequency, evaluation_frequency
-from core.train.evaluations import Evaluations, SerialEvaluations
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from core.config.runtime import ExperimentSaveEvalControl
 
 logger = logging.getLogger(__name__)
+
+
+def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: int, batch_size: int) -> Schedule:
+    """Apply the exp_ctrl keys to a data set; benchmark_steps and total_train_steps both shorten the run. Warn where the
+    epochs end before."""
+    schedule = Schedule(
+        num_prompts=num_prompts,
+        batch_size=batch_size,
+        total_epochs=control.total_train_epochs,
+        total_steps_limit=control.steps_limit,
+    )
+    if control.steps_limit is not None and schedule.total_steps < control.steps_limit:
+        logger.warning(
+            "The run ends after %d steps, at the end of its epochs, before its limit of %d steps; raise "
+            "exp_ctrl.total_train_epochs to %d",
+            schedule.total_steps, control.steps_limit, -(-control.steps_limit // schedule.steps_per_epoch),
+        )  # fmt: skip
+    return schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frequency:
+    """Due every N epochs, steps or seconds, whichever comes first. None: never for that reason."""
+
+    epochs: int | None
+    steps: int | None
+    seconds: float | None
+
+
+def evaluation_frequency(control: ExperimentSaveEvalControl) -> Frequency:
+    """Return when evaluations are due."""
+    return Frequency(epochs=control.eval_freq_epochs, steps=control.eval_freq_steps, seconds=control.eval_freq_secs)
+
+
+class DueTimer:
+    """Computes when a `Frequency` is due again. Nothing is due before `first_step`, which is itself due whatever the
+    frequency (None: no such step). `at_end`: the last step of a run is due, whatever the frequency; otherwise it is due
+    whenever any step is."""
+
+    def __init__(
+        self, frequency: Frequency, *, now: float, first_step: int | None = None, at_end: bool = False
+    ) -> None:
+        self._frequency = frequency
+        self._first_step = first_step
+        self._at_end = at_end or frequency != Frequency(epochs=None, steps=None, seconds=None)
+        self._last_seconds = now
+        self._steps = 0
+
+    def state_dict(self, *, now: float) -> dict[str, float]:
+        """Return the time since it was due."""
+        return {"steps": self._steps, "seconds": now - self._last_seconds}
+
+    def load_state_dict(self, state: Mapping[str, float], *, now: float) -> None:
+        """Continue counting from there."""
+        self._steps, self._last_seconds = int(state["steps"]), now - state["seconds"]
+
+    def due_after(self, step: int, schedule: Schedule, *, now: float) -> bool:
+        """Call due() for a step of a schedule."""
+        epoch, epoch_step = schedule.position(step)
+        return self.due(
+            step=step, ends_epoch=epoch_step == schedule.steps_per_epoch, epoch=epoch, now=now,
+            is_last=step == schedule.total_steps,
+        )  # fmt: skip
+
+    def due(self, *, step: int, ends_epoch: bool, epoch: int, now: float, is_last: bool = False) -> bool:
+        """Call once after every step (counting from 1); a true answer starts the count anew."""
+        self._steps += 1
+        freq = self._frequency
+        if self._first_step is not None and step < self._first_step and not is_last:
+            return False
+        is_due = (
+            step == self._first_step
+            or (freq.steps is not None and self._steps >= freq.steps)
+            or (freq.seconds is not None and now - self._last_seconds >= freq.seconds)
+            or (freq.epochs is not None and ends_epoch and epoch % freq.epochs == 0)
+            or (is_last and self._at_end)
+        )
+        if is_due:
+            self._steps = 0
+            self._last_seconds = now
+        return is_due
+
+
+class Evaluator(Protocol):
+    """The rollout process (core/launch/rollout_client.py)."""
+
+    def evaluate(self, step: int, meanwhile: Callable[[], None]) -> dict[str, float]: ...
+    def begin_evaluation(self, step: int, on: str) -> Any: ...
+    def wait_evaluated(self, call: Any, meanwhile: Callable[[], None]) -> dict[str, float]: ...
+    def release_generator(self, name: str) -> None: ...
+
+
+class Replicas(Protocol):
+    """The generators (core/launch/generators.py)."""
+
+    def pin(self) -> str | None: ...
+    def unpin(self, name: str) -> None: ...
+    def has_current_weights(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Running:
+    step: int
+    generator: str
+    call: Any
+
+
+class Evaluations:
+    """See the file. For each step: look(), and begin() where one is due; finish() at the end."""
+
+    def __init__(
+        self,
+        rollout: Evaluator,
+        generators: Replicas | None,
+        *,
+        report: Callable[[int, Mapping[str, float]], None],
+        is_done: Callable[[Any], bool],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """`generators`: None where the trainer waits in any case. `report(step, figures)`. `is_done`: whether a call
+        has ended. `meanwhile`: is called about once a second while something is waited for."""
+        self._rollout, self._generators = rollout, generators
+        self._report, self._is_done, self._meanwhile = report, is_done, meanwhile
+        self._running: _Running | None = None
+        self._returning: set[str] = set()
+
+    @property
+    def step(self) -> int | None:
+        """The step whose weights are measured now; None: there is no evaluation."""
+        return None if self._running is None else self._running.step
+
+    def begin(self, step: int) -> None:
+        """Evaluate the weights of `step`, which every generator has. Return at once where one can be spared."""
+        generator = None if self._generators is None else self._generators.pin()
+        if generator is None:
+            self._report(step, self._rollout.evaluate(step, self._meanwhile))
+            return
+        self._running = _Running(step, generator, self._rollout.begin_evaluation(step, generator))
+        logger.info("Evaluating step %d on %s beside training", step, generator)
+
+    def look(self) -> None:
+        """File an evaluation that has ended, and return its generator to training when it has the current weights."""
+        if self._running is not None and self._is_done(self._running.call):
+            self.finish()
+        for name in [name for name in self._returning if self._has_current_weights(name)]:
+            self._returning.remove(name)
+            self._rollout.release_generator(name)
+
+    def _has_current_weights(self, name: str) -> bool:
+        return self._generators is not None and self._generators.has_current_weights(name)
+
+    def finish(self) -> None:
+        """Wait for the evaluation that runs, and file it."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            figures = self._rollout.wait_evaluated(running.call, self._meanwhile)
+        finally:
+            if self._generators is not None:
+                self._generators.unpin(running.generator)
+                self._returning.add(running.generator)
+        if figures:  # none: its generator was lost
+            self._report(running.step, figures)
+
+
+class SerialEvaluations:
+    """Evaluations for which training always waits, with the calls of Evaluations."""
+
+    step = None
+
+    def __init__(self, evaluate: Callable[[int], None]) -> None:
+        """`evaluate(step)`."""
+        self.begin = evaluate
+
+    def look(self) -> None:
+        """Do nothing: none is under way."""
+
+    def finish(self) -> None:
+        """Do nothing, as look()."""
 
 
 @dataclass(frozen=True, kw_only=True)

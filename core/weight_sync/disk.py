@@ -23,10 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.config.runtime import Changes
-from core.weight_sync.buckets import Buckets
-from core.weight_sync.calls import Deadline, PushError, call_all
-from core.weight_sync.sender_plan import SenderSettings, SendReport
-from core.weight_sync.verification import compare_checksums
+from core.weight_sync.buckets import Buckets, compare_checksums
+from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, call_all
 from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from model_specs.untrusted import read_json_object
 from rollout.errors import GeneratorCallError

@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.buckets import BucketSender
-from core.weight_sync.calls import Deadline, PushError, call_all
-from core.weight_sync.sender_plan import SenderSettings, SendReport
-from core.weight_sync.verification import compare_checksums
+from core.weight_sync.buckets import BucketSender, compare_checksums
+from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, call_all
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import WeightEndpoint

@@ -25,7 +25,7 @@ from allocation import RoleAllocation
 from core.config.runtime import Verify
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
-from core.weight_sync.sender_plan import SenderSettings, SendReport
+from core.weight_sync.calls import SenderSettings, SendReport
 from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)

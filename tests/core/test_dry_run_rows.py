@@ -15,9 +15,9 @@ from core.checks.rules import load_config
 from core.data import offline
 from core.data.offline import opener
 from core.quickstart import main
-from core.recovery.plain_state import write_state
+from core.recovery.recover import write_state
 from core.runs.paths import RunPaths
-from core.train.due import schedule_from_control
+from core.train.periodic import schedule_from_control
 from rollout.data.source import DatasetError
 
 ANSWERS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 31)]

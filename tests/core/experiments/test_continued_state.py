@@ -16,10 +16,8 @@ from core.experiments import context
 from core.experiments.common import Start, find_start
 from core.monitoring.screen import Screen
 from core.processes.supervise import Attempt
-from core.recovery.manifest import seal
-from core.recovery.plain_state import write_state
-from core.recovery.recover import RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity
+from core.recovery.recover import RecoverStore, RunState, write_state
+from core.runs.checkpoints import RunIdentity, seal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import write_run
 from tracing import record_spans

@@ -388,8 +388,8 @@ def attempt(self):
     return 0
 
 def called(attempt, **settings):
-    from core.processes import driver_watch
-    driver_watch.END_SECONDS = 0
+    from core.processes import supervise
+    supervise.END_SECONDS = 0
     code = started(attempt, **settings)
     print("it ended with", earlier.poll())
     earlier.kill()

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.recovery.manifest import seal
-from core.recovery.plain_state import StateError, read_state, write_state
-from core.recovery.recover import RecoverError, RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity, read_run
+from core.recovery.recover import RecoverError, RecoverStore, RunState, StateError, read_state, write_state
+from core.runs.checkpoints import RunIdentity, read_run, seal
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 

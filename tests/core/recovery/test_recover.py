@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import LaunchError
-from core.recovery import manifest
-from core.recovery.manifest import DamagedError, verify
 from core.recovery.recover import RecoverStore, RunState
-from core.runs.checkpoints import RunIdentity
+from core.runs import checkpoints
+from core.runs.checkpoints import DamagedError, RunIdentity, verify
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
@@ -261,7 +260,7 @@ def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
     sealed, given_up = threading.Event(), threading.Event()
 
     def held_back(folder: Path) -> int:
-        num_bytes = manifest.seal(folder)
+        num_bytes = checkpoints.seal(folder)
         sealed.set()
         given_up.wait(60)
         return num_bytes
@@ -332,12 +331,12 @@ def test_no_byte_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> 
 def test_no_byte_of_a_file_of_several_blocks_can_change_unnoticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    monkeypatch.setattr(manifest, "_BLOCK_BYTES", 8)
-    monkeypatch.setattr(manifest, "_READ_BYTES", 4)
+    monkeypatch.setattr(checkpoints, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(checkpoints, "_READ_BYTES", 4)
     content = bytes(range(num_bytes))
     weights = tmp_path / "weights"
     weights.write_bytes(content)
-    manifest.seal(tmp_path)
+    checkpoints.seal(tmp_path)
     for i in range(num_bytes):
         weights.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
         with pytest.raises(DamagedError, match="weights is damaged: its checksum differs"):
@@ -369,7 +368,7 @@ def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
     files = {"run.json": b"{}", "actor/config.json": b"{ }", "actor/shards/0.distcp": b"w" * 100}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    manifest.seal(tmp_path)
+    checkpoints.seal(tmp_path)
     sealed = {name: (tmp_path / name).read_bytes() for name in ("manifest.json", "COMMITTED")}
     expected = {**files, "manifest.json": sealed["manifest.json"], ".COMMITTED": sealed["COMMITTED"]}
     assert before_rename == {**expected, ".": b"", "actor": b"", "actor/shards": b""}
@@ -384,5 +383,5 @@ def test_a_sealed_folder_that_was_renamed_has_its_new_name_on_the_disk(
     monkeypatch.setattr(os, "rename", lambda a, b: (rename(a, b), events.append(f"rename to {b}")))
     monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"sync {os.readlink(f'/proc/self/fd/{fd}')}"))
     (tmp_path / "writing").mkdir()
-    manifest.move_into_place(tmp_path / "writing", tmp_path / "done")
+    checkpoints.move_into_place(tmp_path / "writing", tmp_path / "done")
     assert events == [f"rename to {tmp_path / 'done'}", f"sync {tmp_path}"]

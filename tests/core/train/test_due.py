@@ -11,9 +11,7 @@ from core.experiments.common import Start, check_ends_later, fit_to_schedule, ro
 from core.monitoring.monitor import StepTimer
 from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity
-from core.train.due import DueTimer, Frequency, schedule_from_control
-from core.train.evaluations import SerialEvaluations
-from core.train.periodic import Actions, PeriodicActions
+from core.train.periodic import Actions, DueTimer, Frequency, PeriodicActions, SerialEvaluations, schedule_from_control
 from rollout.experience import Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)

@@ -13,8 +13,7 @@ from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
 from core.recovery.recover import RunState
-from core.train.evaluations import SerialEvaluations
-from core.train.periodic import Actions, PeriodicActions
+from core.train.periodic import Actions, PeriodicActions, SerialEvaluations
 from rollout.experience import Schedule
 
 

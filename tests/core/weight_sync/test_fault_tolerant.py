@@ -13,9 +13,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from core.errors import LaunchError, PushFailure
-from core.weight_sync.calls import PushError
+from core.weight_sync.calls import PushError, SenderSettings, SendReport
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderSettings, SendReport
 from helpers.fake_cluster import ALLOCATION, Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model

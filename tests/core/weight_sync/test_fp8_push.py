@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import Buckets
-from core.weight_sync.calls import PushError
-from core.weight_sync.sender_plan import SenderSettings, SendReport
+from core.weight_sync.buckets import Buckets, wrong_formats
+from core.weight_sync.calls import PushError, SenderSettings, SendReport
 from core.weight_sync.senders import SENDERS
-from core.weight_sync.verification import wrong_formats
 from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.block_fp8 import QUANTIZATION_CONFIG
 from rollout.bucket import FlatBucket

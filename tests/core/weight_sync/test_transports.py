@@ -25,11 +25,10 @@ from torch import Tensor
 from allocation import parse
 from core.errors import LaunchError
 from core.weight_sync.buckets import Buckets, buckets_to_stage
-from core.weight_sync.calls import Deadline, PushError, in_background
+from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, in_background, with_colocated_ranks
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
-from core.weight_sync.sender_plan import SenderSettings, SendReport, with_colocated_ranks
 from core.weight_sync.senders import SENDERS
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError

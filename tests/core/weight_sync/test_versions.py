@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.weight_sync import folder as weight_folder
-from core.weight_sync.folder import LATEST, VersionFolder
-from core.weight_sync.publisher import Publisher
+from core.weight_sync.folder import LATEST, Publisher, VersionFolder
 from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
 
 LEASE = 3.0

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allocation import ParallelLayout
-from core.recovery.manifest import seal
+from core.runs.checkpoints import seal
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from helpers.saved_models import assert_same_bytes, convert, run_convert, tensors_of, write_checkpoint
 from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model

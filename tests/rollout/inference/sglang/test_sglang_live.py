@@ -33,8 +33,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.runtime import Changes  # noqa: E402
 from core.weight_sync.buckets import Sender  # noqa: E402
-from core.weight_sync.calls import PushError  # noqa: E402
-from core.weight_sync.sender_plan import SenderSettings  # noqa: E402
+from core.weight_sync.calls import (
+    PushError,  # noqa: E402
+    SenderSettings,  # noqa: E402
+)
 from core.weight_sync.senders import SENDERS  # noqa: E402
 from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.changes import NOT_THE_BASE  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.weight_sync.verification import wrong_formats
+from core.weight_sync.buckets import wrong_formats
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment, replica
 from mcore_adapter.hf.block_fp8 import quantize_bucket
 from model_specs.hf_config import parse_config
