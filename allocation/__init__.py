@@ -5,9 +5,8 @@
 Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and a process without GPUs.
 """
 
-from allocation.checks import batch_errors, model_errors, nearest_minibatches
+from allocation.checks import Checks, batch_errors, model_errors, nearest_minibatches
 from allocation.device_mapping import DeviceMapping, parse_device_mappings
-from allocation.errors import AllocationError
 from allocation.layout import (
     CPU,
     GENERATOR_BACKENDS,
@@ -16,6 +15,7 @@ from allocation.layout import (
     MEGATRON_ROLES,
     ROLES,
     TRAINER_ROLE,
+    AllocationError,
     Backend,
     Device,
     DeviceChoice,
@@ -27,7 +27,6 @@ from allocation.layout import (
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
 from allocation.resolve import parse
-from allocation.sizes import Checks
 
 __all__ = [
     "CPU",

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
-from allocation.errors import AllocationError
-from allocation.grammar import parse_role_layout, role_name
+from allocation.checks import Checks, make_cluster
 from allocation.layout import (
     GENERATOR_BACKENDS,
     GENERATOR_ROLE,
     MEGATRON_ROLES,
     ROLES,
     TRAINER_ROLE,
+    AllocationError,
     Backend,
     ParallelLayout,
     check_generator_layout,
@@ -33,7 +33,7 @@ from allocation.layout import (
     nearest_layouts,
 )
 from allocation.plan import FALLBACK, Allocation, Cluster, RoleAllocation, Slot, spans
-from allocation.sizes import Checks, make_cluster
+from allocation.resolve import parse_role_layout, role_name
 
 _TOKENS = re.compile(r"(?:list\b|range\b|[0-9]{1,9}\b|[\[\](),+\-*]|[ \t\r\n])*")
 _PLAIN_LIST = re.compile(r"\s*\[(?:\s*(?:0|[1-9][0-9]*)\s*,)*\s*(?:0|[1-9][0-9]*)\s*\]\s*")

@@ -36,16 +36,14 @@ from core.checks.header import header
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.dialects.hints import hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.migrate.recipe import read, system_of
-from core.config.parsing.masking import masked_override
-from core.config.parsing.problems import ConfigError, Problem, host_section
+from core.config.migrate import read, system_of
+from core.config.parsing.problems import ConfigError, Problem, host_section, masked_override
 from core.config.parsing.yaml_tree import Table as Tree
-from core.config.show import difference_line, help_text, ignored_lines, listing, recorded
+from core.config.reference import difference_line, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
 from core.monitoring.screen import Screen, duration
-from core.placement.allocation import resolve_allocation
-from core.placement.ray_address import RAY_ADDRESS, not_joined_note
+from core.placement.allocation import RAY_ADDRESS, not_joined_note, resolve_allocation
 from core.planning.advice import summary_lines
 from core.processes.supervise import (
     BAD_INPUT,

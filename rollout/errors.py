@@ -1,7 +1,7 @@
 """How generators fail, by the same names for every backend; and whether a workflow that keeps failing skips the prompt
 or ends the run.
 
-The driver (core/launch/wait.py) answers failures of generators with a new attempt: new processes may do better.
+The driver (core/launch/remote.py) answers failures of generators with a new attempt: new processes may do better.
 """
 
 from __future__ import annotations

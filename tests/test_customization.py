@@ -23,8 +23,7 @@ from allocation import GENERATOR_BACKENDS
 from core.algorithms.build import build_algorithm
 from core.checks import run_checks
 from core.checks.algorithm import check_algorithm
-from core.checks.facts import unused_keys
-from core.checks.rules import load_config
+from core.checks.rules import load_config, unused_keys
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
 from helpers.batches import batch_of, by_answer

@@ -12,10 +12,9 @@ import pytest
 
 from core.algorithms.build import build_algorithm
 from core.checks import run_checks
-from core.checks.facts import unused_keys
-from core.checks.rules import load_config
+from core.checks.rules import load_config, unused_keys
 from core.config.experiments import PPOMATHConfig
-from core.config.show import help_text
+from core.config.reference import help_text
 from core.explore.batches import open_experience
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from helpers.simulated_sampling import make_prompts, trajectory

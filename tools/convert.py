@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from allocation import ParallelLayout
-from allocation.grammar import parse_layout
+from allocation.resolve import parse_layout
 from core.runs.checkpoints import MANIFEST, MARKER, DamagedError, verify
 from model_specs.hf_config import read_config
 from model_specs.model_folder import tokenizer_files

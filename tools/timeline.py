@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.arguments import BadRequest, integer, new_folder, program, run_with, step_range
-from tracing.spans import EARLIER, FOLDER, OF
+from tracing import EARLIER, FOLDER, OF
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from config_schema.needs import as_yaml
 from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig
 from core.config.presets import PRESETS
-from core.config.show import recorded
+from core.config.reference import recorded
 from core.placement.allocation import resolve_allocation
 from core.runs.paths import RunPaths
 from core.runs.record import leaves

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 from allocation import AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import Problem
-from core.placement.allocation import resolve_allocation
-from core.placement.ray_address import connection_error, joined_cluster
+from core.placement.allocation import connection_error, joined_cluster, resolve_allocation
 from core.processes.watchdog import unusable_temporary
 from core.runs.paths import RunPaths
 from model_specs.model_folder import stored_parameters

@@ -10,14 +10,13 @@ from typing import TypeVar
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
-from core.checks.facts import keys_of_conversations, not_used
 from core.checks.host import Check
 from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
+from core.checks.rules import keys_of_conversations, not_used
+from core.config.common import ModelUse
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
-from core.config.models import ModelUse
 from core.config.parsing.problems import Problem
-from core.config.ppo import SetConfig
-from core.config.task_sets import TaskSetConfig
+from core.config.ppo import SetConfig, TaskSetConfig
 from core.data.offline import open_sample, opener, report_steps
 from core.explore.workflow import check_workflows
 from core.placement.allocation import resolve_allocation

@@ -17,13 +17,16 @@ from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     N_GPUS,
     CommonExperimentConfig,
+    GenerationRoleConfig,
     Identity,
+    MFCConfig,
+    ModelTrainEvalConfig,
+    ModelUse,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
     untrained_model,
 )
-from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
 from core.config.ppo import (
     DPOHyperparameters,
     PreferenceDatasetConfig,

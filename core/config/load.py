@@ -26,16 +26,15 @@ from config_schema.section import (
     named_section,
     sub_section,
 )
+from core.config.common import ModelTrainEvalConfig
 from core.config.dialects.areal_v02 import Translated, translate
 from core.config.dialects.hints import HINTS, hint
-from core.config.experience import BenchConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.models import ModelTrainEvalConfig
-from core.config.parsing.coerce import CoerceError, coerce, describe, to_node
-from core.config.parsing.interpolate import InterpolationError, Interpolator
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
+from core.config.parsing.values import CoerceError, InterpolationError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
 from core.config.presets import PRESETS, plain_name
+from core.config.runtime import BenchConfig
 
 S = TypeVar("S", bound=Section)
 

@@ -17,15 +17,17 @@ from core.config.algorithm import AlgorithmConfig, Correction
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
+    GenerationRoleConfig,
     Identity,
+    MFCConfig,
+    ModelTrainEvalConfig,
+    ModelUse,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
     untrained_model,
 )
-from core.config.experience import APART, BenchConfig, ExperienceConfig, ServeConfig, SynchronizerConfig
-from core.config.models import GenerationRoleConfig, MFCConfig, ModelTrainEvalConfig, ModelUse
-from core.config.parsing.masking import masked_urls
+from core.config.parsing.problems import masked_urls
 from core.config.ppo import (
     CRITIC,
     REFERENCE,
@@ -35,18 +37,23 @@ from core.config.ppo import (
     PromptOnlyDatasetConfig,
     SetConfig,
     StalenessConfig,
+    TaskSetConfig,
 )
 from core.config.presets import PRESETS, with_preset
 from core.config.runtime import (
+    APART,
+    BenchConfig,
     EvaluationConfig,
     EvaluationSetConfig,
+    ExperienceConfig,
     Judged,
     PushConfig,
     SamplesConfig,
+    ServeConfig,
     Summary,
+    SynchronizerConfig,
     WorkflowConfig,
 )
-from core.config.task_sets import TaskSetConfig
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat

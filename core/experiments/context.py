@@ -1,40 +1,202 @@
-"""What every experiment opens in the same way: checkpoints, memory limits, cluster, monitor and periodic actions."""
+"""What every experiment opens in the same way: where to begin, memory limits, cluster, monitor, saved models and
+periodic actions.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.experiments.common import (
-    Start,
-    check_ends_later,
-    find_start,
-    fit_to_schedule,
-    has_model,
-    metric_sinks,
-    open_trackers,
-    rows_that_stay,
-    save_model,
-)
+from core.checks.resumption import changed_settings
+from core.config.parsing.problems import ConfigError
 from core.launch.cluster import Cluster
 from core.monitoring.metrics import Journal
-from core.monitoring.monitor import MetricSink, Monitor, StepTimer
-from core.placement.ray_address import joined_cluster
+from core.monitoring.monitor import MetricSink, Monitor, StepTimer, TensorBoardSink
+from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
+from core.placement.allocation import joined_cluster
 from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore
-from core.runs.checkpoints import RunIdentity
-from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations
+from core.recovery.recover import RecoverStore, RunState
+from core.runs.checkpoints import DamagedError, RunIdentity, ends_too_early, near_trials, too_few_steps, verify
+from core.runs.record import saved_models
+from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
 from tracing import record_spans
 
 if TYPE_CHECKING:
-    from core.config.experiments import ExperimentConfig
+    from core.config.experiments import ExperimentConfig, PPOMATHConfig
     from core.experiments.workers import TrainedEngines
+    from core.explore.data import DataFacts
+    from core.launch.rollout_client import RolloutClient
     from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
     from core.runs.paths import RunPaths
     from rollout.experience import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+_BEGINNING = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where an attempt begins: a recover checkpoint, or the beginning."""
+
+    state: RunState
+    rollout_state: object | None
+    checkpoint: Path | None
+    identity: RunIdentity | None = None
+    """Of the run that wrote the checkpoint."""
+    changes: tuple[str, ...] = ()
+    """What differs from that run and is let go."""
+
+
+def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) -> Start:
+    """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
+    none, or one that these settings cannot follow."""
+    checkpoint = recover.newest() if config.recovers else None
+    if checkpoint is None and config.recovers and config.resume_from is not None:
+        checkpoint = Path(config.resume_from).expanduser()
+        try:
+            verify(checkpoint)
+        except (DamagedError, OSError) as error:
+            raise ValueError(
+                f"resume_from={checkpoint}: no recover checkpoint (globalstepN) is there: {error}"
+            ) from None
+    if checkpoint is None:
+        if config.recovers:
+            missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}"
+            missing += near_trials(folder)
+            if config.recover_mode == "resume":
+                raise ValueError(
+                    f"{missing}; check experiment_name and trial_name, or start a new run with recover_mode=auto"
+                )
+            logger.info("%s; training starts from the beginning.", missing)
+        return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
+    if not config.recover_ignore_changes and (problems := [*changed_settings(config, checkpoint)]):
+        raise ConfigError(problems)
+    found = recover.load(checkpoint)
+    return Start(
+        state=found.state, rollout_state=found.rollout_state, checkpoint=checkpoint, identity=found.identity,
+        changes=found.changes,
+    )  # fmt: skip
+
+
+def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
+    """Return the same number of prompts done, in steps of another batch size: at most one batch of them is trained
+    again."""
+    if start.identity is None or start.identity.train_bs_n_seqs == schedule.batch_size:
+        return start
+    done = replace(schedule, batch_size=start.identity.train_bs_n_seqs).first_prompt_of(start.state.step)
+    step = schedule.step_of(done)
+    logger.warning(
+        "%s: %d prompts were trained in %d steps, which is step %d now.", ", ".join(start.changes), done,
+        start.state.step, step,
+    )  # fmt: skip
+    return replace(start, state=replace(start.state, step=step, version=step))
+
+
+def check_ends_later(start: Start, schedule: Schedule) -> None:
+    """Raise ValueError where the run would end before the step that it continues from."""
+    step, total = start.state.step, schedule.total_steps
+    if start.checkpoint is None or step <= total:
+        return
+    if total == schedule.total_steps_limit:
+        raise ValueError(f"exp_ctrl.total_train_steps: {too_few_steps(total, step, start.checkpoint)}")
+    end = f"{schedule.total_epochs} epochs of {schedule.steps_per_epoch} steps"
+    message = ends_too_early(end, step, start.checkpoint, way_out="Raise it")
+    raise ValueError(f"exp_ctrl.total_train_epochs: {message}")
+
+
+def wait_facts(config: PPOMATHConfig, rollout: RolloutClient) -> tuple[DataFacts, Schedule]:
+    """Return facts about the prompts, and the schedule that follows, when the rollout process is up."""
+    facts = rollout.wait_started()
+    for left_out in facts.left_out:
+        left_out.report(logger)
+    logger.info("%s", facts.first_prompt)
+    return facts, schedule_from_control(
+        config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
+    )
+
+
+def has_model(engines: TrainedEngines, checkpoints: Path, name: str) -> bool:
+    """Return whether every trained engine has the Hugging Face folder `{checkpoints}/{engine}/{name}`."""
+    folders = [checkpoints / engine.name for engine in engines]
+    return all(folder / name in saved_models(folder) for folder in folders)
+
+
+def save_model(engines: TrainedEngines, checkpoints: Path, name: str, tokenizer_from: str, *, keep: int | None) -> None:
+    """Write `{checkpoints}/{engine}/{name}`: a Hugging Face folder for every trained engine. Then delete all but the
+    newest `keep` of each."""
+    for engine in engines:
+        target = checkpoints / engine.name / name
+        engine.group.save_hf(engine.name, str(target), tokenizer_from)
+        logger.info("Saved %s to %s", engine.name, target)
+        for old in saved_models(checkpoints / engine.name)[: -keep if keep else 0]:
+            shutil.rmtree(old)
+            logger.info("Deleted %s (exp_ctrl.save_keep=%d)", old, keep)
+
+
+def rows_that_stay(start: Start) -> int:
+    """Return the last step whose rows a run that begins at `start` keeps in its logs; -1: none, not even those of the
+    evaluation before the first step. What an earlier run wrote was set aside (core/runs/paths.py)."""
+    return -1 if start.checkpoint is None else start.state.step
+
+
+def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int) -> list[MetricSink]:
+    """Return the sinks in this run's log folder; see rows_that_stay."""
+    sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
+    if config.monitor.tensorboard:
+        sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))
+    return sinks
+
+
+def open_trackers(config: ExperimentConfig, paths: RunPaths) -> list[MetricSink]:
+    """Return the experiment trackers of this run, those of its earlier attempts included.
+
+    Call it before any process is started. Raises TrackerError where one cannot be used. One that this trial used
+    before only costs a warning: an attempt does not fail for it."""
+    runs = TrackedRuns(paths.logs / "tracked_runs.json")
+    opened: list[MetricSink] = []
+    for service, open_one in _trackers(config, paths, runs).items():
+        began = runs.get(service) is not None
+        try:
+            opened.append(BackgroundTracker(open_one()))
+        except TrackerError as error:
+            if not began:
+                raise
+            logger.warning("%s. Training continues without it; if the run was deleted, remove %s.", error, runs.file)
+    return opened
+
+
+def _trackers(config: ExperimentConfig, paths: RunPaths, runs: TrackedRuns) -> dict[str, Callable[[], Tracker]]:
+    trackers: dict[str, Callable[[], Tracker]] = {}
+    if config.wandb.mode != "disabled":
+        trackers["wandb"] = partial(
+            WandbSink,
+            runs=runs,
+            mode=config.wandb.mode,
+            entity=config.wandb.entity,
+            project=config.wandb.project or config.experiment_name,
+            name=config.wandb.name or config.trial_name,
+            group=config.wandb.group,
+            tags=config.wandb.tags,
+            config=config.masked().model_dump(mode="json"),
+            folder=paths.logs,
+        )
+    if config.monitor.mlflow_uri is not None:
+        trackers["mlflow"] = partial(
+            MLflowSink,
+            runs=runs,
+            uri=config.monitor.mlflow_uri,
+            experiment=config.experiment_name,
+            name=config.trial_name,
+        )
+    return trackers
 
 
 @dataclass(frozen=True, kw_only=True)

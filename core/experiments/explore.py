@@ -1,15 +1,19 @@
-"""An explore job: it samples into the store of a train job, with the weights that this one publishes."""
+"""Jobs with generators and without a trainer. explore: sample into the store of a train job, with the weights that it
+publishes. bench: evaluate models on every evaluation set. serve: keep the generators up behind one address.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.experiments.common import wait_facts
+from rich.table import Table
+
+from core.experiments.context import wait_facts
 from core.experiments.workers import make_push, start_generators
 from core.launch.published import PublishedWeights, follow, load, transport_of
 from core.launch.remote import has_ended
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from rollout.experience.schedule import Schedule
 
 logger = logging.getLogger(__name__)
+
 
 _LOOK_EVERY_SECONDS = 0.2
 """Seconds between two looks for a new version."""
@@ -157,3 +162,57 @@ class _Evaluations:
         """Wait for the last evaluation."""
         self._running.finish()
         self._journal.close()
+
+
+def bench(config: PPOMATHConfig, context: RunContext) -> None:
+    """Evaluate each model of bench.models, and write a row for each into metrics.jsonl."""
+    screen, weights, rows = context.screen, PublishedWeights(), []
+    journal = Journal(context.paths.logs / "metrics.jsonl", continue_after=-1)
+    with closing(journal), sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _):
+        for number, model in enumerate(config.bench.models):
+            screen.begin(f"evaluating {model}")
+            load(model, number, weights, push)
+            figures = {f"eval/{name}": value for name, value in rollout.evaluate(number, push.sync_rejoined).items()}
+            journal.write(number, {"model": model, **figures})
+            rows.append((model, figures))
+        screen.end_phase()
+        screen.show(_table(rows))
+
+
+def _table(rows: list[tuple[str, dict[str, float]]]) -> Table:
+    table = Table(title="Evaluation", title_justify="left")
+    table.add_column("model")
+    for name in rows[0][1]:
+        table.add_column(name.removeprefix("eval/"), justify="right")
+    for model, figures in rows:
+        table.add_row(model, *(f"{value:.4g}" for value in figures.values()))
+    return table
+
+
+def serve(config: PPOMATHConfig, context: RunContext) -> None:
+    """Answer requests until a signal ends the job."""
+    weights = PublishedWeights()
+    with (
+        sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _),
+        ExitStack() as stack,
+    ):
+        subscription = None
+        if config.serve.follow:
+            folder = VersionFolder(config.weights_folder)
+            subscription = stack.enter_context(folder.subscribe_process(context.paths.logs.name))
+            context.screen.begin("waiting for the first weights")
+            while (version := follow(subscription, weights, push)) is None:
+                time.sleep(_LOOK_EVERY_SECONDS)
+        else:
+            version = 0
+            load(config.serve.model or config.actor.path, version, weights, push)
+        rollout.follow(version)
+        url = rollout.serve()
+        context.screen.end_phase()
+        logger.info("Serving version %d at %s/v1", version, url, extra=NOTICE)
+        while True:
+            time.sleep(_LOOK_EVERY_SECONDS)
+            push.sync_rejoined()
+            if subscription is not None and (newer := follow(subscription, weights, push)) is not None:
+                rollout.follow(newer)
+                logger.info("Serving version %d.", newer, extra=NOTICE)

@@ -10,11 +10,8 @@ import torch
 
 from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
-from core.experiments.bench import bench
-from core.experiments.common import wait_facts
-from core.experiments.context import RunContext
-from core.experiments.explore import explore
-from core.experiments.serve import serve
+from core.experiments.context import RunContext, wait_facts
+from core.experiments.explore import bench, explore, serve
 from core.experiments.workers import (
     TrainerSide,
     build_ppo_engines,
@@ -23,8 +20,7 @@ from core.experiments.workers import (
     start_trainer,
 )
 from core.launch.remote import has_ended
-from core.launch.rollout_actor import BatchActor
-from core.launch.rollout_client import RolloutClient
+from core.launch.rollout_client import BatchActor, RolloutClient
 from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
 from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
-from core.launch.rollout_actor import RolloutActor
-from core.launch.rollout_client import RolloutClient
+from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef

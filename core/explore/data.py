@@ -17,8 +17,7 @@ from rollout.experience import Rules, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.ppo import SetConfig
-    from core.config.task_sets import TaskSetConfig
+    from core.config.ppo import SetConfig, TaskSetConfig
     from rollout.data.source import DataSource
 
 

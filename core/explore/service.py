@@ -30,8 +30,8 @@ from rollout.workflows import by_task_set, close_workflow, make_workflow
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+    from core.config.ppo import TaskSetConfig
     from core.config.runtime import EvaluationSetConfig
-    from core.config.task_sets import TaskSetConfig
     from rollout.types import Workflow
 
 logger = logging.getLogger(__name__)

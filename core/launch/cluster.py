@@ -26,7 +26,7 @@ import tracing
 from allocation import Allocation
 from core.errors import LaunchError, first_line
 from core.launch.connection import join, start_own
-from core.launch.wait import Waiter
+from core.launch.remote import Waiter
 from core.monitoring.logs import WorkerWarnings, worker_environment
 from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
@@ -38,7 +38,7 @@ from rollout.plugins import python_path
 
 if TYPE_CHECKING:
     from core.config.runtime import DeadlineConfig
-    from core.placement.ray_address import JoinedCluster
+    from core.placement.allocation import JoinedCluster
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ray.job_config import JobConfig
 
 from core.errors import LaunchError, first_line
 from core.launch.remote import without_unused_processes
-from core.placement.ray_address import AUTO, STARTED, JoinedCluster, connection_error
+from core.placement.allocation import AUTO, STARTED, JoinedCluster, connection_error
 from core.processes.watchdog import ray_folder
 from rollout.plugins import ROOT
 

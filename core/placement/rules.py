@@ -19,8 +19,8 @@ from allocation import (
     model_errors,
     nearest_minibatches,
 )
+from allocation.checks import nearest_layouts_of
 from allocation.plan import SAME_WEIGHTS
-from allocation.sizes import nearest_layouts_of
 from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.placement.allocation import on_devices, resolve_allocation

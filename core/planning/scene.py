@@ -10,8 +10,8 @@ from typing import Literal
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
 from core.algorithms.build import algorithm_settings
+from core.config.common import ModelUse
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.config.models import ModelUse
 from core.config.presets import PRESETS
 from core.placement.allocation import resolve_allocation
 from core.planning.gpus import Gpu, PlanError

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from allocation import GPU, AllocationError, ParallelLayout, batch_errors, model_errors
-from allocation.errors import divisors
-from allocation.grammar import REST, Spec, parse_spec
+from allocation.layout import divisors
+from allocation.resolve import REST, Spec, parse_spec
 from core.planning.gpus import PlanError
 from core.planning.lengths import Lengths
 from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world

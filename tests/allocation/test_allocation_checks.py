@@ -13,7 +13,7 @@ from allocation import (
     model_errors,
     parse,
 )
-from allocation.sizes import nearest_layouts_of
+from allocation.checks import nearest_layouts_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.experiments.common import has_model, save_model
+from core.experiments.context import has_model, save_model
 
 
 def save(folder: Path, step: int, keep: int | None) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from core import quickstart
 from core.checks.rules import load_config
 from core.errors import what_user_code_raised
-from core.launch.wait import as_driver_sees
+from core.launch.remote import as_driver_sees
 from core.monitoring.screen import Screen
 from core.processes.supervise import FAILED, Attempt
 from core.runs.paths import RunPaths

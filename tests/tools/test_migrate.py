@@ -12,8 +12,7 @@ import yaml
 from config_schema.section import all_keys
 from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
-from core.config.migrate.recipe import read, system_of
-from core.config.migrate.table import systems, translate
+from core.config.migrate import read, system_of, systems, translate
 from helpers.config_inputs import write_model, write_prompts
 from tools.migrate.__main__ import main
 

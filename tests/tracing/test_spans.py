@@ -15,8 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tracing import add_span, frequent_span, record_spans, record_worker, span, spanned, worker_environment
-from tracing.spans import DELAY_SECONDS, EARLIER, FOLDER, FREQUENT
+from tracing import (
+    DELAY_SECONDS,
+    EARLIER,
+    FOLDER,
+    FREQUENT,
+    add_span,
+    frequent_span,
+    record_spans,
+    record_worker,
+    span,
+    spanned,
+    worker_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +142,7 @@ def test_a_file_that_cannot_be_put_aside_ends_the_recording_and_no_other_file_is
 def begun(folder: Path, monkeypatch: pytest.MonkeyPatch, *bursts: tuple[int, float]) -> list[list[int]]:
     """For each burst of spans that begin at once, and the seconds after it: how many each recorded one stands for."""
     now = [0]
-    monkeypatch.setattr("tracing.spans.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("tracing.time.monotonic_ns", lambda: now[0])
     record_spans("rollout", folder, limit_mib=4)
     recorded = []
     for number, seconds in bursts:

@@ -32,8 +32,7 @@ from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.data.stored_batch import Arrays, Ref
 from core.explore.data import DataFacts
 from core.launch.cluster import Cluster
-from core.launch.rollout_actor import BatchActor
-from core.launch.rollout_client import RolloutClient
+from core.launch.rollout_client import BatchActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.metrics import peak_gib

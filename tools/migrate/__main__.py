@@ -22,8 +22,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from core.config.migrate.recipe import read, system_of
-from core.config.migrate.table import Row, counts, systems, translate
+from core.config.migrate import Row, counts, read, system_of, systems, translate
 from tools.arguments import data_file, program
 
 _DROPPED = "without effect here: another key that it needs is not set"

@@ -32,7 +32,7 @@ from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
-from core.config.show import choices_of, python_type
+from core.config.reference import choices_of, python_type
 from core.placement.allocation import resolve_allocation
 from core.planning.choice import usual_lengths
 from core.planning.gpus import GPUS, PlanError, find_gpu

@@ -17,7 +17,7 @@ from core.processes.stacks import FOLDER as STACKS_FOLDER
 from core.processes.stacks import collect_stacks
 from rollout.inference.gpus import query_gpus
 from tools.studio.folders import NotFound, Run, tail
-from tracing.spans import FOLDER as SPANS_FOLDER
+from tracing import FOLDER as SPANS_FOLDER
 
 _MOST_LINES = 500
 _LOG_BYTES = 2 << 20

@@ -12,7 +12,7 @@ from typing import Any
 from tools.arguments import BadRequest
 from tools.studio.folders import NotFound, Run
 from tools.timeline import Span, chosen_steps, clipped, read_spans, rows
-from tracing.spans import FOLDER
+from tracing import FOLDER
 
 _MOST_SPANS = 12_000
 _STEPS_LANE = "steps"

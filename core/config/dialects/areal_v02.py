@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from config_schema.section import Section, fields_by_key, sub_section
-from core.config.parsing.coerce import describe
 from core.config.parsing.problems import Problem
+from core.config.parsing.values import describe
 from core.config.parsing.yaml_tree import Node, Scalar, Table, find, move, remove, replace
 
 RENAMED: Mapping[str, str] = {

@@ -1,1 +1,238 @@
-"""Recipes of other systems: their keys as tables, and their translation into a recipe of this system."""
+"""Recipes of other systems: which system a file is of, and its translation by a table of that system's keys.
+
+A target of a table is one of our keys, with what becomes of the value:
+
+    actor.path                                 taken over
+    algorithm.name: gae=ppo grpo=grpo          by value; `*=` is any other one
+    ppo.ppo_n_minibatches = data.train_batch_size / .    another key's value, or a product, divided by this one
+    ppo.kl_ctl if algorithm.use_kl_loss        only where that key is true; `a and b`: where both are
+    algorithm.kl_loss_coeff if a else ppo.kl_ctl if b    the first one whose condition holds
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system by the keys of its recipes. Keys may have `*` for any part of a name."""
+
+    name: str
+    marks: Sequence[str]
+    """Keys that tell its recipes from all others: every one of them is there. `a|b`: one of two."""
+    keys: Mapping[str, str]
+    """Their key -> target."""
+    no_meaning: Sequence[Mapping[str, Any]] = ()
+    """`keys` of theirs, and as `note` why nothing has to be written."""
+    no_equivalent: Sequence[Mapping[str, Any]] = ()
+    """`keys` of theirs, and as `note` what to do. With `if`, only where one of these keys of theirs is true."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Ours, where their default differs."""
+
+    def is_of(self, recipe: Mapping[str, Any]) -> bool:
+        """Return whether a flat recipe is one of this system."""
+        return all(any(_is_at(name, key) for name in mark.split("|") for key in recipe) for mark in self.marks)
+
+
+SYSTEMS = ("verl", "trinity", "roll", "nemo_rl", "areal", "skyrl", "openrlhf", "trl")
+"""Names of the tables beside this file, in the order in which they are tried."""
+
+
+def systems() -> list[System]:
+    """Read every table."""
+    folder = Path(__file__).parent / "systems"
+    return [System(**tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))) for name in SYSTEMS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    fate: Fate
+    note: str
+    """Our key and value, or what to do."""
+    target: str = ""
+    """Our key, where it gets a value."""
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe by dotted key, with ${...} replaced."""
+    found = _leaves(tree)
+    return {key: _resolved(value, found) for key, value in found.items()}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _resolved(value: Any, recipe: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a value with its ${...} replaced, as far as they name keys or variables of the environment."""
+    if not isinstance(value, str) or depth > 10:
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole is not None and whole[1] in recipe:
+        return _resolved(recipe[whole[1]], recipe, depth + 1)
+
+    def of(match: re.Match[str]) -> str:
+        name, _, default = match[1].removeprefix("oc.env:").partition(",")
+        if match[1].startswith("oc.env:"):
+            return os.environ.get(name, default) if default or name in os.environ else match[0]
+        return str(recipe.get(match[1], match[0]))
+
+    return _REFERENCE.sub(of, value)
+
+
+def _is_at(name: str, key: str) -> bool:
+    """Return whether a key has this name, or is in a section of this name."""
+    return fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*")
+
+
+def translate(system: System, recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
+    """Return our values by dotted key, and what became of each of theirs, in their order."""
+    ours, rows = dict(system.defaults), []
+    for key, value in recipe.items():
+        row, given = _row(system, recipe, key, value)
+        rows.append(row)
+        ours |= {name: found for name, found in given.items() if found is not None}
+    return ours, rows
+
+
+def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tuple[Row, dict[str, Any]]:
+    target = _found(key, system.keys)
+    if target is not None:
+        if value is None or value == "":
+            return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
+        return _taken(key, value, target, recipe)
+    without: Sequence[tuple[Sequence[Mapping[str, Any]], Fate]] = (
+        (system.no_equivalent, "no equivalent"),
+        (system.no_meaning, "no meaning here"),
+    )
+    for table, fate in without:
+        for group in table:
+            if any(_is_at(name, key) for name in group["keys"]):
+                if not _is_on(group.get("if"), recipe):
+                    return Row(key=key, value=value, fate="no meaning here", note="off in this recipe, and here"), {}
+                return Row(key=key, value=value, fate=fate, note=group["note"]), {}
+    return Row(key=key, value=value, fate="unknown", note="look it up in docs/configuration.md"), {}
+
+
+def _is_on(switches: Sequence[str] | None, recipe: Mapping[str, Any]) -> bool:
+    """Return whether one of the keys is true; also without any."""
+    return switches is None or any(fnmatchcase(key, name) and on for key, on in recipe.items() for name in switches)
+
+
+def _found(key: str, keys: Mapping[str, str]) -> str | None:
+    return next((target for name, target in keys.items() if fnmatchcase(key, name)), None)
+
+
+def _choice(target: str, recipe: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first part of a target whose condition holds, and "", or the key for which the last one does not."""
+    off = ""
+    for choice in target.split(" else "):
+        part, _, condition = choice.partition(" if ")
+        off = next((key for key in condition.split(" and ") if key and not recipe.get(key)), "")
+        if not off:
+            break
+    return part, off
+
+
+def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tuple[Row, dict[str, Any]]:
+    choice, off = _choice(target, recipe)
+    if off:
+        return Row(key=key, value=value, fate="no meaning here", note=f"{off} is off"), {}
+    name, _, other = choice.partition(" = ")
+    name, _, values = name.partition(": ")
+    if isinstance(value, str) and "${" in value:
+        return Row(key=key, value=value, fate="no equivalent", note=f"a formula: write {name}"), {}
+    given: Any = value
+    if values:
+        pairs = dict(pair.split("=", 1) for pair in values.split())
+        text = str(value).lower()
+        if (given := pairs.get(text, pairs.get("*"))) is None:
+            return Row(key=key, value=value, fate="no equivalent", note=f"{name} has {', '.join(pairs.values())}"), {}
+    elif other:
+        factors = [recipe.get(factor) for factor in other.removesuffix(" / .").split(" * ")]
+        whole = prod(factor if isinstance(factor, int) else 0 for factor in factors)
+        if not isinstance(value, int) or value < 1 or whole < 1 or whole % value:
+            return Row(key=key, value=value, fate="no equivalent", note=f"write {name}; {other} is no integer"), {}
+        given = whole // value
+    elif isinstance(value, list):
+        given = value[0] if len(value) == 1 or name.endswith("path") and name != "evaluation.path" else value
+    fate: Fate = "taken over" if name == key else "renamed"
+    note = f"{name}={given}"
+    if isinstance(value, list) and given != value and len(value) > 1:
+        note += "; write task_sets for the others (docs/experience.md)"
+    return Row(key=key, value=value, fate=fate, note=note, target=name), {name: given}
+
+
+def counts(rows: list[Row]) -> Iterator[tuple[str, int]]:
+    """Yield how many keys had each fate."""
+    for fate in get_args(Fate):
+        yield fate, sum(row.fate == fate for row in rows)
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of a YAML file by dotted key, with overrides `KEY=VALUE`; empty for a file that is none.
+    Numbers as 1e-6 are numbers. Raises ValueError for an override that cannot be read."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    if not isinstance(tree, Mapping):
+        return {}
+    for override in overrides:
+        tree = _overridden(tree, override)
+    return {key: _number(value) for key, value in flat(tree).items()}
+
+
+def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a recipe with one more value, which `+` or `++` may precede."""
+    key, equals, text = override.lstrip("+").partition("=")
+    if not equals or key.startswith("~"):
+        raise ValueError(f"{override!r}: write KEY=VALUE")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{override!r}: the value is not valid YAML") from None
+    return _with(tree, key.split("."), value)
+
+
+def _with(tree: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    section = dict(tree) if isinstance(tree, Mapping) else {}
+    first, *rest = names
+    section[first] = _with(section.get(first), rest, value) if rest else value
+    return section
+
+
+def system_of(recipe: Mapping[str, Any]) -> System | None:
+    """Return the system that a flat recipe is of."""
+    return next((system for system in systems() if system.is_of(recipe)), None)
+
+
+def _number(value: Any) -> Any:
+    """Return a text such as 1e-6, which YAML reads as text, as a number."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?e[+-]?\d+", value, re.IGNORECASE):
+        return float(value)
+    return value

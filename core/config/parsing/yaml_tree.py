@@ -13,8 +13,7 @@ from typing import Protocol
 
 import yaml
 
-from core.config.parsing.masking import masked_override
-from core.config.parsing.problems import ConfigError, Problem
+from core.config.parsing.problems import ConfigError, Problem, masked_override
 
 _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.algorithms.build import algorithm_settings
-from core.checks.facts import unused_keys
+from core.checks.rules import unused_keys
 from core.config.algorithm import AlgorithmSettings
 from core.config.presets import PRESETS
 from tools.loss.compute import Tokens, case_config, compute

@@ -6,11 +6,10 @@ import pytest
 
 from core.algorithms.build import build_algorithm
 from core.checks.algorithm import check_algorithm
-from core.checks.facts import unused_keys
-from core.checks.rules import config_warnings, load_config
+from core.checks.rules import config_warnings, load_config, unused_keys
 from core.config.experiments import PPOMATHConfig
 from core.config.presets import PRESETS
-from core.config.show import listing
+from core.config.reference import listing
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
 WITH_CRITIC = "ppo.disable_value=false critic.init_critic_from_actor=true"

@@ -9,12 +9,12 @@ import pytest
 
 from config_schema.section import Section, all_keys, fields_by_key, sub_section
 from core.checks.rules import load_config
+from core.config.common import ModelFamily
 from core.config.dialects.areal_v02 import renamed_of, rows_of
 from core.config.experiments import EXPERIMENTS
-from core.config.models import ModelFamily
 from core.config.presets import PRESETS
-from core.config.show import help_text, listing
-from core.experiments import common as run
+from core.config.reference import help_text, listing
+from core.experiments import context as run
 from core.runs.paths import RunPaths
 from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 from model_specs.families import FAMILIES

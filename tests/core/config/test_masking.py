@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.checks.rules import load_config
-from core.config.parsing.masking import is_secret, masked_override, masked_urls
-from core.config.parsing.problems import ConfigError
-from core.config.show import listing
+from core.config.parsing.problems import ConfigError, is_secret, masked_override, masked_urls
+from core.config.reference import listing
 from core.runs.paths import RunPaths, private_files, sole_run
 from helpers.config_inputs import PPO_7B_128_GPUS
 

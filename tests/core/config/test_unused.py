@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.checks.facts import unused_keys
-from core.checks.rules import config_warnings, load_config
+from core.checks.rules import config_warnings, load_config, unused_keys
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.experiments import workers
 from core.placement.allocation import resolve_allocation

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from core.checks.rules import load_config
 from core.experiments import context
-from core.experiments.common import Start, find_start
+from core.experiments.context import Start, find_start
 from core.monitoring.screen import Screen
 from core.processes.supervise import Attempt
 from core.recovery.recover import RecoverStore, RunState, write_state

@@ -13,8 +13,7 @@ from rich.console import Console
 from core.algorithms.offline import DPO, SFT
 from core.data.datasets import AnswerDataset, EpochBatches, PreferenceDataset, _Pair
 from core.data.stored_batch import InferencePass, StoredBatch
-from core.experiments.sft import DPOTrainer
-from core.experiments.sft_trainer import SFTTrainer
+from core.experiments.sft import DPOTrainer, SFTTrainer
 from core.monitoring.metrics import Row, SkippedUpdates
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.data.datasets import AnswerDataset
-from core.experiments.common import Start
+from core.experiments.context import Start
 from core.experiments.sft import _check_same_rows
 from core.recovery.recover import RunState
 from rollout.data.encoder import Encoder

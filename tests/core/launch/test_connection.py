@@ -13,7 +13,7 @@ import pytest
 from core.errors import LaunchError
 from core.launch import connection
 from core.launch.connection import OwnPackagesFirst, join
-from core.placement.ray_address import JoinedCluster
+from core.placement.allocation import JoinedCluster
 from rollout.plugins import ROOT
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
 from core.launch import remote as object_store
-from core.launch import rollout_actor, trainer_group
+from core.launch import rollout_client, trainer_group
 from core.launch.remote import Remote
 from core.launch.rollout_client import RolloutClient
 from core.launch.trainer_group import TrainerGroup
@@ -120,7 +120,7 @@ class Rank(TrainerRank):
 class Rollout(MockRollout):
     def __init__(self, store: Store, size: Size) -> None:
         self._size, self._rng, self._batch = size, np.random.default_rng(0), None
-        self._put, self._fetch, self._store = rollout_actor.put, object_store.fetch, store
+        self._put, self._fetch, self._store = rollout_client.put, object_store.fetch, store
 
     async def write_samples(self) -> None:
         self._store.calls["service.write_samples"] += 1

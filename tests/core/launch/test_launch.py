@@ -17,9 +17,9 @@ from core.config.runtime import DeadlineConfig
 from core.errors import LaunchError
 from core.experiments.workers import threads_per_process
 from core.launch import cluster as launch_cluster
-from core.launch import wait as launch_wait
+from core.launch import remote as launch_wait
 from core.launch.cluster import Cluster
-from core.launch.wait import Waiter, as_driver_sees
+from core.launch.remote import Waiter, as_driver_sees
 from core.monitoring.logs import LineFormatter
 from core.processes import signals
 from core.processes.signals import SIGNALS, EndNow, Interrupts

@@ -15,8 +15,8 @@ import pytest
 
 from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
-from core.experiments import common
-from core.experiments.common import open_trackers
+from core.experiments import context
+from core.experiments.context import open_trackers
 from core.monitoring.metrics import Histogram
 from core.monitoring.samples import Sample
 from core.monitoring.trackers import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
@@ -223,7 +223,7 @@ def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first
     def refuse(**options: object) -> WandbSink:
         raise TrackerError("wandb.mode=offline: no")
 
-    monkeypatch.setattr(common, "WandbSink", refuse)
+    monkeypatch.setattr(context, "WandbSink", refuse)
     config, paths = sft_config("wandb.mode=offline"), RunPaths.for_trial(str(tmp_path), "e", "trial")
     with pytest.raises(TrackerError):
         open_trackers(config, paths)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.experiments.common import Start, find_start
+from core.experiments.context import Start, find_start
 from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity, near_trials
 from core.runs.paths import RunningError, RunPaths, begins_anew, set_aside, sole_run

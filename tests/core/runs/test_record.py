@@ -15,7 +15,7 @@ from rich.console import Console
 from core import quickstart
 from core.checks.rules import load_config
 from core.config.experiments import ExperimentConfig
-from core.config.show import recorded
+from core.config.reference import recorded
 from core.monitoring.screen import Screen
 from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.own import is_own

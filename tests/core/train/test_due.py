@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.config.runtime import ExperimentSaveEvalControl
-from core.experiments.common import Start, check_ends_later, fit_to_schedule, rows_that_stay
+from core.experiments.context import Start, check_ends_later, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
 from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity

@@ -15,8 +15,7 @@ from helpers.push_doubles import buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import BROADCAST
-from tracing import record_spans
-from tracing.spans import FOLDER
+from tracing import FOLDER, record_spans
 
 SOON = 0.3
 """In this many seconds a sender that did not wait would have gone on."""

@@ -34,8 +34,7 @@ from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
 from rollout.inference.registry import TRANSPORTS, choose_transport
 from rollout.inference.sglang.client import SGLangEndpoint
-from tracing import record_spans
-from tracing.spans import FOLDER
+from tracing import FOLDER, record_spans
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
