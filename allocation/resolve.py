@@ -301,7 +301,7 @@ def parse(
 ) -> Allocation:
     """Place every role of `text` on a cluster of n_nodes x n_gpus_per_node slots.
 
-    The grammar is that of this file; without '+' every role uses all slots. `default_backend` is the generator's where the
+    See the file for the grammar; without '+' every role uses all slots. `default_backend` is the generator's where the
     text names none; a function is called only then, and may raise AllocationError. `trainer_only`: nothing is sampled,
     so a side for the generator is an error. What an error suggests passes `checks`. Raises AllocationError.
     """
