@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -67,6 +67,15 @@ def function_tool(spec: str) -> Tool:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
     return Tool(name=name, description=description, parameters=parameters, call=call)
+
+
+def check_names(named: Iterable[tuple[str, str]]) -> None:
+    """Check that each tool has its own name. `named`: where a tool comes from, and its name. Raises PluginError."""
+    known: dict[str, str] = {}
+    for spec, name in named:
+        if name in known:
+            raise PluginError(f"{known[name]} and {spec} both have a tool {name!r}; rename one of them or leave it out")
+        known[name] = spec
 
 
 def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Any]:

@@ -19,7 +19,7 @@ from rollout.sessions.bridge import Bridge
 from rollout.sessions.calls import ToolCall, answer_message
 from rollout.tools.mcp_server import McpServer, check_mcp
 from rollout.tools.python import python_tool
-from rollout.tools.tool import Tool, ToolError, function_tool
+from rollout.tools.tool import Tool, ToolError, check_names, function_tool
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 from rollout.workflows.samples import Conversation, all_of
 
@@ -49,11 +49,13 @@ class ToolsWorkflow:
         @field_validator("tools")
         @classmethod
         def _check_tools(cls, tools: list[str]) -> list[str]:
+            names = []
             for spec in tools:
                 if spec.startswith(_MCP):
                     check_mcp(spec.removeprefix(_MCP))
-                elif spec != "python":
-                    function_tool(spec)
+                else:
+                    names.append((spec, spec if spec == "python" else function_tool(spec).name))
+            check_names(names)
             return tools
 
         @field_validator("sandbox")
@@ -106,17 +108,18 @@ class ToolsWorkflow:
             await server.close()
 
     async def _start_tools(self) -> dict[str, Tool]:
-        tools: list[Tool] = []
-        for spec in self._options.tools:
-            if spec == "python":
-                tools.append(python_tool(self._sandbox))
-            elif spec.startswith(_MCP):
-                if spec not in self._servers:
-                    self._servers[spec] = McpServer(spec.removeprefix(_MCP))
-                tools += await self._servers[spec].tools()
-            else:
-                tools.append(function_tool(spec))
-        return {tool.name: tool for tool in tools}
+        tools = [(spec, tool) for spec in self._options.tools for tool in await self._tools_of(spec)]
+        check_names((spec, tool.name) for spec, tool in tools)
+        return {tool.name: tool for _, tool in tools}
+
+    async def _tools_of(self, spec: str) -> list[Tool]:
+        if spec == "python":
+            return [python_tool(self._sandbox)]
+        if not spec.startswith(_MCP):
+            return [function_tool(spec)]
+        if spec not in self._servers:
+            self._servers[spec] = McpServer(spec.removeprefix(_MCP))
+        return await self._servers[spec].tools()
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int, tools: Mapping[str, Tool]) -> Trajectory:
         schemas = tuple(tool.schema for tool in tools.values())

@@ -21,6 +21,7 @@ from rollout.tools.mcp_server import McpServer
 from rollout.tools.tool import ToolError, function_tool
 from rollout.types import Prompt, SamplingParams, Trajectory
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
+from rollout.workflows.tools import ToolsWorkflow
 
 TOKENIZER = chat_tokenizer()
 PROMPT = Prompt(
@@ -266,6 +267,20 @@ def test_a_server_that_never_answers_is_left_at_the_end() -> None:
 def test_what_is_no_tool_is_refused(spec: str, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         function_tool(spec)
+
+
+def test_two_tools_of_one_name_are_refused(module: Path) -> None:
+    (module / "more_tools.py").write_text("from own_tools import add\nasync def python():\n    'Run.'\n")
+    for other, name in (("own_tools:add", "add"), ("more_tools:add", "add"), ("more_tools:python", "python")):
+        with pytest.raises(ValueError, match=f"and {other} both have a tool '{name}'; rename one"):
+            ToolsWorkflow.Config(tools=["python", "own_tools:add", other])
+
+
+def test_a_tool_of_an_mcp_server_has_a_name_of_its_own(module: Path) -> None:
+    pytest.importorskip("mcp")
+    (module / "server.py").write_text(SERVER.replace("def double", "def add"))
+    with pytest.raises(PluginError, match="own_tools:add and mcp:.* both have a tool 'add'"):
+        converse("42", tools=["own_tools:add", f"mcp:{sys.executable} {module / 'server.py'}"])
 
 
 def test_a_template_without_tool_calls_is_refused() -> None:
