@@ -10,6 +10,7 @@ Callers pass configuration and command line with their secrets masked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from core.runs.checkpoints import is_checkpoint, recover_checkpoints
-from core.runs.own import signed
 from core.runs.paths import RunPaths
+from rollout.plugins import state_folder
 
 if TYPE_CHECKING:
     from core.config.common import CommonExperimentConfig
@@ -56,12 +57,35 @@ def write_record(experiment: str, config: Mapping[str, object], paths: RunPaths,
         file.rename(next(path for path in numbered if not path.exists()))
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     text = f"# {experiment}: every key of the newest start of this trial\n{text}"
-    file.write_text(signed(text), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    remember(text)
     (paths.logs / COMPLETE).unlink(missing_ok=True)
     with open(paths.logs / STARTS, "a+b") as starts:
         starts.seek(0)
         starts.truncate(starts.read().rfind(b"\n") + 1)  # a row that was cut off
         starts.write(json.dumps(_start(command)).encode() + b"\n")
+
+
+def remember(text: str) -> None:
+    """Note that a run of this user wrote a configuration; nothing where this user has no folder for it."""
+    with suppress(OSError, RuntimeError):  # no home, or none that can be written
+        mark = _mark(text)
+        mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark.touch()
+
+
+def is_own(file: Path) -> bool:
+    """Return whether a run of this user wrote `file`, and it was not changed since: one that came with a downloaded
+    folder may name code to run."""
+    try:
+        return _mark(file.read_text(encoding="utf-8")).exists()
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return False
+
+
+def _mark(text: str) -> Path:
+    """Return the file that exists for a text that a run of this user wrote. Raises RuntimeError without a home."""
+    return state_folder() / "configs" / hashlib.sha256(text.encode()).hexdigest()
 
 
 def changes_since(paths: RunPaths, config: Mapping[str, object]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from config_schema.section import fields_by_key
 from core.config.experiments import EXPERIMENTS
-from core.runs.own import signed
+from core.runs.record import remember
 from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import read_answers
 from rollout.data.encoder import BOXED_INSTRUCTION
@@ -39,6 +39,12 @@ prompt: {template: "{prompt}"}
 """
 
 
+def noted(text: str) -> str:
+    """Return a configuration that a run of this user wrote."""
+    remember(text)
+    return text
+
+
 @pytest.fixture
 def saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that a run has saved."""
@@ -47,7 +53,7 @@ def saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = shutil.copytree(model, tmp_path / "root/checkpoints/user/e/t/actor/epoch1epochstep1globalstep1")
     (tmp_path / "root/logs/user/e/t").mkdir(parents=True)
-    (tmp_path / "root/logs/user/e/t/config.yaml").write_text(signed(CONFIG))
+    (tmp_path / "root/logs/user/e/t/config.yaml").write_text(noted(CONFIG))
     return folder
 
 
@@ -78,7 +84,7 @@ def test_threshold_and_length_of_the_run_are_used_and_the_command_line_wins(save
     assert (judging.right_at, judging.max_new_tokens) == (None, 16384), "of the run: graded, ppo.gen.max_new_tokens"
     config = tmp_path / "root/logs/user/e/t/config.yaml"
     lengths = CONFIG.replace("kl_ctl: 0.0", "kl_ctl: 0.0, gen: {max_new_tokens: 9}")
-    config.write_text(signed(lengths.replace('half"', 'half", right_at: 0.5')))
+    config.write_text(noted(lengths.replace('half"', 'half", right_at: 0.5')))
     judging = judging_from(given(saved))
     assert (judging.right_at, judging.max_new_tokens) == (0.5, 9)
     assert judging_from(given(saved, "--reward", "math")).right_at == 1.0
@@ -96,7 +102,7 @@ def test_the_folder_of_a_run_is_its_newest_model(saved: Path, tmp_path: Path) ->
         newest_of_run(tmp_path / "root/logs/user/e/other")
 
 
-@pytest.mark.parametrize("change", ["unsigned", "edited", "of another user"])
+@pytest.mark.parametrize("change", ["unknown", "edited", "of another user"])
 def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -105,10 +111,10 @@ def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
     config = tmp_path / "root/logs/user/e/t/config.yaml"
     text = CONFIG.replace("eval_plugins:half", f"{module}:score")
     if change == "of another user":
-        config.write_text(signed(text))
+        config.write_text(noted(text))
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     else:
-        config.write_text(text if change == "unsigned" else signed(CONFIG).replace("eval_plugins", module))
+        config.write_text(text if change == "unknown" else noted(CONFIG).replace("eval_plugins", module))
     assert judging_from(given(saved)) == Judging()
     assert f"{config} was not written by a run of this user: the defaults are used" in caplog.text
     assert not (tmp_path / "ran").exists()
@@ -123,7 +129,7 @@ def test_an_evaluation_does_not_mix_two_prompts(
     template = tmp_path / "chat.jinja"
     template.write_text("{{ strftime_now('%S.%f') }} {{ messages[0].content }}=")
     config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(signed(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
+    config.write_text(noted(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
     few = arguments(saved, data, tmp_path / "out", "--num_questions", "2", "--n_sampling", "1")
     assert main(few) == 0
     before = (tmp_path / "out" / "sums.jsonl").read_bytes()
@@ -156,7 +162,7 @@ def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}=")
     config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(signed(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
+    config.write_text(noted(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
     asked = arguments(saved, data, tmp_path / "out")
     assert main(asked) == main(asked) == 0
     template.write_text("{{ messages[0].content }}?")
@@ -185,7 +191,7 @@ def test_a_reward_or_workflow_of_the_run_that_is_not_here_is_reported_with_the_w
     saved: Path, data: Path, tmp_path: Path, capsys, option: str, name: str
 ) -> None:
     config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(signed(CONFIG.replace(f"eval_plugins:{name}", f"elsewhere:{name}")))
+    config.write_text(noted(CONFIG.replace(f"eval_plugins:{name}", f"elsewhere:{name}")))
     assert main(arguments(saved, data, tmp_path / "out")) == BAD_INPUT
     *_, error = capsys.readouterr().err.splitlines()
     assert f"elsewhere:{name}: there is no module 'elsewhere'" in error and f"of the run ({config}): run this" in error

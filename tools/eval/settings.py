@@ -20,9 +20,8 @@ from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import read_yaml
 from core.config.runtime import WorkflowConfig
 from core.explore.workflow import workflow_choice
-from core.runs.own import is_own
 from core.runs.paths import RunPaths
-from core.runs.record import CONFIG, newest_model
+from core.runs.record import CONFIG, is_own, newest_model
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
 from rollout.data.source import DataSource, Fields
 from rollout.plugins import PluginError

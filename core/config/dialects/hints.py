@@ -1,13 +1,18 @@
-"""What to write for keys of TRL, verl, Trinity, ROLL, OpenRLHF, AReaL and slime: the nearest name would mislead."""
+"""What to write for keys of TRL, verl, Trinity, ROLL, OpenRLHF, AReaL and slime: the nearest name would mislead.
+
+Keys that are only renamed stand in the tables of core/config/migrate.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 
-_SAVED = "write external_configs.cluster_config.fileroot"
+from core.config.migrate import System, systems
+
 _TIMELINE = "write monitor.timeline_mib, and see python -m tools.timeline"
 HINTS: Mapping[str, str] = {
-    "actor_learning_rate": "write actor.optimizer.lr",
     "actor_rollout_ref": "write actor, ref and generator.*",
     "adv_estimator": "write algorithm.name",
     "advantage_estimator": "write algorithm.name",
@@ -15,87 +20,46 @@ HINTS: Mapping[str, str] = {
     "algorithm.kl_ctrl": "write ppo.kl_ctl",
     "algorithm.optimizer": "write actor.optimizer",
     "algorithm_type": "write algorithm.name",
-    "async_generation_ratio": "write staleness.max_staleness",
     "async_training": "write staleness.max_staleness; 0: synchronous",
-    "batch_size": "write dataset.train_bs_n_seqs",
-    "beta": "write ppo.kl_ctl",
     "buffer": "write dataset.* and staleness.*",
-    "checkpoint_root_dir": _SAVED,
-    "clip_ratio_high": "write algorithm.clip_high",
-    "clip_ratio_low": "write algorithm.clip_low",
     "cluster.gpu_per_node": "write n_gpus_per_node at the top level",
     "cluster.node_num": "write n_nodes at the top level",
     "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
-    "critic_learning_rate": "write critic.optimizer.lr",
     "data": "write dataset.*",
     "data_processor": "rows are read as they are; prepare the file of dataset.path",
     "dataset.fields": "write dataset.prompt_field, chosen_field and rejected_field",
     "enable_ray_timeline": _TIMELINE,
-    "eps_clip_high": "write algorithm.clip_high",
-    "eps_clip_higher": "write algorithm.clip_high",
-    "epsilon": "write ppo.eps_clip",
-    "epsilon_high": "write algorithm.clip_high",
-    "eval_steps": "write exp_ctrl.eval_freq_steps",
     "evaluator": "write exp_ctrl.eval_freq_*",
     "explorer": "write generator.*",
     "gconfig": "write ppo.gen.* and group_size",
-    "generate_max_len": "write ppo.gen.max_new_tokens",
     "global_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
     "grad_clip": "write optimizer.gradient_clipping of the model",
     "gradient_accumulation_steps": "write ppo.ppo_n_minibatches, the optimizer updates of a batch",
     "hf_checkpoint": "write actor.path",
     "importance_sampling_level": "write algorithm.ratio",
-    "init_kl_coef": "write ppo.kl_ctl",
-    "input_key": "write dataset.prompt_field",
     "kl_coef": "write ppo.kl_ctl",
     "kl_loss_fn": "write algorithm.kl_in=loss and algorithm.kl_estimator",
     "kl_penalty_fn": "write algorithm.kl_in=reward and algorithm.kl_estimator",
-    "label_key": "write dataset.answer_field",
-    "learning_rate": "write actor.optimizer.lr",
     "log": "write monitor.log_level",
     "log.level": "write monitor.log_level",
     "lora_rank": "LoRA is not supported; all weights are trained",
     "loss_type": "write algorithm.name, or algorithm.loss and algorithm.aggregation",
-    "max_completion_length": "write ppo.gen.max_new_tokens",
-    "max_grad_norm": "write actor.optimizer.gradient_clipping",
     "max_model_len": "write dataset.max_prompt_len and ppo.gen.max_new_tokens",
-    "max_prompt_length": "write dataset.max_prompt_len",
-    "max_response_length": "write ppo.gen.max_new_tokens",
-    "max_steps": "write exp_ctrl.total_train_steps",
     "micro_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
-    "model_name_or_path": "write actor.path",
-    "n_samples_per_prompt": "write group_size",
     "name": "write experiment_name and trial_name",
-    "num_episodes": "write exp_ctrl.total_train_epochs",
-    "num_generations": "write group_size",
-    "num_gpus_per_node": "write n_gpus_per_node",
-    "num_iterations": "write ppo.actor_sample_reuse",
-    "num_return_sequences_in_group": "write group_size",
     "num_rollout": "write exp_ctrl.total_train_steps",
-    "num_train_epochs": "write exp_ctrl.total_train_epochs",
-    "output_dir": _SAVED,
     "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
-    "ppo_epochs": "write ppo.actor_sample_reuse",
     "ppo_mini_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
-    "pretrain": "write actor.path",
     "profiler_output_dir": _TIMELINE,
     "project": "write experiment_name, and wandb.project",
-    "prompt_data": "write dataset.path",
-    "prompt_length": "write dataset.max_prompt_len",
-    "prompt_max_len": "write dataset.max_prompt_len",
     "ray_namespace": "leave it out: a run that joins a Ray cluster makes its own namespace",
     "recover": "write recover_mode and exp_ctrl.ckpt_freq_*",
     "ref_load": "write ref.path",
     "remote_rm_url": "write reward.function",
-    "repeat_times": "write group_size",
-    "response_length": "write ppo.gen.max_new_tokens",
-    "resume_from_path": "write resume_from",
     "reward_clip": "rewards are not clipped; see ppo.reward_output_scaling and reward_output_bias",
     "reward_funcs": "write reward.function",
     "rollout": "write generator.* and staleness.max_staleness",
-    "rollout_batch_size": "write dataset.train_bs_n_seqs",
     "rollout_max_response_len": "write ppo.gen.max_new_tokens",
-    "run_name": "write trial_name",
     "save_steps": "write exp_ctrl.save_freq_steps",
     "saver": "write exp_ctrl.save_freq_*",
     "scale_rewards": "write algorithm.advantage_std",
@@ -105,7 +69,6 @@ HINTS: Mapping[str, str] = {
     "stop_strings": "write ppo.gen.stop",
     "stats_logger": "write wandb.* and monitor.*",
     "system_envs": "write external_configs.envs",
-    "train_batch_size": "write dataset.train_bs_n_seqs",
     "train_dataset": "write dataset.*",
     "trainer": "write actor.*, ppo.* and exp_ctrl.*",
     "use_kl_loss": "write algorithm.kl_in=loss",
@@ -113,11 +76,22 @@ HINTS: Mapping[str, str] = {
     "use_peft": "LoRA is not supported; all weights are trained",
     "use_vllm": "write allocation_mode, which names the generators",
     "valid_dataset": "write evaluation.*",
-    "warmup_ratio": "write actor.optimizer.warmup_steps_proportion",
 }
 """By path, or by name where that is of several words, which mean the same in every section."""
 
 
+@cache
+def _tables() -> list[System]:
+    return systems()
+
+
 def hint(name: str, path: str) -> str | None:
-    """Return what to write for the key `name` at the dotted `path`; None where nothing is known about it."""
-    return HINTS.get(path) or (HINTS.get(name) if "_" in name else None)
+    """Return what to write for the key `name` at the dotted `path`; None where nothing is known about it. The tables of
+    other systems know what the keys that are only renamed are called here."""
+    if known := HINTS.get(path) or (HINTS.get(name) if "_" in name else None):
+        return known
+    for key, target in ((key, target) for system in _tables() for key, target in system.keys.items()):
+        is_meant = key == path or ("_" in name and key.rpartition(".")[2] == name)
+        if is_meant and re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != name:
+            return f"write {target}"
+    return None
