@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
+from core.algorithms.saved_steps import SavedSteps
 from core.data.stored_batch import InferencePass, Ref, UpdatePass, Use
 from core.monitoring.metrics import DRIVER, Histogram, SkippedUpdates, largest, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
@@ -148,9 +149,10 @@ class PPOTrainer:
         timer: StepTimer,
         mean_batch_tokens: float,
         skipped_updates: SkippedUpdates | None = None,
+        saved_steps: SavedSteps | None = None,
     ) -> None:
         """`skipped_updates`: ends a run that trains nothing. None: never."""
-        self._skipped_updates = skipped_updates
+        self._skipped_updates, self._saved_steps = skipped_updates, saved_steps
         self._actor, self._algorithm = actor, algorithm
         self._passes = _passes(actor, critic, reference, temperature)
         self._updates = _updates(actor, critic, algorithm, temperature, (actor_sample_reuse, critic_sample_reuse))
@@ -220,7 +222,7 @@ class PPOTrainer:
     @property
     def _scoring(self) -> Scoring:
         objectives = {update.engine.name: update.objective for update in self._updates}
-        return Scoring(algorithm=self._algorithm, objectives=objectives)
+        return Scoring(algorithm=self._algorithm, objectives=objectives, saved=self._saved_steps)
 
     def _score(self, scored_before: ScoredBatch | None) -> dict[str, float]:
         """Run the passes of the algorithm over the batch, and add what it trains on as fields. `scored_before`: what

@@ -1,85 +1,45 @@
-"""Save what an algorithm computes each step from, as a case of `python -m tools.loss`."""
+"""What steps are computed from, saved as cases of `python -m tools.loss`."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from core.algorithms.base import FIELDS, Algorithm, Metrics, Objective, Pass
+from core.algorithms.base import FIELDS, Algorithm
 from core.runs.paths import step_file
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import ModelOutput, PackedBatch
-    from mcore_adapter.data.sequences import Sequences
 
 
-class SavedSteps(Algorithm):
-    """An algorithm that writes every `every`-th batch to `folder`, and computes what the given one computes."""
+@dataclass(frozen=True, kw_only=True)
+class SavedSteps:
+    """Writes what every `every`-th step is computed from into `folder`."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        *,
-        folder: Path,
-        every: int,
-        step: int,
-        name: str | None,
-        settings: Mapping[str, object],
-    ) -> None:
-        """`step`: the number of steps that are done. `name` and `settings` go into the cases."""
-        self._algorithm, self._folder, self._every, self._step = algorithm, folder, every, step
-        self._case = {"algorithm": name, "settings": dict(settings)}
-        self.unit, self.reads = algorithm.unit, algorithm.reads
+    folder: Path
+    every: int
+    name: str | None
+    """Of the algorithm."""
+    settings: Mapping[str, object]
 
-    @property
-    def passes(self) -> frozenset[Pass]:
-        return self._algorithm.passes
-
-    @property
-    def critic(self) -> Objective | None:
-        return self._algorithm.critic
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self._algorithm.needs_entropy
-
-    @property
-    def weighs_alike(self) -> bool:
-        return self._algorithm.weighs_alike
-
-    def token_weights(self, minibatch: PackedBatch) -> Tensor:
-        return self._algorithm.token_weights(minibatch)
-
-    def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
-        return self._algorithm.loss(output, fields, sequences)
-
-    def advantages(
-        self, batch: RolloutBatch, fields: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        self._step += 1
-        if self._step % self._every == 0:
-            case = {**self._case, "state": self._algorithm.state_dict(), **_sequences(batch, fields)}
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = step_file(self._folder, self._step)
-            partial = path.with_suffix(".partial")
-            with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
-                json.dump(case, file)
-            partial.rename(path)
-        return self._algorithm.advantages(batch, fields)
-
-    def state_dict(self) -> dict[str, object]:
-        return {**self._algorithm.state_dict(), "saved_step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._algorithm.load_state_dict({key: value for key, value in state.items() if key != "saved_step"})
-        self._step = state.get("saved_step", self._step)
+    def save(self, step: int, algorithm: Algorithm, batch: RolloutBatch, fields: Mapping[str, Tensor]) -> None:
+        """Write the case of a step, counted from 1, if it is due. `fields`: as Algorithm.advantages() gets them."""
+        if step % self.every:
+            return
+        case = {"algorithm": self.name, "settings": dict(self.settings), "state": algorithm.state_dict()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = step_file(self.folder, step)
+        partial = path.with_suffix(".partial")
+        with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
+            json.dump({**case, **_sequences(batch, fields)}, file)
+        partial.rename(path)
 
 
 def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, object]:

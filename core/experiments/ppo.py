@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,6 @@ from core.trainer import PPOTrainer
 from core.weight_sync.folder import Publisher, VersionFolder
 
 if TYPE_CHECKING:
-    from core.algorithms.base import Algorithm
     from core.config.experiments import PPOMATHConfig
     from core.explore.data import DataFacts
     from core.launch.generators import GeneratorPool
@@ -173,7 +173,8 @@ def _run_loop(
     generators: GeneratorPool | None,
 ) -> None:
     """Connect loop and periodic actions, give the generators their first weights, and run."""
-    algorithm, start, timer = _algorithm(config, context), context.start, context.timer()
+    algorithm, start, timer = build_algorithm(config), context.start, context.timer()
+    logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
     trainer = PPOTrainer(
         actor=workers.actor,
         critic=workers.critic,
@@ -190,6 +191,7 @@ def _run_loop(
         monitor=monitor,
         timer=timer,
         skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
+        saved_steps=_saved_steps(config, context.paths.logs / "batches"),
         mean_batch_tokens=facts.mean_prompt_tokens * config.dataset.train_bs_n_seqs,
     )
 
@@ -222,16 +224,10 @@ def _run_loop(
         trainer.run(start.state, periodic)
 
 
-def _algorithm(config: PPOMATHConfig, context: RunContext) -> Algorithm:
-    """Return the algorithm of the run, which saves batches if monitor.save_batches is set."""
-    algorithm = build_algorithm(config)
-    logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
-    if not config.monitor.save_batches:
-        return algorithm
-    return SavedSteps(
-        algorithm, folder=context.paths.logs / "batches", every=config.monitor.save_batches,
-        step=context.start.state.step, name=config.algorithm.name, settings=case_settings(config),
-    )  # fmt: skip
+def _saved_steps(config: PPOMATHConfig, folder: Path) -> SavedSteps | None:
+    every = config.monitor.save_batches
+    name = config.algorithm.name
+    return SavedSteps(folder=folder, every=every, name=name, settings=case_settings(config)) if every else None
 
 
 def case_settings(config: PPOMATHConfig) -> dict[str, object]:

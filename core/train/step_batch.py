@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core.algorithms.base import Algorithm, Objective, check_fields, plain_state
 from core.algorithms.policy_gradient import DEMONSTRATION
+from core.algorithms.saved_steps import SavedSteps
 from core.data.rollout_batch import RolloutBatch
 from core.data.stored_batch import (
     Arrays,
@@ -64,6 +65,8 @@ class Scoring:
 
     algorithm: Algorithm
     objectives: Mapping[str, Objective]
+    saved: SavedSteps | None = None
+    """Saves what advantages are computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,10 @@ class StepBatch:
         known: dict[str, Tensor] = {**sampled, "loss_mask": torch.from_numpy(rollout.loss_mask)}
         known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
-        trained_on, metrics = algorithm.advantages(self._with_passes(rollout, passes), known)
+        batch = self._with_passes(rollout, passes)
+        if scoring.saved is not None:
+            scoring.saved.save(self._version + 1, algorithm, batch, known)
+        trained_on, metrics = algorithm.advantages(batch, known)
         check_fields(trained_on, len(rollout.token_ids))
         fields = {name: self._padded(value.numpy(), 0) for name, value in {**sampled, **trained_on}.items()}
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,16 +201,17 @@ def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
         "experiment_name": "e", "trial_name": "t", "dataset": {"path": "p"}, "group_size": 2,
         "algorithm": {"name": "grpo", "kl_target": 0.1, "entropy_coeff": 0.1}, "ppo": {"kl_ctl": 0.5},
     })  # fmt: skip
-    saved = SavedSteps(
-        build_algorithm(config), folder=tmp_path / "logs" / "batches", every=2, step=4, name="grpo",
-        settings=case_settings(config),
-    )  # fmt: skip
+    chosen = build_algorithm(config)
+    folder = tmp_path / "logs" / "batches"
+    saved = SavedSteps(folder=folder, every=2, name="grpo", settings=case_settings(config))
     batch, fields = batch_of([1.0, 0.0], [0.5, 0.25], lens=[2, 3, 1, 2])
     noise = torch.sin(torch.arange(12.0))
     fields |= {"old_logprobs": fields["rollout_logprobs"] + 0.1 * noise, "ages": torch.zeros(12, dtype=torch.int64)}
     fields["ref_logprobs"] = fields["rollout_logprobs"] - 0.3 * noise.square()
-    saved.advantages(batch, fields)
-    expected = saved.advantages(batch, fields)[0]["advantages"]  # with the coefficient that the first step adapted
+    saved.save(5, chosen, batch, fields)
+    chosen.advantages(batch, fields)
+    saved.save(6, chosen, batch, fields)
+    expected = chosen.advantages(batch, fields)[0]["advantages"]  # with the coefficient that the first step adapted
     assert [p.name for p in tmp_path.rglob("step-*")] == ["step-6.json.gz"]
     assert main(["--from-run", str(tmp_path), "--step", "6"]) == 0
     out = json.loads(capsys.readouterr().out)
@@ -221,21 +221,6 @@ def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
     )
     assert main(["--from-run", str(tmp_path), "--step", "5"]) == 2
     assert "0 files of step 5 below this folder, expected 1" in capsys.readouterr().err
-
-
-def test_saving_steps_goes_on_counting_after_a_recovery_and_leaves_the_algorithm_as_it_is(tmp_path: Path) -> None:
-    inner = algorithm("gspo", entropy_coeff=0.1, correction="decoupled", ppo_n_minibatches=2)
-    saved = SavedSteps(inner, folder=tmp_path, every=3, step=0, name="gspo", settings={})
-    saved.load_state_dict({**inner.state_dict(), "saved_step": 7})
-    batch, fields = batch_of([1.0, 0.0])
-    fields |= {"old_logprobs": fields["rollout_logprobs"], "ages": torch.zeros(6, dtype=torch.int64)}
-    saved.advantages(batch, fields)
-    assert [p.name for p in tmp_path.iterdir()] == [] and saved.state_dict()["saved_step"] == 8
-    pickle.loads(pickle.dumps(saved)).advantages(batch, fields)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-9.json.gz"]
-    assert (saved.unit, saved.passes, saved.critic, saved.needs_entropy) == ("group", {"old_logprobs"}, None, True)
-    packed = batch.to_packed()
-    assert torch.equal(saved.token_weights(packed), inner.token_weights(packed))
 
 
 # ---- pairs and demonstrations
@@ -270,7 +255,7 @@ def test_what_is_no_pair_is_refused(changes: dict[str, Any], message: str) -> No
 def test_a_saved_step_has_its_demonstrations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"demonstration_weight": 0.25}
     inner = algorithm("mix", **settings)
-    saved = SavedSteps(inner, folder=tmp_path / "batches", every=1, step=0, name="mix", settings=settings)
+    saved = SavedSteps(folder=tmp_path / "batches", every=1, name="mix", settings=settings)
     batch, fields = batch_of([1.0, 0.0])
     fields |= {"old_logprobs": fields["rollout_logprobs"], "ages": torch.zeros(6, dtype=torch.int64)}
     shown = PackedBatch(
@@ -278,7 +263,7 @@ def test_a_saved_step_has_its_demonstrations(tmp_path: Path, capsys: pytest.Capt
         loss_mask=torch.tensor([False, True, True, False, True]),
         fields={"old_logprobs": torch.tensor([0.0, -0.5, -1.5, 0.0, -4.0])},
     )  # fmt: skip
-    saved.advantages(replace(batch, demonstrations=shown), fields)
+    saved.save(1, inner, replace(batch, demonstrations=shown), fields)
     assert main(["--from-run", str(tmp_path), "--step", "1"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["metrics"]["demonstration_nll"] == pytest.approx(6.0 / 3)
