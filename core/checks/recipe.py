@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -66,7 +66,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
             continue
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
-        yield from _positions(config.longest_sequences, use, model)
+        yield from _positions(config, use, model)
         yield from _replay(use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
@@ -102,9 +102,10 @@ def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:
         yield Problem(key="generator.weight_format", message=f"{message} ({path}); write auto")
 
 
-def _positions(longest: Mapping[str, tuple[int, int]], use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
+def _positions(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
     """Check that sequences fit into the model's positions, before the first prompt is sampled."""
-    for key, (prompt_tokens, num_tokens) in longest.items():
+    sampled = config.sampling
+    for key, (prompt_tokens, num_tokens) in sampled.longest_sequences.items() if sampled is not None else ():
         length, limit = prompt_tokens + num_tokens, model.max_position_embeddings
         if length > limit:
             message = f"{num_tokens} + dataset.max_prompt_len={prompt_tokens} is {length}, more than "

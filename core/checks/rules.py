@@ -41,9 +41,10 @@ class RunFacts:
         self._config, self._options = config, options
         self._allocation = resolve_allocation(config)
         self._models = {use.key: use for use in config.model_uses}
-        self._decided = dict(config.decided)
-        if config.pushes is not None:
-            self._decided["push.type"] = choose_transport(config.pushes.type, self._allocation).name
+        self._decided: dict[str, Value] = {}
+        if (sampled := config.sampling) is not None:
+            transport = choose_transport(sampled.push.type, self._allocation).name
+            self._decided = {"algorithm.correction": sampled.correction, "push.type": transport}
 
     def value(self, path: str) -> Value:
         """Return a setting; one that null leaves open, as it was decided."""
@@ -197,8 +198,9 @@ def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Itera
     """Yield every key that was given and has no effect in this run, with the reason; a section that this run does not
     have as a whole. `keys`: to ask about instead of those that were given."""
     asked = given_keys(config) if keys is None else keys
-    own, of_algorithm = config.own_algorithm, _keys_of_algorithm(config)
-    options = None if own is None else own_options(own, config.algorithm_options)
+    sampled, of_algorithm = config.sampling, _keys_of_algorithm(config)
+    own = None if sampled is None else sampled.own_algorithm
+    options = None if sampled is None or own is None else own_options(own, sampled.algorithm.options)
     run = RunFacts(config, options)
     for path, reason in _unused(run, config, asked, ""):
         if own is None or path not in of_algorithm:
@@ -229,10 +231,11 @@ def _unused(run: RunFacts, section: Section, asked: Set[str], prefix: str) -> It
 def given_keys(config: ExperimentConfig) -> set[str]:
     """Return the dotted keys that were given: those whose values are neither the defaults nor those of
     algorithm.name; next to a name also keys of the algorithm at their defaults."""
-    keys = set(_changed(config, None, ""))
-    given = {prefix + name for prefix, part in config.algorithm_keys.items() for name in part.model_fields_set}
-    keys |= given & _keys_of_algorithm(config)
-    return keys - config.preset.keys()
+    keys, sampled = set(_changed(config, None, "")), config.sampling
+    if sampled is None:
+        return keys
+    given = {prefix + name for prefix, part in sampled.algorithm_keys.items() for name in part.model_fields_set}
+    return (keys | given & _keys_of_algorithm(config)) - sampled.preset.keys()
 
 
 def _changed(section: Section, defaults: Section | None, prefix: str) -> Iterator[str]:
@@ -246,17 +249,14 @@ def _changed(section: Section, defaults: Section | None, prefix: str) -> Iterato
 
 def _keys_of_algorithm(config: ExperimentConfig) -> set[str]:
     """Return the dotted keys that an algorithm reads as settings."""
-    known = AlgorithmSettings.model_fields.keys()
-    return {
-        prefix + name
-        for prefix, part in config.algorithm_keys.items()
-        for name in type(part).model_fields.keys() & known
-    }
+    known, sampled = AlgorithmSettings.model_fields.keys(), config.sampling
+    sections = {} if sampled is None else sampled.algorithm_keys
+    return {prefix + name for prefix, part in sections.items() for name in type(part).model_fields.keys() & known}
 
 
 def _set_by_name(config: ExperimentConfig, reason: Reason) -> str:
     """Return that algorithm.name sets what decides, where it does."""
-    preset = config.preset
+    preset = {} if config.sampling is None else config.sampling.preset
     if not any(key in preset and f"{key}={as_yaml(preset[key])}" in reason.text for key in reason.settings):
         return ""
     return f", which algorithm.name={config.algorithm_name} sets"

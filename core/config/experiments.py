@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from allocation import TRAINER_ROLE
-from config_schema.needs import Value
 from config_schema.section import Section, Violation, key, section
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
@@ -33,9 +32,8 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import Judged, PushConfig, Summary, WorkflowConfig
+from core.config.runtime import Judged, Summary, WorkflowConfig
 from rollout.data.source import DataSource
-from rollout.inference.backend import FlagValue
 from rollout.rewards.settings import RewardConfig
 
 
@@ -89,11 +87,6 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return {TRAINER_ROLE: self.allocation}
 
     @property
-    def role_sections(self) -> dict[str, GenerationRoleConfig]:
-        """Sections of all roles, by their key, whether this run has them or not."""
-        return {"allocation": self.allocation}
-
-    @property
     def models(self) -> dict[str, ModelTrainEvalConfig]:
         """Sections of all models, by their key, whether this run loads them or not."""
         return {"model": self.model}
@@ -119,59 +112,14 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         """The configuration itself where it has generators."""
 
     @property
-    def longest_sequences(self) -> dict[str, tuple[int, int]]:
-        """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
-        return {}
-
-    @property
     def identity(self) -> Identity:
         """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
         return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs, "group_size": 1, "n_nodes": self.n_nodes}
 
     @property
-    def generator_device(self) -> str:
-        """generator.device of runs with generators."""
-        return "auto"
-
-    @property
     def algorithm_name(self) -> str:
         """The name of the algorithm."""
         return self.NAME
-
-    @property
-    def pushes(self) -> PushConfig | None:
-        """How weights are sent to generators; None: there are none."""
-        return None
-
-    @property
-    def decided(self) -> dict[str, Value]:
-        """Settings that null leaves open, as they were decided."""
-        return {}
-
-    @property
-    def preset(self) -> Mapping[str, Value]:
-        """Keys that algorithm.name sets, and their values."""
-        return {}
-
-    @property
-    def own_algorithm(self) -> str | None:
-        """The import path of an algorithm of the user."""
-        return None
-
-    @property
-    def algorithm_options(self) -> Mapping[str, FlagValue]:
-        """Keys of an algorithm of the user."""
-        return {}
-
-    @property
-    def algorithm_keys(self) -> dict[str, Section]:
-        """Sections that an algorithm reads, by the prefix of their keys; none without algorithm.name."""
-        return {}
-
-    @property
-    def differences(self) -> tuple[str, ...]:
-        """Defaults that decide how this run trains and that the schema of the tutorials does not have."""
-        return ()
 
     @property
     def evaluates(self) -> bool:

@@ -56,7 +56,7 @@ from core.config.runtime import (
 )
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
-from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
+from rollout.inference.backend import GeneratorConfig, WeightFormat
 from rollout.rewards.load import judged_by_math
 from rollout.rewards.settings import RewardConfig
 from rollout.types import SamplingParams
@@ -266,27 +266,18 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return self.ppo.kl_ctl > 0
 
     @property
-    def pushes(self) -> PushConfig | None:
-        return self.push
-
-    @property
-    def decided(self) -> dict[str, Value]:
-        return {"algorithm.correction": self.correction}
-
-    @property
     def preset(self) -> Mapping[str, Value]:
+        """Keys that algorithm.name sets, and their values."""
         return PRESETS[self.algorithm_name].values if self.algorithm_name in PRESETS else {}
 
     @property
     def own_algorithm(self) -> str | None:
+        """The import path of an algorithm of the user."""
         return None if self.algorithm.name in PRESETS else self.algorithm.name
 
     @property
-    def algorithm_options(self) -> Mapping[str, FlagValue]:
-        return self.algorithm.options
-
-    @property
     def algorithm_keys(self) -> dict[str, Section]:
+        """Sections that an algorithm reads, by the prefix of their keys; none without algorithm.name."""
         return {} if self.algorithm.name is None else {"ppo.": self.ppo, "algorithm.": self.algorithm, "": self}
 
     @property
@@ -336,11 +327,6 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def placed_roles(self) -> dict[str, GenerationRoleConfig]:
         return {GENERATOR_ROLE: self.actor_gen, **self.roles}
-
-    @property
-    def role_sections(self) -> dict[str, GenerationRoleConfig]:
-        optional = {"critic_train": self.critic_train, "critic_inf": self.critic_inf, "ref_inf": self.ref_inf}
-        return {**optional, **self.placed_roles}
 
     @property
     def models(self) -> dict[str, ModelTrainEvalConfig]:
@@ -468,6 +454,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def longest_sequences(self) -> dict[str, tuple[int, int]]:
+        """Key of the longest answer -> tokens of the longest (prompt, answer) that generators sample."""
         answers = {"ppo.gen": self.ppo.gen.max_new_tokens, "evaluation": self.evaluation.max_new_tokens}
         answers |= {f"evaluation.sets.{name}": one.max_new_tokens for name, one in self.evaluation.sets.items()}
         prompt = self.dataset.max_prompt_len
@@ -485,10 +472,6 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def generator_dtype(self, *, on_gpu: bool) -> WeightFormat:
         """Return the format of the generators' weights, with a trainer on GPUs or on the CPU."""
         return self.generator.dtype or self.actor.dtype(on_gpu=on_gpu)
-
-    @property
-    def generator_device(self) -> str:
-        return self.generator.device
 
     @property
     def evaluates(self) -> bool:

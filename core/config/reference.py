@@ -107,10 +107,11 @@ def ignored_lines(ignored: Sequence[Problem]) -> str:
 def difference_line(config: ExperimentConfig, ignored: Sequence[Problem]) -> str:
     """Return what trains otherwise than the system that a file with its keys comes from; empty for a file without such
     keys, or that decides this itself."""
-    if not ignored or not config.differences:
+    sampled = config.sampling
+    if not ignored or sampled is None or not sampled.differences:
         return ""
     return (
-        f"This file has keys of AReaL 0.2, which trains otherwise: {'; '.join(config.differences)}. "
+        f"This file has keys of AReaL 0.2, which trains otherwise: {'; '.join(sampled.differences)}. "
         "staleness.max_staleness=0 trains as there; write the value to keep it"
     )
 

@@ -147,10 +147,11 @@ def on_devices(config: ExperimentConfig, checks: Checks) -> Checks:
 
 def _on_devices(config: ExperimentConfig, allocation: Allocation, default: _Default) -> Allocation:
     """Return the allocation with the device of every role. Raises AllocationError."""
-    if config.TRAINER_ONLY:
+    sampled = config.sampling
+    if sampled is None:
         trainer = default.trainer_alone()
         return allocation.with_devices(trainer, trainer)
-    generator = _generator_device(config.generator_device, allocation.generator.backend)
+    generator = _generator_device(sampled.generator.device, allocation.generator.backend)
     if default.reason:
         generator = replace(generator, reason=f"{default.reason}; {generator.reason}")
     return allocation.with_devices(generator, _trainer_device(config, generator))

@@ -126,7 +126,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         shares_gpus=allocation.shares_gpus and not config.TRAINER_ONLY,
         n_nodes=config.n_nodes,
         n_gpus_per_node=config.n_gpus_per_node,
-        bucket_bytes=0 if config.pushes is None else config.pushes.bucket_mib << 20,
+        bucket_bytes=0 if sampling is None else sampling.push.bucket_mib << 20,
         sequences=_sequences(config),
         prompts=config.batch_shape["train_bs_n_seqs"],
         group_size=config.batch_shape.get("group_size", 1),
