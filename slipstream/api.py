@@ -38,7 +38,7 @@ from slipstream.functions import import_path, script_folder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ConfigSource = str | Path | Mapping[str, Any]
+ConfigSource = str | Path | Mapping[str, object]
 """A YAML file, or the same tree as a mapping; keys may be dotted ("ppo.kl_ctl")."""
 
 
@@ -193,7 +193,7 @@ def _word(value: object) -> str:
     return value if _is_plain(value) else yaml.safe_dump(value, default_style='"', width=math.inf).removesuffix("\n")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value of a configuration in the types of YAML: a function or class as its import path, a path as text,
     a scalar of numpy or torch as a number."""
     if isinstance(value, Mapping):

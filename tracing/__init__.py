@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 FOLDER = "spans"
 """Below the log folder."""
@@ -272,14 +272,14 @@ def _recorded(method: Callable[..., object]) -> Callable[..., object]:
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
-        async def run_async(*args: Any, **kwargs: Any) -> Any:
+        async def run_async(*args: object, **kwargs: object) -> object:
             with span(name):
                 return await method(*args, **kwargs)
 
         return run_async
 
     @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         with span(name):
             return method(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
+    from core.runs.checkpoints import State
     from mcore_adapter.data.batch import ModelOutput
     from mcore_adapter.data.sequences import Sequences
 
@@ -263,7 +264,7 @@ class PolicyGradient(Algorithm):
         state = {"value_norm": asdict(self._value_norm), "kl_coefficient": self._kl.coefficient}
         return {**state, "steps": self._steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         if "value_norm" in state:
             self._value_norm = replace(self._value_norm, **state["value_norm"])
         self._steps = state.get("steps", self._steps)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.checks.host import host_checks, is_elsewhere
-from core.checks.recipe import recipe_checks
+from core.checks.host import host_problems, is_elsewhere
+from core.checks.recipe import recipe_problems
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import Problem
 
@@ -23,8 +23,8 @@ def run_checks(loaded: LoadedConfig, *, connections: bool = False, nodes: bool =
     the cluster for its nodes and GPUs. Paths that do not exist are facts of this host if the run starts on
     other machines."""
     config = loaded.config
-    on_host = [p for check in host_checks(config, connections=connections, nodes=nodes) for p in check(config)]
-    recipe = [loaded.shown(p) for check in recipe_checks(config, lengths=connections) for p in check(config)]
+    on_host = list(host_problems(config, connections=connections, nodes=nodes))
+    recipe = [loaded.shown(p) for p in recipe_problems(config, lengths=connections)]
     host = [loaded.shown(p, of_host=True) for p in on_host]
     if is_elsewhere(on_host):
         recipe = [replace(p, of_host=p.missing_path) for p in recipe]

@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from allocation import AllocationError
@@ -29,8 +28,6 @@ from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import python_path
 
-Check = Callable[[Any], Iterator[Problem]]
-"""(configuration) -> its problems. Some checks are for runs with generators alone."""
 _ANSWER_SECONDS = 60.0
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a recover checkpoint, at least: its value and the two moments of Adam."""
@@ -213,12 +210,15 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
         yield Problem(key="launch.ray_address", message=message + "n_nodes and n_gpus_per_node")
 
 
-def host_checks(config: ExperimentConfig, *, connections: bool, nodes: bool) -> tuple[Check, ...]:
-    """Return the checks of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
+def host_problems(config: ExperimentConfig, *, connections: bool, nodes: bool) -> Iterator[Problem]:
+    """Yield the problems of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
-    looks = (_connection, *(() if config.TRAINER_ONLY else (_software,))) if connections else ()
-    looks += (_nodes,) if nodes else ()
-    return (_monitors, _fileroot, _temporary, _ray, _port, _gpus, *looks)
+    for check in (_monitors, _fileroot, _temporary, _ray, _port, _gpus):
+        yield from check(config)
+    if connections:
+        yield from _connection(config)
+        yield from _software(config.sampling) if config.sampling is not None else ()
+    yield from _nodes(config) if nodes else ()
 
 
 def is_elsewhere(problems: list[Problem]) -> bool:

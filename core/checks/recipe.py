@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
-from core.checks.host import Check
 from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
 from core.checks.rules import keys_of_conversations, not_used
 from core.config.common import ModelUse
@@ -39,16 +38,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def recipe_checks(config: ExperimentConfig, *, lengths: bool) -> tuple[Check, ...]:
-    """Return the checks of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
+def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Problem]:
+    """Yield the problems of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
     read = cache(read_stream)  # it may be large, and two checks need it
-    measured = partial(_rows if config.TRAINER_ONLY else _prompts, lengths=lengths, read=read)
-    settings = partial(check_settings, read=read)
-    of_generators = () if config.TRAINER_ONLY else (
-        _reward, _workflow, _curricula, _store, _quantization, check_algorithm,
-    )  # fmt: skip
-    return (_models, measured, *of_generators, _environment, _home, check_checkpoint, settings)
+    yield from _models(config)
+    if isinstance(config, PPOMATHConfig):
+        yield from _prompts(config, lengths=lengths, read=read)
+        for check in (_reward, _workflow, _curricula, _store, _quantization, check_algorithm):
+            yield from check(config)
+    else:
+        yield from _rows(config, lengths=lengths, read=read)
+    yield from _environment(config)
+    yield from _home(config)
+    yield from check_checkpoint(config)
+    yield from check_settings(config, read)
 
 
 def _models(config: ExperimentConfig) -> Iterator[Problem]:

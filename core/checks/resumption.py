@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
 from core.runs.checkpoints import (
     CONFIG_KEYS,
     RunIdentity,
+    State,
     cannot_continue,
     has_checkpoint,
     is_checkpoint,
@@ -31,7 +32,7 @@ from rollout.data.source import DatasetError
 if TYPE_CHECKING:
     from core.data.datasets import Rows
 
-ReadStream = Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]]
+ReadStream = Callable[[Path], tuple[State, State]]
 """core.runs.checkpoints.read_stream, or what remembers its results."""
 _OF_THE_STREAM: Mapping[str, str] = {
     "seed": "seed",

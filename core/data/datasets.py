@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from core.runs.checkpoints import State
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder
 from rollout.data.examples import MaskedSequence, encode_examples, first_row
@@ -62,12 +63,12 @@ class EpochBatches(ABC, Generic[Item]):
         """Return what identifies the items and their order."""
         return {self.COUNT: len(self), "checksum": self._checksum, "seed": self._seed, "shuffle": self._shuffle}
 
-    def check_continues(self, state: Any) -> None:
+    def check_continues(self, state: State) -> None:
         """Raise DatasetError unless the run that wrote `state` visits the same items in the same order."""
         self.check_same_items(state)
         check_same_stream(state, self.state_dict(), {"seed": "seed", "shuffle": "shuffle_dataset"})
 
-    def check_same_items(self, state: Any) -> None:
+    def check_same_items(self, state: State) -> None:
         """Raise DatasetError unless the run that wrote `state` visits the same items, in whatever order."""
         settings = {
             self.COUNT: "dataset.train_path or max_seqlen",
@@ -179,7 +180,7 @@ class Demonstrations:
         """Return what identifies the rows and their order."""
         return {**self._rows.state_dict(), "per_step": self._per_step}
 
-    def check_continues(self, state: Any) -> None:
+    def check_continues(self, state: State) -> None:
         """Raise DatasetError unless the run that wrote `state` visits the same rows in the same order."""
         self._rows.check_continues(state)
         if state["per_step"] != self._per_step:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -149,7 +148,7 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], episodes: Sequence
     )
 
 
-def _pack_turns(trajectories: Sequence[Trajectory], name: str, dtype: type, *, missing: Any) -> np.ndarray | None:
+def _pack_turns(trajectories: Sequence[Trajectory], name: str, dtype: type, *, missing: object) -> np.ndarray | None:
     """Return what every turn has under this name, [K]; `missing` for trajectories without it."""
     if all(getattr(t, name) is None for t in trajectories):
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Tensor
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
     from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
+    from core.runs.checkpoints import State
     from core.runs.paths import RunPaths
     from mcore_adapter.data.batch import PackedBatch
 
@@ -230,7 +231,7 @@ def _check_same_rows(train: Rows, start: Start, *, ignore_changes: bool) -> None
     if start.rollout_state is None:
         return
     try:
-        train.check_continues(start.rollout_state)
+        train.check_continues(cast("State", start.rollout_state))
     except DatasetError as change:
         if not ignore_changes:
             raise

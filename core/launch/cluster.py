@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import tracing
 from allocation import Allocation
 from core.errors import LaunchError, first_line
-from core.launch.connection import join, start_own
+from core.launch.connection import Options, join, start_own
 from core.launch.remote import Waiter
 from core.monitoring.logs import WorkerWarnings, worker_environment
 from core.processes.meeting import LOOPBACK
@@ -98,7 +98,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray would keep a record of each of the last 100,000 calls: memory that grows for 10,000 steps.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        common: dict[str, Any] = {
+        common: Options = {
             "namespace": f"slipstream-{os.getpid()}",
             "log_to_driver": False,
             "logging_level": logging.ERROR,
@@ -111,9 +111,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             if self._joined is None:
                 # Ray counts by itself where all GPUs may be used.
                 gpus = None if self.gpus_allowed == "all" else len(query_gpus())
-                start_own(num_cpus=self._num_actors, num_gpus=gpus, **common)
+                start_own(common, num_cpus=self._num_actors, num_gpus=gpus)
             else:
-                join(self._joined, **common)
+                join(self._joined, common)
         except BaseException as error:
             self._interrupts.install_again()  # ray.init has installed a handler of SIGTERM
             self._end()

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,8 @@ from rollout.plugins import ROOT
 
 logger = logging.getLogger(__name__)
 
+Options = Mapping[str, Any]
+"""Arguments of ray.init, by name."""
 _raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs
 _AUTH_MODE = "RAY_AUTH_MODE"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -53,7 +56,7 @@ class OwnPackagesFirst(JobConfig):
         return super()._serialize()
 
 
-def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
+def start_own(options: Options, *, num_cpus: int, num_gpus: int | None) -> None:
     """Start a Ray cluster on this machine that listens on the loopback address only. Raises LaunchError."""
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_LOOPBACK_ONLY] = "0"
@@ -70,7 +73,7 @@ def start_own(*, num_cpus: int, num_gpus: int | None, **options: Any) -> None:
         del os.environ[_LOOPBACK_ONLY]
 
 
-def join(cluster: JoinedCluster, **options: Any) -> None:
+def join(cluster: JoinedCluster, options: Options) -> None:
     """Connect to a Ray cluster that runs. Raises LaunchError: the message differs between a cluster that does not
     respond, one that requires a token which is missing here, and one that refuses the token."""
     address = cluster.address
@@ -84,7 +87,7 @@ def join(cluster: JoinedCluster, **options: Any) -> None:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
         if not address.startswith("ray://"):  # a client cannot send such a configuration
-            options["job_config"] = OwnPackagesFirst()
+            options = {**options, "job_config": OwnPackagesFirst()}
         ray.init(address=address, **options)
     except LaunchError:
         raise
@@ -133,7 +136,7 @@ def _refusal(cluster: JoinedCluster, why: str) -> str:
 def _print_nodes() -> None:
     """Print the resources of every node of the cluster that stdin names."""
     try:
-        join(JoinedCluster(**json.load(sys.stdin)), log_to_driver=False, logging_level=logging.CRITICAL)
+        join(JoinedCluster(**json.load(sys.stdin)), {"log_to_driver": False, "logging_level": logging.CRITICAL})
     except LaunchError as error:
         sys.exit(str(error))
     json.dump([node["Resources"] for node in ray.nodes() if node["Alive"]], sys.stdout)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -23,10 +23,17 @@ from rollout.inference.router import Routed
 from rollout.types import Completion, GenerateRequest, Health
 from tracing import spanned
 
+if TYPE_CHECKING:
+    from core.data.stored_batch import Ref
+
 logger = logging.getLogger(__name__)
 
 
-def completions_to_wire(ended: Sequence[tuple[str, Completion | Exception]]) -> dict[str, Any]:
+Wire = dict[str, Any]
+"""How requests have ended, as it travels between processes."""
+
+
+def completions_to_wire(ended: Sequence[tuple[str, Completion | Exception]]) -> Wire:
     """Convert how requests have ended, by request id."""
     done = [(name, end) for name, end in ended if isinstance(end, Completion)]
     return {
@@ -36,7 +43,7 @@ def completions_to_wire(ended: Sequence[tuple[str, Completion | Exception]]) -> 
     }
 
 
-def completions_from_wire(wire: dict[str, Any]) -> list[tuple[str, Completion | Exception]]:
+def completions_from_wire(wire: Wire) -> list[tuple[str, Completion | Exception]]:
     """Return the inverse of `completions_to_wire`, errors first; arrays are views."""
     return [*wire["errors"], *zip(wire["names"], records_from_plain(Completion, wire["done"]), strict=True)]
 
@@ -70,14 +77,14 @@ class GeneratorActor:
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)
 
-    async def drain(self) -> dict[str, Any]:
+    async def drain(self) -> Wire:
         """Return what has ended since the last call, as completions_to_wire; an exception concerns its request
         alone."""
         ended = await self._generator.drain()
         self._handed_out = dict(ended)
         return completions_to_wire(list(self._handed_out.items()))  # of a repeated id, the last one
 
-    async def receive(self, handles: list[Any], version: int) -> float:
+    async def receive(self, handles: list[Ref], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
         buckets = await asyncio.gather(*handles) if self._holds_weights else []
         async with self._receiving:  # a push is repeated when another generator has failed in it

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol
+from typing import TYPE_CHECKING, Concatenate, Literal, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -22,7 +22,7 @@ from core.data.stored_batch import Ref
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
-from core.launch.remote import P, R, Remote
+from core.launch.remote import P, Pending, R, Remote
 from core.processes.stacks import collect_stacks, kill_process
 from core.recovery.memory import reports_out_of_memory
 from core.weight_sync.calls import with_colocated_ranks
@@ -313,7 +313,7 @@ class GeneratorPool:
     def _everywhere(
         self,
         timeout_seconds: float,
-        method: Callable[Concatenate[GeneratorActor, P], Coroutine[Any, Any, R]],
+        method: Callable[Concatenate[GeneratorActor, P], Pending[R]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:

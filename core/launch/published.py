@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from safetensors.torch import load_file
@@ -19,6 +19,9 @@ from rollout.bucket import FlatBucket
 from rollout.inference.backend import TransportName, WeightEndpoint
 from rollout.inference.registry import BACKENDS
 from rollout.inference.versions import Published, Subscription
+
+if TYPE_CHECKING:
+    from core.data.stored_batch import Ref
 
 
 def transport_of(backend: str) -> TransportName:
@@ -38,7 +41,7 @@ class PublishedWeights:
         assert self.current is not None, "follow() claims a version first"
         return sorted(Path(self.current.where).glob("*.safetensors"))
 
-    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Any], int]:
+    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
         """Return the files as buckets in the object store, and their bytes."""
         placed, num_bytes = [], 0
         for file in self._files:  # one at a time in the memory of this process

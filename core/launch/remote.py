@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
 import numpy as np
 import ray
@@ -29,6 +29,9 @@ from core.processes.stacks import FOLDER, collect_stacks
 from core.weight_sync.calls import PushError
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
+
+if TYPE_CHECKING:
+    from core.data.stored_batch import Ref
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +61,19 @@ SMALL_BYTES = 64 * 2**10
 T = TypeVar("T")
 
 
-def place(value: T, arrays: Iterable[np.ndarray]) -> Any:
+def place(value: T, arrays: Iterable[np.ndarray]) -> Ref:
     """Return a reference to `value` in the store, or `value` itself where its `arrays` are small together."""
     return value if sum(array.nbytes for array in arrays) <= SMALL_BYTES else ray.put(value)
 
 
-def fetch(placed: Sequence[Any]) -> list[Any]:
+def fetch(placed: Sequence[Ref]) -> list[Any]:
     """Return what place() was given, in order; arrays are views of the store's read-only memory."""
     refs = [value for value in placed if isinstance(value, ray.ObjectRef)]
     found = iter(ray.get(refs) if refs else ())
     return [next(found) if isinstance(value, ray.ObjectRef) else value for value in placed]
 
 
-def has_ended(call: Any) -> bool:
+def has_ended(call: Ref) -> bool:
     """Return whether a call has ended, with a result or an error."""
     return bool(ray.wait([call], timeout=0)[0])
 
@@ -78,6 +81,8 @@ def has_ended(call: Any) -> bool:
 A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")
+Pending: TypeAlias = Coroutine[Any, Any, R]
+"""What an asynchronous method returns."""
 
 
 class Remote(Generic[A]):
@@ -92,7 +97,7 @@ class Remote(Generic[A]):
 
     @overload
     def send(
-        self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[A, P], Pending[R]], *args: P.args, **kwargs: P.kwargs
     ) -> ObjectRef[R]: ...
 
     @overload
@@ -103,8 +108,8 @@ class Remote(Generic[A]):
         return getattr(self.handle, method.__name__).remote(*args, **kwargs)
 
     def send_parts(
-        self, count: int, method: Callable[Concatenate[A, P], Any], *args: P.args, **kwargs: P.kwargs
-    ) -> Sequence[Any]:
+        self, count: int, method: Callable[Concatenate[A, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> Sequence[Ref]:
         """Start a call that returns a tuple of `count` values, and return the reference of each."""
         return getattr(self.handle, method.__name__).options(num_returns=count).remote(*args, **kwargs)
 

@@ -5,7 +5,7 @@ actor as the training loop calls it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias
@@ -17,12 +17,13 @@ from core.explore.batches import BatchService
 from core.explore.service import RolloutService
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import ActorGenerator
-from core.launch.remote import P, R, Remote, fetch, place
+from core.launch.remote import P, Pending, R, Remote, fetch, place
 from core.monitoring.logs import log_to_file
 from tracing import spanned
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from core.config.experiments import PPOMATHConfig
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
@@ -57,13 +58,13 @@ class BatchActor(BatchService):
 class RolloutActor(RolloutService):
     """The rollout process of a run that samples: a plain class, as BatchActor."""
 
-    def __init__(self, name: str, log_file: str, config: PPOMATHConfig, generators: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, log_file: str, config: PPOMATHConfig, generators: Mapping[str, ActorHandle]) -> None:
         """`generators`: Ray's handles, by name."""
         _prepare(name, log_file)
         actors = {generator: ActorGenerator(actor) for generator, actor in generators.items()}
         super().__init__(actors, config, Path(log_file).parent, put=put, fetch=fetch)
 
-    async def replace_generator(self, name: str, actor: Any) -> None:
+    async def replace_generator(self, name: str, actor: ActorHandle) -> None:
         """Use `actor`, another process with the weights of the current version, in place of a lost generator."""
         self.router.replace(name, ActorGenerator(actor))
 
@@ -95,28 +96,26 @@ class RolloutClient:
         self._actor = Remote[RolloutActor](actor)
         self._starting = self._actor.send(RolloutActor.start)
         self._announced: list[ObjectRef[None]] = []
-        self._taking: Sequence[Any] = ()
+        self._taking: Sequence[Ref] = ()
 
-    def _call(
-        self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    def _call(self, method: Callable[Concatenate[RolloutActor, P], Pending[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         result: R = self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
         return result
 
-    def _wait_call(self, call: Any, phase: str) -> Any:
+    def _wait_call(self, call: Ref, phase: str) -> Any:
         limit = self._cluster.deadlines.call_seconds
         return self._gather(self._with_announced(call), phase, timeout_seconds=limit, key="call_seconds")
 
-    def _wait_sampling(self, calls: Sequence[Any], phase: str, **options: Any) -> Any:
+    def _wait_sampling(self, calls: Sequence[Ref], phase: str, **options: Any) -> Any:
         """Return the result of the last of `calls`, which wait for generators."""
         limit = self._cluster.deadlines.batch_seconds
         return self._gather(calls, phase, timeout_seconds=limit, key="batch_seconds", **options)
 
-    def _with_announced(self, *calls: Any) -> Sequence[Any]:
+    def _with_announced(self, *calls: Ref) -> Sequence[Ref]:
         announced, self._announced = self._announced, []
         return [*announced, *calls]
 
-    def _gather(self, calls: Sequence[Any], phase: str, *, key: str, **options: Any) -> Any:
+    def _gather(self, calls: Sequence[Ref], phase: str, *, key: str, **options: Any) -> Any:
         return self._cluster.waiter.gather(
             calls, names=["rollout"] * len(calls), phase=phase, key=f"deadlines.{key}", **options
         )[-1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Concatenate, TypeVar
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
@@ -89,7 +90,7 @@ class TrainerGroup:
         """Return results of a call on every rank, in rank order. `push_seconds`: the deadline of a push, which has its
         own."""
         announced, self._announced = self._announced, []
-        both: list[ObjectRef[Any]] = [*announced, *calls]
+        both: list[Ref] = [*announced, *calls]
         return self._cluster.waiter.gather(
             both,
             names=[*self._names * (len(announced) // len(self._names)), *self._names],
@@ -128,7 +129,7 @@ class TrainerGroup:
         """Do the same with a piece of a batch that is not small."""
         return place(arrays, arrays.values())
 
-    def get(self, results: Sequence[Ref]) -> list[Any]:
+    def get(self, results: Sequence[Ref]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return what the ranks have returned, from the store where it is there."""
         return fetch(results)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from core.config.runtime import SamplesConfig
+    from core.runs.checkpoints import State
     from rollout.evaluation import Episode
 
 
@@ -84,7 +85,7 @@ class Sample:
         return row
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Sample:
+    def from_row(cls, row: State) -> Sample:
         """Return the inverse of to_row(), of a row with its step. Raises TypeError for a row of another file."""
         turns = tuple(Turn(**turn) for turn in row.get("turns", ()))
         return cls(**{**row, "notable": tuple(row.get("notable", ())), "turns": turns})

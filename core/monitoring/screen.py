@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -169,10 +169,10 @@ class Screen:
                 text.truncate(self.width, overflow="ellipsis")
             self.show(text, soft_wrap=True, highlight=False)
 
-    def show(self, what: RenderableType, **options: Any) -> None:
-        """Print with options of rich; the run goes on where the terminal or the reader of a pipe is gone."""
+    def show(self, what: RenderableType, *, soft_wrap: bool | None = None, highlight: bool | None = None) -> None:
+        """Print as rich does; the run goes on where the terminal or the reader of a pipe is gone."""
         with suppress(OSError, SystemExit):  # which rich raises for a broken pipe
-            self.console.print(what, **options)
+            self.console.print(what, soft_wrap=soft_wrap, highlight=highlight)
 
     def begin(self, phase: str) -> None:
         """Name a phase of the start; it ends when the next one or training begins."""

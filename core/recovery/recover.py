@@ -29,7 +29,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -63,8 +62,7 @@ def write_state(folder: Path, name: str, state: object) -> None:
     arrays = Arrays()
     text = json.dumps(encode(state, arrays, name))
     with open(folder / f"{name}.npz", "wb") as f:
-        flat: dict[str, Any] = dict(arrays.flat())
-        np.savez(f, **flat)
+        np.savez(f, **dict(arrays.flat()))  # type: ignore[arg-type]
     (folder / f"{name}.json").write_text(text)
 
 

@@ -25,6 +25,8 @@ from typing import Any
 from config_schema.nearest import nearest_names
 from model_specs.untrusted import UntrustedFileError, read_json_object
 
+State = Mapping[str, Any]
+"""What a file of a checkpoint or of a run holds, by name."""
 CONFIG_KEYS = {
     "train_bs_n_seqs": "dataset.train_bs_n_seqs",
     "group_size": "group_size",
@@ -105,7 +107,7 @@ def read_run(checkpoint: Path) -> tuple[RunIdentity, Mapping[str, object]]:
     return RunIdentity(**saved["identity"]), state
 
 
-def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def read_stream(checkpoint: Path) -> tuple[State, State]:
     """Return what a checkpoint holds of its data set, a PromptDataset's state or that of the rows of sft and dpo, and
     the settings of its experience (rollout/experience/rules.py), which sft and dpo do not have.
 
@@ -116,7 +118,7 @@ def read_stream(checkpoint: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
     return dict(saved["producer"]["dataset"]), dict(saved["producer"]["settings"])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> State:
     return read_json_object(path, max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
 
 

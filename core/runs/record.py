@@ -24,11 +24,11 @@ from datetime import datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
-from core.runs.checkpoints import is_checkpoint, recover_checkpoints
+from core.runs.checkpoints import State, is_checkpoint, recover_checkpoints
 from core.runs.paths import RunPaths
 from rollout.plugins import state_folder
 
@@ -159,7 +159,7 @@ def _models(engine: Path) -> Iterator[tuple[int, Path]]:
             yield int(name[1]), folder
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path) -> State | None:
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from core.data.stored_batch import Ref
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.recovery.recover import RecoverStore, RunState, WaitWritten
@@ -112,8 +113,8 @@ class Evaluator(Protocol):
     """The rollout process (core/launch/rollout_client.py)."""
 
     def evaluate(self, step: int, meanwhile: Callable[[], None]) -> dict[str, float]: ...
-    def begin_evaluation(self, step: int, on: str) -> Any: ...
-    def wait_evaluated(self, call: Any, meanwhile: Callable[[], None]) -> dict[str, float]: ...
+    def begin_evaluation(self, step: int, on: str) -> Ref: ...
+    def wait_evaluated(self, call: Ref, meanwhile: Callable[[], None]) -> dict[str, float]: ...
     def release_generator(self, name: str) -> None: ...
 
 
@@ -129,7 +130,7 @@ class Replicas(Protocol):
 class _Running:
     step: int
     generator: str
-    call: Any
+    call: Ref
 
 
 class Evaluations:
@@ -141,7 +142,7 @@ class Evaluations:
         generators: Replicas | None,
         *,
         report: Callable[[int, Mapping[str, float]], None],
-        is_done: Callable[[Any], bool],
+        is_done: Callable[[Ref], bool],
         meanwhile: Callable[[], None],
     ) -> None:
         """`generators`: None where the trainer waits in any case. `report(step, figures)`. `is_done`: whether a call

@@ -52,7 +52,7 @@ class _Entry(TypedDict):
 
 
 class VersionFolder:
-    """`rollout.inference.versions.Versions` over a folder. Any number of processes may open it; one of them publishes.
+    """`rollout.inference.versions.Versions` over a folder. Many processes may open it; one of them publishes.
 
     Times are compared on the clock of the file system, so the clocks of hosts may differ.
     """
@@ -245,10 +245,9 @@ def _replace(path: Path, content: Mapping[str, object]) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    return content
 
 
 class Ranks(Protocol):

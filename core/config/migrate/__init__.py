@@ -24,6 +24,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
+Recipe = Mapping[str, Any]
+"""The values of a recipe by dotted key, or a part of a table by name."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
@@ -36,14 +38,14 @@ class System:
     """Keys that tell its recipes from all others: every one of them is there. `a|b`: one of two."""
     keys: Mapping[str, str]
     """Their key -> target."""
-    no_meaning: Sequence[Mapping[str, Any]] = ()
+    no_meaning: Sequence[Recipe] = ()
     """`keys` of theirs, and as `note` why nothing has to be written."""
-    no_equivalent: Sequence[Mapping[str, Any]] = ()
+    no_equivalent: Sequence[Recipe] = ()
     """`keys` of theirs, and as `note` what to do. With `if`, only where one of these keys of theirs is true."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Recipe = field(default_factory=dict)
     """Ours, where their default differs."""
 
-    def is_of(self, recipe: Mapping[str, Any]) -> bool:
+    def is_of(self, recipe: Recipe) -> bool:
         """Return whether a flat recipe is one of this system."""
         return all(any(_is_at(name, key) for name in mark.split("|") for key in recipe) for mark in self.marks)
 
@@ -63,7 +65,7 @@ class Row:
     """What became of one key."""
 
     key: str
-    value: Any
+    value: object
     fate: Fate
     note: str
     """Our key and value, or what to do."""
@@ -71,14 +73,14 @@ class Row:
     """Our key, where it gets a value."""
 
 
-def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat(tree: Recipe) -> dict[str, object]:
     """Return the values of a recipe by dotted key, with ${...} replaced."""
     found = _leaves(tree)
     return {key: _resolved(value, found) for key, value in found.items()}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _leaves(tree: Recipe, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             found |= _leaves(value, f"{prefix}{name}.")
@@ -87,7 +89,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _resolved(value: Any, recipe: Mapping[str, Any], depth: int = 0) -> Any:
+def _resolved(value: object, recipe: Recipe, depth: int = 0) -> object:
     """Return a value with its ${...} replaced, as far as they name keys or variables of the environment."""
     if not isinstance(value, str) or depth > 10:
         return value
@@ -109,7 +111,7 @@ def _is_at(name: str, key: str) -> bool:
     return fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*")
 
 
-def translate(system: System, recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[Row]]:
+def translate(system: System, recipe: Recipe) -> tuple[dict[str, object], list[Row]]:
     """Return our values by dotted key, and what became of each of theirs, in their order."""
     ours, rows = dict(system.defaults), []
     for key, value in recipe.items():
@@ -119,13 +121,13 @@ def translate(system: System, recipe: Mapping[str, Any]) -> tuple[dict[str, Any]
     return ours, rows
 
 
-def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tuple[Row, dict[str, Any]]:
+def _row(system: System, recipe: Recipe, key: str, value: object) -> tuple[Row, dict[str, object]]:
     target = _found(key, system.keys)
     if target is not None:
         if value is None or value == "":
             return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
         return _taken(key, value, target, recipe)
-    without: Sequence[tuple[Sequence[Mapping[str, Any]], Fate]] = (
+    without: Sequence[tuple[Sequence[Recipe], Fate]] = (
         (system.no_equivalent, "no equivalent"),
         (system.no_meaning, "no meaning here"),
     )
@@ -138,7 +140,7 @@ def _row(system: System, recipe: Mapping[str, Any], key: str, value: Any) -> tup
     return Row(key=key, value=value, fate="unknown", note="look it up in docs/configuration.md"), {}
 
 
-def _is_on(switches: Sequence[str] | None, recipe: Mapping[str, Any]) -> bool:
+def _is_on(switches: Sequence[str] | None, recipe: Recipe) -> bool:
     """Return whether one of the keys is true; also without any."""
     return switches is None or any(fnmatchcase(key, name) and on for key, on in recipe.items() for name in switches)
 
@@ -147,7 +149,7 @@ def _found(key: str, keys: Mapping[str, str]) -> str | None:
     return next((target for name, target in keys.items() if fnmatchcase(key, name)), None)
 
 
-def _choice(target: str, recipe: Mapping[str, Any]) -> tuple[str, str]:
+def _choice(target: str, recipe: Recipe) -> tuple[str, str]:
     """Return the first part of a target whose condition holds, and "", or the key for which the last one does not."""
     off = ""
     for choice in target.split(" else "):
@@ -158,7 +160,7 @@ def _choice(target: str, recipe: Mapping[str, Any]) -> tuple[str, str]:
     return part, off
 
 
-def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tuple[Row, dict[str, Any]]:
+def _taken(key: str, value: object, target: str, recipe: Recipe) -> tuple[Row, dict[str, object]]:
     choice, off = _choice(target, recipe)
     if off:
         return Row(key=key, value=value, fate="no meaning here", note=f"{off} is off"), {}
@@ -166,7 +168,7 @@ def _taken(key: str, value: Any, target: str, recipe: Mapping[str, Any]) -> tupl
     name, _, values = name.partition(": ")
     if isinstance(value, str) and "${" in value:
         return Row(key=key, value=value, fate="no equivalent", note=f"a formula: write {name}"), {}
-    given: Any = value
+    given: object = value
     if values:
         pairs = dict(pair.split("=", 1) for pair in values.split())
         text = str(value).lower()
@@ -193,7 +195,7 @@ def counts(rows: list[Row]) -> Iterator[tuple[str, int]]:
         yield fate, sum(row.fate == fate for row in rows)
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, object]:
     """Return the values of a YAML file by dotted key, with overrides `KEY=VALUE`; empty for a file that is none.
     Numbers as 1e-6 are numbers. Raises ValueError for an override that cannot be read."""
     try:
@@ -207,7 +209,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return {key: _number(value) for key, value in flat(tree).items()}
 
 
-def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+def _overridden(tree: Recipe, override: str) -> dict[str, object]:
     """Return a recipe with one more value, which `+` or `++` may precede."""
     key, equals, text = override.lstrip("+").partition("=")
     if not equals or key.startswith("~"):
@@ -219,19 +221,19 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     return _with(tree, key.split("."), value)
 
 
-def _with(tree: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+def _with(tree: object, names: Sequence[str], value: object) -> dict[str, object]:
     section = dict(tree) if isinstance(tree, Mapping) else {}
     first, *rest = names
     section[first] = _with(section.get(first), rest, value) if rest else value
     return section
 
 
-def system_of(recipe: Mapping[str, Any]) -> System | None:
+def system_of(recipe: Recipe) -> System | None:
     """Return the system that a flat recipe is of."""
     return next((system for system in systems() if system.is_of(recipe)), None)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """Return a text such as 1e-6, which YAML reads as text, as a number."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d+)?e[+-]?\d+", value, re.IGNORECASE):
         return float(value)

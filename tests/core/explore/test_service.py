@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from core.checks.recipe import recipe_checks
+from core.checks.recipe import recipe_problems
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
 from core.explore.data import RunData
@@ -89,7 +89,7 @@ def test_a_run_needs_the_solutions_that_a_check_asks_for(assets, tmp_path: Path)
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps({"prompt": "9+9="}) + "\n")
     config = config_of(assets, [str(held_out)], reward="math + helpers.rewards:zero")
-    found = [problem for check in recipe_checks(config, lengths=False) for problem in check(config)]
+    found = list(recipe_problems(config, lengths=False))
     (problem,) = (problem for problem in found if problem.key == "evaluation.path")
     with pytest.raises(DatasetError, match="no solution among the columns") as refused:
         RunData(config)

@@ -104,7 +104,7 @@ def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(
 ) -> None:
     ended = []
 
-    def start_own(**options: object) -> None:
+    def start_own(*common: object, **options: object) -> None:
         raise SystemExit(signal.SIGTERM)  # Ray's own handler
 
     fakes = {"ray": SimpleNamespace(shutdown=lambda: ended.append("ray")), "start_own": start_own}
@@ -141,7 +141,7 @@ def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_
         os.kill(os.getpid(), signal.SIGTERM)
         ended.append("watchdog")
 
-    def start_own(**options: object) -> None:
+    def start_own(*common: object, **options: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
 
     fakes = {"ray": SimpleNamespace(shutdown=shutdown), "start_own": start_own}
