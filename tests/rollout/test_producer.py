@@ -212,13 +212,6 @@ def test_between_the_turns_of_some_prompts_the_generators_run_others() -> None:
     assert min(seen[8:]) >= 32
 
 
-def test_what_failed_workflows_leave_behind_counts_for_as_long_as_it_runs() -> None:
-    workflow = GroupWorkflow(fails=lambda prompt: prompt.index % 2 == 0)
-    seen = run_virtual(seen_running(workflow, max_in_flight=32, seconds=120.0))
-    assert min(seen) >= 32
-    assert np.mean(seen) < 46, "those that begin again come on top (43); what is left behind would, too (52)"
-
-
 def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
     async def main() -> None:
         workflow = GroupWorkflow(fails=lambda prompt: True, tidy=True)
@@ -227,39 +220,6 @@ def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
             for step in range(10):
                 assert len(await producer.take(step)) == 4
             assert producer.stats()["rollout/num_failures"] == 40
-
-    run_virtual(main())
-
-
-def test_a_prompt_that_begins_again_is_due_as_late_as_one_that_begins_then() -> None:
-    """Otherwise step 1 would wait for it: it began at version 0, which that step alone may train on."""
-
-    class FailsLate:
-        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-            began = version
-            if f"{prompt.query_id}@{prompt.epoch}" == fourth:
-                await asyncio.sleep(3.0 if began == 0 else 100.0)
-                if began == 0:
-                    raise ConnectionError("try again")
-            return [trajectory(prompt, np.array([began]))]
-
-    version, dataset = 0, make_dataset(20)
-    (fourth,) = names(dataset, [3])
-
-    async def main() -> None:
-        nonlocal version
-        async with make_producer(FailsLate(), batch_size=2, max_staleness=1) as producer:
-            taken = []
-            for step in range(3):
-                taken.append([group[0].query_id for group in await producer.take(step)])
-                began = asyncio.get_running_loop().time()
-                await asyncio.sleep(1.0)
-                version = step + 1
-                producer.set_version(version)
-                if step == 0:
-                    await asyncio.sleep(5.0)
-        assert taken == [names(dataset, [0, 1]), names(dataset, [2, 4]), names(dataset, [3, 5])]
-        assert 100 < began < 110
 
     run_virtual(main())
 
@@ -409,18 +369,6 @@ def test_errors_of_the_run_itself_are_not_skipped(on_error: OnError) -> None:
     run_virtual(main())
 
 
-def test_a_workflow_that_exits_fails_like_any_other() -> None:
-    """In a task, SystemExit would end the event loop, and nothing would ever answer."""
-
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(*range(20), error=SystemExit))
-        with pytest.raises(WorkflowFailureError, match=r"the workflow raised SystemExit\(this prompt\)"):
-            async with make_producer(workflow, max_retries=0) as producer:
-                await producer.take(0)
-
-    run_virtual(main())
-
-
 class TaskGroupWorkflow:
     """Three samples in an asyncio.TaskGroup, as docs/customization.md has it; the second of them calls `body`."""
 
@@ -450,21 +398,6 @@ class TaskGroupWorkflow:
         return [task.result() for task in samples]
 
 
-def test_a_sample_that_keeps_failing_in_a_task_group_costs_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    """Up to Python 3.12, asyncio.TaskGroup leaves the task with a count of cancellations."""
-
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(1, 6))
-        async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
-            taken = await train(producer, workflow, range(5))
-        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
-        assert producer.stats()["rollout/num_skipped"] == 2
-        assert workflow.calls["q1"] == 4
-
-    run_virtual(main())
-    assert "q1: attempt 1 of 4 failed: ZeroDivisionError('this prompt') (test_producer.py, line" in caplog.text
-
-
 def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         workflow = TaskGroupWorkflow(fails_for(1, 6, error=SystemExit))
@@ -480,16 +413,6 @@ def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplo
     )
     assert re.search(rf"q1: attempt 1 of 4 failed: {exits}", caplog.text)
     assert re.search(rf"q1: skipped after 4 attempts .*: {exits}", caplog.text)
-
-
-def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() -> None:
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(*range(20)))
-        with pytest.raises(WorkflowFailureError, match=r"max_error_share=0.05 .* ZeroDivisionError: this prompt"):
-            async with make_producer(workflow, errors=skipping(0.05)) as producer:
-                await producer.take(0)
-
-    run_virtual(main())
 
 
 @pytest.mark.parametrize(("kind", "failures"), [(CallWorkflow, 2), (TaskGroupWorkflow, 3)])
@@ -567,17 +490,6 @@ def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
     )
 
 
-def test_a_prompt_that_is_cancelled_from_outside_ends_the_run_at_once() -> None:
-    async def main() -> None:
-        async with make_producer(CallWorkflow()) as producer:
-            await settle()
-            next(iter(producer._tasks)).cancel()
-            await producer.take(0)
-
-    with pytest.raises(RuntimeError, match="cancelled from outside"):
-        run_virtual(main())
-
-
 class TwoArgumentError(Exception):
     def __init__(self, file: str, line: int) -> None:
         super().__init__(f"{file}:{line} is wrong")
@@ -615,20 +527,6 @@ def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
         async with again:
             taken += await train(again, workflow, range(2, 5))
         assert Counter(taken) == Counter(without(again._dataset, 1, 6))
-
-    run_virtual(main())
-
-
-def test_the_largest_staleness_bound_takes_no_longer_than_a_small_one() -> None:
-    """As a way to write "no bound": nothing may count up to it."""
-
-    async def main() -> None:
-        workflow = CallWorkflow()
-        producer = make_producer(workflow, max_staleness=10**12, max_in_flight=8, num_epochs=1)
-        async with producer:
-            assert len(await train(producer, workflow, range(5))) == 20
-            ages = [name for name in producer.stats() if name.startswith("staleness/")]
-            assert len(ages) < 30
 
     run_virtual(main())
 
@@ -784,19 +682,6 @@ def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
     run_virtual(main())
 
 
-def test_a_step_behind_a_smaller_last_batch_of_an_epoch_begins_at_its_prompts() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        workflow.version = 4
-        producer = make_producer(workflow, num_prompts=10, max_staleness=0)
-        producer.begin_at(4, reason="Batches are cut in another way")
-        async with producer:
-            await train(producer, workflow, range(4, 6))
-        assert workflow.order[:6] == names(make_dataset(10), range(14, 20)), "steps 0 to 3 took 4, 4, 2 and 4 prompts"
-
-    run_virtual(main())
-
-
 def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
     async def main() -> None:
         workflow = CallWorkflow()
@@ -833,15 +718,6 @@ def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
                 producer.set_version(step + 1)
 
     run_virtual(main())
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for settings in ({"batch_size": 0}, {"max_in_flight": 0}, {"group_size": 0}, {"max_retries": -1}):
-        ((name, value),) = settings.items()
-        with pytest.raises(ValueError, match=f"{name}={value} must be at least"):
-            make_producer(CallWorkflow(), **settings)
-    with pytest.raises(ValueError, match=r"set_version\(-1\): the weights are at version 0"):
-        make_producer(CallWorkflow()).set_version(-1)
 
 
 def test_stats_gather_the_counts_of_all_parts() -> None:

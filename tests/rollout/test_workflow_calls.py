@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -120,22 +118,6 @@ def test_the_failure_has_the_cause_of_its_exit() -> None:
     assert "KeyError: 'token'" in shown and "the workflow raised SystemExit(no token)" in shown
 
 
-def test_an_exit_in_answer_to_a_cancellation_is_a_failure_too() -> None:
-    async def run() -> None:
-        async def sample() -> None:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                sys.exit("interrupted")
-
-        task = asyncio.create_task(sample())
-        await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    assert str(asyncio.run(outcome_of(run))).startswith("the workflow raised SystemExit(interrupted)")
-
-
 async def interrupted() -> None:
     signal.raise_signal(signal.SIGINT)
     await asyncio.sleep(60)
@@ -159,59 +141,3 @@ def test_a_real_interrupt_ends_the_loop_wherever_it_arrives(call: Call) -> None:
             asyncio.run(asyncio.wait_for(outcome_of(call), 10))
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_an_exit_outside_of_a_workflow_ends_the_loop_as_ever() -> None:
-    async def main() -> None:
-        await outcome_of(awaited(raises(ValueError("first"))))
-        await asyncio.create_task(raises(SystemExit(3))())
-
-    with pytest.raises(SystemExit, match="3"):
-        asyncio.run(main())
-
-
-def test_a_task_of_a_workflow_keeps_its_name_its_context_and_its_result() -> None:
-    async def sample() -> str:
-        task = asyncio.current_task()
-        assert task is not None and task.get_stack()
-        return f"{task.get_name()}, {task!r}"
-
-    async def run() -> str:
-        return await asyncio.create_task(sample(), name="mine")
-
-    outcome = asyncio.run(outcome_of(run))
-    assert isinstance(outcome, str) and outcome.startswith("mine, <Task pending name='mine' coro=<")
-    assert "sample() running" in outcome
-
-
-def test_a_task_that_is_cancelled_before_it_starts_leaves_no_warning() -> None:
-    async def run() -> None:
-        asyncio.create_task(raises(SystemExit(3))()).cancel()
-        await asyncio.sleep(0)
-
-    gc.collect()  # what other tests have left warns here
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert asyncio.run(outcome_of(run)) is None
-        gc.collect()
-    assert [str(warning.message) for warning in found] == []
-
-
-def test_another_task_factory_of_the_loop_still_makes_the_tasks() -> None:
-    made = []
-
-    def factory(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        made.append(coro)
-        return asyncio.Task(coro, loop=loop, **options)
-
-    async def main() -> Any:
-        loop = asyncio.get_running_loop()
-        loop.set_task_factory(factory)
-        first = await outcome_of(awaited(raises(SystemExit(3))))
-        used = loop.get_task_factory()
-        second = await outcome_of(awaited(raises(SystemExit(4))))
-        assert loop.get_task_factory() is used, "a run makes many calls"
-        assert len(made) == 4
-        return first, second
-
-    assert all("SystemExit" in str(outcome) for outcome in asyncio.run(main()))

@@ -7,7 +7,6 @@ from core.algorithms.advantages import (
     ValueNorm,
     centred,
     gae,
-    last_trained,
     whiten,
 )
 from core.algorithms.rewards import shape_scores, token_rewards
@@ -41,14 +40,6 @@ def test_gae_of_packed_sequences_is_gae_of_each_sequence(discount: float, lam: f
     ]
     torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(returns, advantages + values)
-
-
-def test_without_values_and_discount_every_trained_token_gets_the_score_of_its_sequence() -> None:
-    cu = torch.tensor([0, 3, 7])
-    mask = torch.tensor([False, True, True, False, False, True, True])
-    rewards = token_rewards(torch.tensor([1.0, -1.0]), cu, mask, kl_penalty=None)
-    advantages, _ = gae(rewards, torch.zeros(7), cu, mask, torch.zeros(2), discount=1.0, gae_lambda=1.0)
-    assert advantages.tolist() == [0, 1, 1, 0, 0, -1, -1]
 
 
 def test_the_kl_penalty_counts_on_trained_tokens_only() -> None:
@@ -105,12 +96,6 @@ def test_value_norm_gives_recent_batches_the_larger_weight() -> None:
     assert norm.normalize(torch.tensor([2.0, 2.0 + 2**0.5])).tolist() == pytest.approx([0.0, 1.0])
 
 
-def test_value_norm_scales_returns_that_are_all_equal_by_a_tenth_at_least() -> None:
-    norm = ValueNorm()
-    norm.update(torch.tensor([4.0, 4.0]), torch.tensor([True, True]))
-    assert norm.denormalize(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([4.0, 4.1])
-
-
 def two_turns(gap: int, *, trailing: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(cu_seqlens, loss_mask): a prompt of 2, a turn of 2, `gap` masked tokens, a turn of 3, `trailing` masked ones."""
     mask = [False] * 2 + [True] * 2 + [False] * gap + [True] * 3 + [False] * trailing
@@ -154,29 +139,6 @@ def test_gae_runs_over_the_trained_tokens_of_each_sequence_whatever_lies_between
     torch.testing.assert_close(returns, (advantages + values) * mask)
 
 
-def gae_of_all_tokens(rewards, values, cu, mask, bootstrap, discount, lam):
-    """The scan over every token, trained or not: what gae() must equal bit for bit where sequences have no gaps."""
-    out = torch.zeros_like(rewards)
-    for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
-        following, running = bootstrap[i], None
-        for t in reversed(range(start, end)):
-            delta = rewards[t] + discount * following - values[t]
-            running = delta if running is None else delta.add(running, alpha=discount * lam)
-            out[t], following = running, values[t]
-    return out * mask
-
-
-def test_without_gaps_the_advantages_are_those_of_the_scan_over_all_tokens_bit_for_bit() -> None:
-    generator = torch.Generator().manual_seed(3)
-    lens, prompts = [12, 5, 30], [4, 1, 11]
-    cu = torch.tensor([0, *lens]).cumsum(0)
-    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lens, prompts, strict=True)])
-    rewards, values = torch.randn(2, int(cu[-1]), generator=generator) * mask
-    bootstrap = torch.randn(len(lens), generator=generator)
-    advantages, _ = gae(rewards, values, cu, mask, bootstrap, discount=0.99, gae_lambda=0.95)
-    assert torch.equal(advantages, gae_of_all_tokens(rewards, values, cu, mask, bootstrap, 0.99, 0.95))
-
-
 def test_a_score_on_a_masked_last_token_reaches_the_last_trained_token() -> None:
     cu, mask = two_turns(3, trailing=4)
     rewards = token_rewards(torch.tensor([2.0]), cu, mask, kl_penalty=None)
@@ -189,8 +151,3 @@ def test_a_batch_without_trained_tokens_has_no_advantages() -> None:
     cu, mask = torch.tensor([0, 2, 5]), torch.zeros(5, dtype=torch.bool)
     advantages, returns = gae(torch.ones(5), torch.ones(5), cu, mask, torch.ones(2), discount=1.0, gae_lambda=1.0)
     assert not advantages.any() and not returns.any()
-
-
-def test_the_last_trained_token_is_found_in_every_sequence() -> None:
-    mask = torch.tensor([False, True, True, False, False, False, False, True])
-    assert last_trained(torch.tensor([0, 4, 6, 8]), mask).tolist() == [2, 4, 7]

@@ -103,17 +103,6 @@ def test_kl_and_entropy_enter_the_loss_with_their_coefficients() -> None:
     assert metrics["ref_kl"].item() == pytest.approx(-0.5) and metrics["entropy"].item() == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_agree_with_the_divergence_of_two_close_distributions(estimator: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    p_logits = torch.randn(50, generator=generator, dtype=torch.float64)
-    q_logits = p_logits + 0.05 * torch.randn(50, generator=generator, dtype=torch.float64)
-    p, log_p, log_q = p_logits.softmax(0), p_logits.log_softmax(0), q_logits.log_softmax(0)
-    exact = (p * (log_p - log_q)).sum().item()
-    estimate = (p * kl_estimate(log_p, log_q, estimator)).sum().item()  # type: ignore[arg-type]
-    assert estimate == pytest.approx(exact, rel=0.06)
-
-
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
@@ -151,14 +140,6 @@ def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     loss, metrics = value_loss(output, fields, value_eps_clip=0.2)
     assert loss.item() == pytest.approx(0.5 * (0.8**2 + 0.9**2 + 0.05**2))
     assert metrics["value_clip_ratio"].item() == 1
-
-
-def test_values_within_the_range_are_not_clipped_however_they_are_rounded() -> None:
-    torch.manual_seed(1)
-    old, new, returns = torch.randn(3, 1000)
-    fields = {"loss_mask": torch.ones(1000, dtype=torch.bool), "returns": returns, "old_values": old}
-    _, metrics = value_loss(SimpleNamespace(values=new), fields, value_eps_clip=10.0)
-    assert metrics["value_clip_ratio"] == 0
 
 
 def test_sft_loss_is_the_negative_log_likelihood_of_the_answer_tokens() -> None:

@@ -148,12 +148,6 @@ def test_the_router_chooses_the_experts_of_demonstrations_and_no_rollout_has_ano
     assert (replayed[len(experts) :] == -1).all() and len(replayed) == len(experts) + demonstrations.num_tokens
 
 
-def test_without_demonstrations_the_batch_is_that_of_the_rollouts() -> None:
-    _, held, metrics = score(algorithm("grpo"), None)
-    batch = held.minibatch(0, "actor", replay_routing=False).select([0, 1])
-    assert DEMONSTRATION not in batch.fields and "demonstration_weight" not in metrics
-
-
 def test_the_course_of_the_weight_continues_after_a_restart() -> None:
     changes = {"demonstration_warmup_steps": 4}
     first = mix(**changes)

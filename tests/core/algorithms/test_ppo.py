@@ -20,17 +20,6 @@ def test_a_cut_off_answer_whose_last_tokens_are_masked_continues_from_its_last_t
     assert by_answer(batch, trained_on["returns"]) == [[0.25, 1.25], [0.25, 1.0]]
 
 
-def test_grpo_by_name_is_ppo_without_a_critic_with_normalised_groups_that_are_not_split() -> None:
-    batch, fields = batch_of([1.0, 0.0, 0.0, 0.0], [3.0, 5.0], lens=[1, 2, 1, 1, 1, 2])
-    by_name = algorithm("grpo", adv_norm=True)
-    by_keys = algorithm("ppo", adv_norm=True, disable_value=True, group_adv_norm=True)
-    (ours, metrics), (theirs, expected) = by_name.advantages(batch, fields), by_keys.advantages(batch, fields)
-    assert ours.keys() == theirs.keys() and metrics == expected
-    assert torch.equal(ours["advantages"], theirs["advantages"])
-    assert (by_name.unit, by_keys.unit) == ("group", "group")
-    assert by_name.critic is None and by_name.passes == frozenset()
-
-
 @pytest.mark.parametrize(
     ("changes", "passes"),
     [
@@ -46,14 +35,3 @@ def test_grpo_by_name_is_ppo_without_a_critic_with_normalised_groups_that_are_no
 )
 def test_only_passes_that_something_needs_are_named(changes: dict, passes: set[str]) -> None:
     assert algorithm("ppo", **changes).passes == passes
-
-
-def test_the_statistics_of_values_are_saved_and_come_back() -> None:
-    batch, fields = batch_of([3.0, -1.0])
-    fields["old_values"] = torch.zeros_like(fields["rollout_logprobs"])
-    trained, fresh = (algorithm("ppo", value_norm=True) for _ in range(2))
-    trained.advantages(batch, fields)
-    assert fresh.state_dict() != trained.state_dict()
-    fresh.load_state_dict(trained.state_dict())
-    assert fresh.state_dict() == trained.state_dict()
-    assert torch.equal(fresh.advantages(batch, fields)[0]["returns"], trained.advantages(batch, fields)[0]["returns"])

@@ -1,13 +1,10 @@
 """RLOO against its definition written as plain loops, and in the training seam."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from core.algorithms.advantages import leave_one_out
-from helpers.batches import algorithm, batch_of, by_answer, ppo_loss
-from mcore_adapter.data.sequences import Sequences
+from helpers.batches import algorithm, batch_of, by_answer
 
 
 def mean_of_the_others(rewards: list[float]) -> list[float]:
@@ -56,28 +53,3 @@ def test_tokens_that_are_not_trained_pay_no_kl_penalty() -> None:
     trained_on, metrics = algorithm("rloo", kl_ctl=0.1).advantages(batch, fields)
     assert by_answer(batch, trained_on["advantages"]) == [pytest.approx([1.0, 1.0]), pytest.approx([-1.0])]
     assert metrics["kl_reward"] == 0.0
-
-
-def test_adv_norm_whitens_over_the_trained_tokens() -> None:
-    batch, fields = batch_of([3.0, 0.0], lens=[1, 1])
-    trained_on, _ = algorithm("rloo", adv_norm=True).advantages(batch, fields)
-    first, second = by_answer(batch, trained_on["advantages"])
-    assert first == pytest.approx([1.0], abs=1e-4) and second == pytest.approx([-1.0], abs=1e-4)
-
-
-def test_the_loss_is_the_clipped_surrogate_of_ppo_averaged_over_tokens() -> None:
-    rloo = algorithm("rloo", entropy_coeff=0.1, kl_ctl=0.5, kl_in="loss", kl_estimator="k3")
-    generator = torch.Generator().manual_seed(0)
-    logprobs, old, rollout, ref, advantages, entropy = torch.randn(6, 5, generator=generator)
-    mask = torch.tensor([False, True, True, False, True])
-    fields = {
-        "loss_mask": mask, "old_logprobs": old, "rollout_logprobs": rollout, "ref_logprobs": ref,
-        "advantages": advantages,
-    }  # fmt: skip
-    output = SimpleNamespace(logprobs=logprobs, entropy=entropy)
-    loss, metrics = rloo.loss(output, fields, Sequences(of_token=torch.zeros(5, dtype=torch.int64), count=1))
-    expected, _ = ppo_loss(output, fields, correction="bypass", kl_ctl=0.5, kl_estimator="k3", entropy_coeff=0.1)
-    assert loss.item() == expected.item() and {"ref_kl", "entropy"} <= metrics.keys()
-    assert rloo.needs_entropy and rloo.unit == "group" and rloo.critic is None
-    batch, _ = batch_of([1.0, 0.0], lens=[2, 5])
-    assert torch.equal(rloo.token_weights(batch.to_packed()), batch.to_packed().loss_mask.double())

@@ -139,13 +139,6 @@ def test_a_group_has_the_same_advantages_in_any_batch_and_order(credit: str) -> 
     torch.testing.assert_close(turned, torch.cat(alone[::-1]), rtol=1e-5, atol=1e-6)
 
 
-def test_without_rewards_of_turns_the_outcome_is_all_there_is() -> None:
-    batch = packed(groups(reports=False))
-    assert batch.turn_rewards is None and batch.turn_states is None
-    found = advantages(batch, credit="step_groups")
-    torch.testing.assert_close(found, advantages(batch))
-
-
 def test_turns_are_counted_where_a_workflow_appends_them_and_where_a_group_is_checked() -> None:
     def done(n: int) -> Completion:
         return Completion(

@@ -32,7 +32,7 @@ from core.weight_sync.push import WeightPush
 from core.weight_sync.senders import SENDERS
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
-from rollout.inference.registry import TRANSPORTS, choose_transport
+from rollout.inference.registry import choose_transport
 from rollout.inference.sglang.client import SGLangEndpoint
 from tracing import FOLDER, record_spans
 
@@ -248,64 +248,6 @@ def opened_by(server: Opening, tmp_path: Path, **changes: Any) -> IpcSender:
     return sender
 
 
-@pytest.mark.parametrize(
-    ("bucket_bytes", "opens", "largest"),
-    [
-        (100, [True, True, False, False, False], 100),
-        (1, [True, True, False, True, True], 70),
-        (1000, [True, True, False, True, True], 70),
-    ],
-    ids=["all fit", "larger and larger ones", "a small model"],
-)
-def test_by_ipc_two_pieces_of_memory_hold_all_buckets_in_turn(
-    bucket_bytes: int, opens: list[bool], largest: int, tmp_path: Path
-) -> None:
-    server = Opening(lambda number: time.sleep(0.05))  # the sender goes on meanwhile
-    sender = opened_by(server, tmp_path, bucket_bytes=bucket_bytes)
-    sizes = (33, 33, 33, 34, 35)
-    sent = {f"layers.{i}.norm.weight": torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
-    sender.prepare(iter([{name: tensor} for name, tensor in sent.items()]), verify=False)
-    report = sender.send()
-    assert server.received.keys() == sent.keys()
-    assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
-    assert server.calls == [(i % 2, new) for i, new in enumerate(opens)]
-    assert not server.opened
-    assert server.largest == largest, "bytes of a piece of memory"
-    assert report is not None and report.num_bytes == 2 * sum(sizes)
-
-
-def test_by_ipc_each_rank_of_a_server_opens_the_memory_of_the_trainer_rank_on_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Server:
-        name, tp, pp, trainer_ranks = "generator-0", 2, 1, (2, 0)
-
-        def __init__(self) -> None:
-            self.shared: list[list[str]] = []
-
-        def share(self, bucket: Any, memory: Tensor | None, *, number: int) -> str:
-            return "a bucket" if memory is None else "memory of rank 0"
-
-        def receive_shared(self, shared: list[str], *, timeout_seconds: float) -> None:
-            self.shared.append(shared)
-
-        def release_shared(self, *, timeout_seconds: float) -> None:
-            self.shared.append(["released"])
-
-    def gather_of_three(found: list[Any], own: Any) -> None:
-        found[:] = [own, "", "memory of rank 2"]
-
-    monkeypatch.setattr(dist, "all_gather_object", gather_of_three)
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)
-    server, sender = Server(), IpcSender(settings_alone(world_size=3))
-    sender._shares_memory = True
-    sender.connect([server])  # type: ignore[list-item]
-    sender.prepare(iter([tensors_of(1, i) for i in range(3)]), verify=False)
-    sender.send()
-    new = ["memory of rank 2", "memory of rank 0"]
-    assert server.shared == [new, new, ["a bucket", "a bucket"], ["released"]]
-
-
 def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_third_exists(tmp_path: Path) -> None:
     """The servers here copy each bucket but the last when the next one has been gathered."""
     gathered = [threading.Event() for _ in range(NUM_BUCKETS)]
@@ -339,17 +281,6 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
     assert len([row for row in rows if row[0] == "gather"]) == NUM_BUCKETS - 1, "one was made ahead"
     assert report is not None and report.num_buckets == NUM_BUCKETS
     assert alive == [[]] * 2 * NUM_BUCKETS, "a bucket is in one of two pieces of memory alone when it is copied"
-
-
-@pytest.mark.parametrize(
-    ("kind", "receivers"), [("local", "first"), ("ipc", "all"), ("nccl", "first"), ("disk", "first")]
-)
-def test_the_transport_decides_which_ranks_receive_full_tensors(kind: str, receivers: str) -> None:
-    assert TRANSPORTS[kind].receivers == receivers
-
-
-def test_every_transport_but_the_local_one_has_a_sender() -> None:
-    assert TRANSPORTS.keys() - SENDERS.keys() == {"local"}
 
 
 def test_the_deadline_names_who_did_not_answer() -> None:

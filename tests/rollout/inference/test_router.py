@@ -5,7 +5,6 @@ import logging
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,33 +263,6 @@ def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Pat
     play(scene())
 
 
-def test_what_was_told_of_an_earlier_request_of_the_same_name_is_no_answer(folder: Path, model: Any) -> None:
-    class Telling(Recorded):
-        """Tells of what has ended too, as it may still be on its way."""
-
-        async def generate(self, request: GenerateRequest) -> Completion:
-            ended[request.request_id] = await super().generate(request)
-            return ended[request.request_id]
-
-        async def partial(self) -> dict[str, Completion]:
-            return ended | await super().partial()
-
-    async def scene() -> None:
-        generators = [Telling(folder), Recorded(folder)]
-        router = Router(generators)
-        first = request(0, prompt(5), max_new_tokens=8)
-        await router.generate(first)
-        assert len((await router.partial())[first.request_id].token_ids) == 8
-        again = request(0, prompt(7, seed=1), max_new_tokens=300)
-        running = await started(router, [again])
-        await generators[0].close()
-        assert_same((await asyncio.gather(*running))[0], run(engine_of(model), [again])[0])
-        await router.close()
-
-    ended: dict[str, Completion] = {}
-    play(scene())
-
-
 def test_a_generator_that_failed_is_reported_once_with_the_reason(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,21 +332,6 @@ def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(fo
     play(scene())
 
 
-def test_patience_with_no_generator_left_ends_once_for_all_who_wait(folder: Path) -> None:
-    async def scene() -> None:
-        generator = Recorded(folder)
-        router = Router([generator], GeneratorConfig(patience_seconds=0.2))
-        running = await started(router, groups_of_four(1, max_new_tokens=400))
-        await generator.close()
-        outcomes = await asyncio.gather(*running, return_exceptions=True)
-        assert all(isinstance(outcome, NoGeneratorError) for outcome in outcomes)
-        with pytest.raises(NoGeneratorError):
-            await asyncio.wait_for(router.generate(request(9, prompt(3))), timeout=0.1)
-        await router.close()
-
-    play(scene())
-
-
 def test_a_slow_generator_is_reported_and_keeps_its_requests(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,36 +378,6 @@ def test_a_cancelled_request_leaves_no_load_behind(folder: Path) -> None:
         await router.close()
 
     play(scene())
-
-
-def test_a_generator_that_answers_late_takes_back_nothing_that_it_has_handed_back(folder: Path) -> None:
-    """It tells what its requests have, hands more of that back, and only then is its answer heard."""
-
-    class Late(Recorded):
-        async def partial(self) -> dict[str, Completion]:
-            told = await super().partial()
-            heard.set()
-            await interrupted.wait()
-            return told
-
-    async def main() -> None:
-        generator = Late(folder)
-        router = Router([generator])
-        running = await started(router, groups_of_four(1, max_new_tokens=400))
-        asked = asyncio.ensure_future(router.partial())
-        await heard.wait()
-        await router.generate(request(20_000, prompt(3), max_new_tokens=8))  # some steps more
-        await generator.pause()
-        interrupted.set()
-        told = await asked
-        await generator.resume(1)
-        for completion, (name, part) in zip(await asyncio.gather(*running), sorted(told.items()), strict=True):
-            n = len(part.token_ids)
-            assert n == (completion.versions == 0).sum(), f"{name}: what was handed back"
-            assert (part.token_ids == completion.token_ids[:n]).all()
-
-    heard, interrupted = asyncio.Event(), asyncio.Event()
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_SECONDS))
 
 
 @pytest.mark.parametrize("max_running", [1, 8, 128])
@@ -520,23 +447,6 @@ def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() 
             await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
 
     play(scene())
-
-
-def test_a_generator_that_only_aborts_is_called_with_growing_pauses_of_at_most_a_second() -> None:
-    async def scene() -> list[float]:
-        clock, calls = asyncio.get_running_loop().time, []
-
-        class Noted(Scripted):
-            async def generate(self, request: GenerateRequest) -> Completion:
-                calls.append(clock())
-                return await super().generate(request)
-
-        assert (await Router([Noted(*["abort"] * 20, "stop")]).generate(request(0, prompt(5)))).finish_reason == "stop"
-        return calls
-
-    pauses = [after - before for before, after in pairwise(run_virtual(scene()))]
-    assert pauses == sorted(pauses) and pauses[0] == 0 < pauses[1] and pauses[-1] == pytest.approx(1.0)
-    assert sum(pauses) > 10, "twenty calls take more than ten seconds"
 
 
 class AnswerLost(Silent):
