@@ -116,11 +116,6 @@ def test_minibatches_keep_the_groups_that_an_advantage_compares_with_and_without
     assert messages(config) == []
 
 
-def test_without_a_name_group_adv_norm_has_an_effect(tmp_path: Path) -> None:
-    config = load(tmp_path, "group_size=2 group_adv_norm=true")
-    assert list(config_warnings(config)) == [] and messages(config) == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "unread"),
     [
@@ -209,46 +204,6 @@ def test_settings_that_others_leave_without_effect_are_reported(tmp_path: Path, 
 def test_what_is_wrong_with_the_choice_is_one_clear_error(tmp_path: Path, overrides: str, message: str) -> None:
     (found,) = messages(load(tmp_path, overrides))
     assert found.startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("grpoo", "unknown algorithm 'grpoo'; use one of ppo, grpo, "),
-        ("dpo", "dpo trains on files, without generators; run `python -m core.quickstart dpo`"),
-    ],
-)
-def test_a_name_that_is_unknown_is_the_error_and_not_a_critic_that_is_missing(
-    tmp_path: Path, name: str, message: str
-) -> None:
-    (found,) = messages(load(tmp_path, f"algorithm.name={name} ppo.disable_value=false"))
-    assert found.startswith(f"algorithm.name: {message}")
-    assert name == "dpo" or found.endswith("did you mean 'grpo'?")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reasons"),
-    [
-        ("algorithm.name=grpo ppo.disable_value=false",
-         {"ppo.disable_value": "algorithm.advantage=group, which algorithm.name=grpo sets: it has no critic"}),
-        ("algorithm.name=dapo ppo.disable_value=false ppo.eps_clip=0.3 group_adv_norm=true", {
-            "ppo.disable_value": "algorithm.advantage=group, which algorithm.name=dapo sets: it has no critic",
-            "ppo.eps_clip": "algorithm.clip_low=0.2, algorithm.clip_high=0.28, which algorithm.name=dapo sets",
-            "group_adv_norm": "algorithm.advantage=group, which algorithm.name=dapo sets",
-        }),
-        ("algorithm.kl_in=loss algorithm.kl_loss_coeff=0.1",
-         {"algorithm.kl_in, algorithm.kl_loss_coeff": "ppo.kl_ctl=0.0"}),
-        ("ppo.kl_ctl=0.1 algorithm.kl_loss_coeff=0.1", {"algorithm.kl_loss_coeff": "algorithm.kl_in=reward"}),
-        ("algorithm.name=ppo ppo.value_norm=true", {"ppo.value_norm": "ppo.disable_value=true: it has no critic"}),
-        ("algorithm.loss=sapo algorithm.dual_clip=3", {"algorithm.dual_clip": "algorithm.loss=sapo"}),
-    ],
-)  # fmt: skip
-def test_a_key_without_effect_has_the_reason_that_applies(
-    tmp_path: Path, overrides: str, reasons: dict[str, str]
-) -> None:
-    config = load(tmp_path, f"group_size=2 {overrides}")
-    found = [w.partition(": not used by this run (") for w in config_warnings(config)]
-    assert {keys: why.partition("); remove")[0] for keys, _, why in found} == reasons
 
 
 OWN = """

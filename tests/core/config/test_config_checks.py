@@ -134,24 +134,6 @@ def test_a_folder_that_is_not_what_it_says_is_refused_with_the_reason(
     assert "actor.path: " in message and said in message
 
 
-def test_what_no_environment_can_hold_and_a_pipe_are_named(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    os.mkfifo(tmp_path / "fifo")
-    for envs in ("{'A=B': x}", "{'': x}"):
-        (message,) = problems(path, f"external_configs.envs={envs}")
-        assert "external_configs.envs: " in message and "cannot be set" in message
-    (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
-    assert "dataset.path: fifo: a pipe or a device" in message
-
-
-def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), f"actor.path={'m' * 300}")
-    assert "actor.path: mmm" in message and ("no such folder" in message or "File name too long" in message)
-    (tmp_path / "odd" / "config.json").mkdir(parents=True)
-    (message,) = problems(tmp_path / "run.yaml", f"actor.path={tmp_path / 'odd'}")
-    assert "actor.path: odd/config.json: Is a directory; a model is a local Hugging Face folder" in message
-
-
 def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     (message,) = problems(path, "actor.type._class=llama")
@@ -247,23 +229,6 @@ def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"eos_token_id": [0, 1]}', ""),
-        ("{}", ""),
-        ('{"eos_token_id": ', "generation_config.json: not valid JSON"),
-        ("[]", "generation_config.json: expected a json object, found list"),
-        ('{"eos_token_id": [0, null, "1"]}', "eos_token_id=[0, None, '1'] must be a token id or a list of them"),
-        ('{"eos_token_id": [0, 64]}', "eos_token_id=64, but vocab_size=64 in config.json"),
-    ],
-)
-def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said: str) -> None:
-    path = write_run(tmp_path)
-    (tmp_path / "model" / "generation_config.json").write_text(content)
-    assert [said in message for message in problems(path)] == ([True] if said else [])
-
-
-@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("tokenizer_config.json", "[" * 10_000, "nested more than 100 deep"),
@@ -277,26 +242,6 @@ def test_every_file_of_a_tokenizer_is_looked_at(tmp_path: Path, name: str, conte
     (tmp_path / "model" / name).write_text(content)
     (message,) = problems(path)
     assert f"model/{name}: " in message and said in message
-
-
-def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:
-    path, link = write_run(tmp_path), tmp_path / "model" / "special_tokens_map.json"
-    link.symlink_to(tmp_path / "run.yaml")
-    (message,) = problems(path)
-    assert "special_tokens_map.json: a link to run.yaml, outside of the model's folder; copy the file" in message
-    link.unlink()
-    snapshot = tmp_path / "cache" / "snapshots" / "abc"
-    shutil.copytree(tmp_path / "model", snapshot)
-    os.renames(snapshot / "tokenizer.json", tmp_path / "cache" / "blobs" / "def")
-    (snapshot / "tokenizer.json").symlink_to("../../blobs/def")
-    assert problems(path, f"actor.path={snapshot}") == []
-
-
-def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_run(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert problems(path, "actor.path=~/model") == []
-    assert "~nobody99/model: no such folder" in problems(path, "actor.path=~nobody99/model")[0]
 
 
 def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> None:
@@ -322,11 +267,6 @@ def test_a_sequence_longer_than_the_models_positions_is_named(tmp_path: Path) ->
     hard = f"{{path: {tmp_path / 'prompts.jsonl'}, max_new_tokens: 113}}"
     (message,) = problems(path, f"evaluation.sets.hard={hard}")
     assert "evaluation.sets.hard.max_new_tokens: 113 + dataset.max_prompt_len=16 is 129" in message
-
-
-def test_a_problem_of_two_models_in_one_folder_is_one_problem(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), "ppo.kl_ctl=0.1", "dataset.max_prompt_len=128")
-    assert "ppo.gen.max_new_tokens: 16 + dataset.max_prompt_len=128 is 144" in message
 
 
 def test_models_of_different_vocabularies_do_not_go_together(tmp_path: Path) -> None:
@@ -355,14 +295,6 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     assert f"dataset.path: {message}" in found
 
 
-def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), "dataset.path=/proc/self/mem")  # opens; every read is an EIO
-    assert message.endswith(
-        "/proc/self/mem: cannot read the data set: Input/output error; name a file of rows "
-        "(jsonl, json, csv, tsv, parquet or arrow)"
-    )
-
-
 def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,12 +306,6 @@ def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
     (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(path, "reward.function=judge:score") == []
-
-
-def test_both_data_sets_are_looked_at(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    found = problems(path, "dataset.path=/no/such", "evaluation.path=/neither")
-    assert [line.split(": ")[1] for line in found] == ["dataset.path", "evaluation.path"]
 
 
 def test_sft_rows_are_checked_as_pairs(tmp_path: Path) -> None:
@@ -575,11 +501,6 @@ def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch:
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "external_configs.envs.RAY_ADDRESS=head:6379") == []
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
-
-
-def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
-    assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
 
 
 AS_NOBODY = """

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.problems import ConfigError
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO
-from rollout.data.rows import PreferenceFields
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:
@@ -27,19 +25,6 @@ def errors(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str) -> list[st
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, *overrides)
     return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
-
-
-def test_a_file_states_only_what_differs_from_the_defaults(tmp_path: Path) -> None:
-    config = load(tmp_path)
-    assert config.dataset.train_bs_n_seqs == 4
-    assert config.ppo.eps_clip == 0.2
-    assert config.exp_ctrl.ckpt_freq_secs == 600
-    assert config.staleness.max_staleness == 1
-
-
-def test_nothing_changes_after_loading(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        load(tmp_path).ppo.eps_clip = 0.3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -85,31 +70,6 @@ gruop_size: 8
         "x.yaml:14: ppo.gen: is a section with keys of its own, got '16'",
         "x.yaml:15: gruop_size: unknown key; did you mean 'group_size'?",
     ]
-
-
-def test_missing_keys_are_named_all(tmp_path: Path) -> None:
-    found = errors(tmp_path, "mode: ray\n")
-    for key in ("experiment_name", "dataset.path", "actor.path"):
-        assert any(f"{key}: required" in line for line in found), (key, found)
-
-
-def test_the_place_of_a_default_is_not_the_override_of_another_key(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text(SMALLEST_PPO)
-    loaded = load_config("ppo-math", tmp_path / "x.yaml", ["staleness.over_age=mask", "actor.sglang={a: 1}"])
-    assert loaded.where("staleness.over_age") == "override 'staleness.over_age=mask'"
-    assert loaded.where("staleness.max_staleness") == ""
-    assert loaded.where("actor.sglang.a") == "override 'actor.sglang={a: 1}'"
-    assert loaded.where("ppo.gen.top_p").endswith("x.yaml:6"), "a section of a file has a line"
-
-
-def test_the_columns_of_pairs_are_keys_of_the_data_set() -> None:
-    required = ["experiment_name=e", "trial_name=t", "model.path=/m", "dataset.train_path=/d.jsonl"]
-    config = load_config("dpo", None, [*required, "dataset.chosen_field=good"]).config
-    assert config.dataset.pair_columns == PreferenceFields(prompt="prompt", chosen="good", rejected="rejected")
-    with pytest.raises(
-        ConfigError, match=r"dataset\.fields: unknown key; write dataset\.prompt_field, chosen_field and"
-    ):
-        load_config("dpo", None, [*required, "dataset.fields.chosen=good"])
 
 
 @pytest.mark.parametrize(
@@ -171,31 +131,10 @@ def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> Non
     assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "much", "1,5"])
-def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, text: str) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"ppo.kl_ctl={text}")
-    assert f"must be a number, got '{text}'" in message
-
-
-@pytest.mark.parametrize("text", ["1", "ja", "''"])
-def test_only_true_and_false_are_truth_values(tmp_path: Path, text: str) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_adv_norm={text}")
-    assert "must be true or false" in message
-
-
-def test_a_name_may_look_like_a_number(tmp_path: Path) -> None:
-    assert load(tmp_path, SMALLEST_PPO, "trial_name=20250222").trial_name == "20250222"
-    assert load(tmp_path, SMALLEST_PPO, "trial_name=1e-6").trial_name == "1e-6"
-
-
 def test_null_switches_off_what_is_optional(tmp_path: Path) -> None:
     config = load(tmp_path, SMALLEST_PPO, "exp_ctrl.ckpt_freq_secs=null", "algorithm.behave_imp_weight_cap=None")
     assert config.exp_ctrl.ckpt_freq_secs is None
     assert config.algorithm.behave_imp_weight_cap is None
-
-
-def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, f"{SMALLEST_PPO}staleness:\n").staleness.max_staleness == 1
 
 
 def test_free_mappings_keep_the_types_that_were_written(tmp_path: Path) -> None:
@@ -296,16 +235,6 @@ def test_values_may_come_from_the_environment_and_from_other_keys(
     assert config.wandb.name == "${x}"
 
 
-def test_an_environment_variable_that_is_empty_is_an_empty_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EMPTY", "")
-    config = load(
-        tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"
-    )
-    assert (config.wandb.name, config.wandb.project) == ("", "ab")
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -357,41 +286,10 @@ def test_a_file_that_is_no_configuration_names_the_line(tmp_path: Path, text: st
     assert any(line.startswith(message) for line in errors(tmp_path, text)), errors(tmp_path, text)
 
 
-EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
-    f"x{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
-)
 LONG = "wandb: {name: aaaaaaaaaaaaaaaaaaaa, project: '" + "${wandb.name}" * 20 + "', entity: '"
 LONG += (
     "${wandb.project}" * 20 + "', group: '" + "${wandb.entity}" * 20 + "', tags: ['" + "${wandb.group}" * 20 + "']}\n"
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "message"),
-    [
-        (EMPTY_MERGES, 10, "unknown key; --help lists all keys"),
-        (LONG, 2, "stands for more than 100000 characters"),
-        ("".join(f"k{i}: 1\n" for i in range(200_000)), 1, "more than 100000 values"),
-        ("".join(f"k{i}: 1\n" for i in range(20_000)), 51, "19950 more keys are unknown"),
-    ],
-)
-def test_a_text_that_stands_for_too_much_ends_with_few_errors(
-    tmp_path: Path, text: str, count: int, message: str
-) -> None:
-    found = errors(tmp_path, SMALLEST_PPO + text)
-    assert len(found) == count and message in found[-1]
-
-
-def test_a_text_with_a_nul_is_refused(tmp_path: Path) -> None:
-    for override in ('dataset.path="a\\0b"', 'external_configs.envs={A: "\\0"}', 'prompt.chat_options={a: "\\0"}'):
-        (message,) = errors(tmp_path, SMALLEST_PPO, override)
-        assert message.endswith("must not hold a NUL character; remove it")
-
-
-def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
-    assert message.endswith("trial_name: must have at most 128 characters")
-    load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:

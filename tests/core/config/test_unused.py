@@ -13,10 +13,6 @@ from core.experiments import workers
 from core.placement.allocation import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
 
-WITH_ALL = "ppo.kl_ctl=0.1 ppo.disable_value=false critic.init_critic_from_actor=true evaluation.path={data}"
-"""A run with every model and an evaluation; {data} is its data."""
-
-
 SMALLEST_SFT = """\
 experiment_name: small
 trial_name: one
@@ -130,13 +126,6 @@ def test_the_keys_of_a_prompt_that_have_no_effect_whatever_the_rows_are(
     assert reported(load_config(experiment, path, overrides.split()).config) == found
 
 
-def test_a_model_without_a_tokenizer_may_have_a_chat_template(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    for file in (tmp_path / "model").glob("tokenizer*"):
-        file.unlink()
-    assert reported(load_config("ppo-math", path, ["prompt.system=s"]).config) == {}
-
-
 V3 = {
     "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "num_key_value_heads": 4, "n_shared_experts": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
@@ -164,29 +153,6 @@ def test_activations_that_linear_keeps_are_named(
     warnings = [text for text in config_warnings(config) if "gradient_checkpointing" in text]
     assert not reported(config)
     assert len(warnings) == (kept is not None) and all(str(kept) in text for text in warnings)
-
-
-@pytest.mark.parametrize(("model", "given"), [(V3, "linear"), (V3, "selective"), (MOE, "selective")])
-def test_a_recomputation_that_reaches_no_layer_is_reported(
-    tmp_path: Path, model: dict[str, object], given: str
-) -> None:
-    path = write_run(tmp_path, SMALLEST_SFT)
-    write_model(tmp_path / "model", **model)
-    config = load_config("sft", path, [f"model.gradient_checkpointing={given}"]).config
-    (why,) = reported(config).values()
-    assert reported(config).keys() == {"model.gradient_checkpointing"} and "every layer of which keeps" in why
-    assert len(list(config_warnings(config))) == 1
-
-
-def test_stacked_experts_of_latent_attention_are_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    path = write_run(tmp_path, SMALLEST_PPO)
-    write_model(tmp_path / "model", **V3)
-    words = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.gradient_checkpointing=linear"]
-    (warning,) = config_warnings(load_config("ppo-math", path, words).config)
-    assert "keeps the inputs of its latent attention; write true or auto" in warning
-    (warning,) = config_warnings(load_config("ppo-math", path, [*words, "actor.fp8=true"]).config)
-    assert warning.startswith("actor.gradient_checkpointing: not used by this run")
 
 
 def test_host_memory_is_for_activations_that_were_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
