@@ -140,8 +140,7 @@ class PPOTrainer:
         weights: WeightUpdates,
         memory: MemoryLimits,
         algorithm: Algorithm,
-        actor_sample_reuse: int = 1,
-        critic_sample_reuse: int = 1,
+        sample_reuse: tuple[int, int] = (1, 1),
         num_minibatches: int,
         temperature: float,
         schedule: Schedule,
@@ -151,11 +150,12 @@ class PPOTrainer:
         skipped_updates: SkippedUpdates | None = None,
         saved_steps: SavedSteps | None = None,
     ) -> None:
-        """`skipped_updates`: ends a run that trains nothing. None: never."""
+        """`sample_reuse`: passes of actor and critic over a batch. `skipped_updates`: ends a run that trains nothing.
+        None: never."""
         self._skipped_updates, self._saved_steps = skipped_updates, saved_steps
         self._actor, self._algorithm = actor, algorithm
         self._passes = _passes(actor, critic, reference, temperature)
-        self._updates = _updates(actor, critic, algorithm, temperature, (actor_sample_reuse, critic_sample_reuse))
+        self._updates = _updates(actor, critic, algorithm, temperature, sample_reuse)
         engines = [p.engine for p in self._passes] + [update.engine for update in self._updates]
         self._groups = list({engine.group.name: engine.group for engine in engines}.values())
         self._rollout, self._weights, self._memory = rollout, weights, memory

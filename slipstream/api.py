@@ -61,8 +61,7 @@ class Run:
 
     def __repr__(self) -> str:
         rows = self.metrics()
-        name = f"{self.config.experiment_name}/{self.config.trial_name}"
-        return f"<Run {name}: {int(rows[-1]['step']) if rows else 0} steps, {self.logs}>"
+        return f"<Run {self.config.run_name}: {int(rows[-1]['step']) if rows else 0} steps, {self.logs}>"
 
     @property
     def model(self) -> Path | None:
@@ -82,7 +81,7 @@ class Run:
         rows = [row for row in self.metrics() if "time/step" in row]
         name = "reward/mean" if rows and "reward/mean" in rows[0] else "loss"
         axes.plot([row["step"] for row in rows], [row[name] for row in rows])
-        axes.set(xlabel="step", ylabel=name, title=f"{self.config.experiment_name}/{self.config.trial_name}")
+        axes.set(xlabel="step", ylabel=name, title=self.config.run_name)
         if path is not None:
             figure.savefig(path)
         return figure

@@ -211,8 +211,8 @@ def correction_weights(
         weight = torch.ones_like(weight)
     elif settings.correction not in ("bypass", "decoupled"):
         weight, kept = _bounded(log_weight, terms, settings)
-    elif settings.correction == "decoupled" and settings.behave_imp_weight_cap is not None:
-        kept = kept & (weight <= settings.behave_imp_weight_cap)
+    elif settings.correction == "decoupled":
+        kept = kept & (weight <= settings.bounds[1])
     if settings.opsm_threshold is not None:
         kept = kept & ~_far_negative(terms, settings.opsm_threshold)
     if settings.m2po_threshold is not None:

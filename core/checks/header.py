@@ -27,7 +27,7 @@ _SHOWN_ELSEWHERE = ("experiment_name", "trial_name", "allocation_mode", "algorit
 def header(loaded: LoadedConfig, paths: RunPaths) -> Iterator[Text]:
     """Yield the lines, each with its title."""
     config = loaded.config
-    name = f"slipstream {_version()} · {config.NAME} · {config.experiment_name}/{config.trial_name}"
+    name = f"slipstream {_version()} · {config.NAME} · {config.run_name}"
     yield _line("run", f"{name} · logs {_short(paths.logs)}")
     yield _line("model", _model(config))
     yield _line("data", _data(config))

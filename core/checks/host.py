@@ -63,7 +63,6 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield folders that cannot be written, or a disk without room for one recover checkpoint."""
     try:
         paths = RunPaths.of(config)
-        root = Path(config.external_configs.cluster_config.fileroot).expanduser().absolute()
     except RuntimeError:
         return  # reported with the recipe
     message = ""
@@ -74,7 +73,9 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
             with tempfile.TemporaryFile(dir=existing) as file:
                 file.write(b"\0" * 4096)
         except OSError as error:
-            message = f"{root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
+            message = (
+                f"{paths.root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
+            )
             yield Problem(key="external_configs.cluster_config.fileroot", message=message)
     if config.recovers and not message and (message := _lack_of_space(config, _existing(paths.recover))):
         yield Problem(key="external_configs.cluster_config.fileroot", message=message)

@@ -208,7 +208,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         if not measures or found:
             yield from found
             return
-    open_one, control = cache(partial(opener, config)), config.exp_ctrl
+    open_one = cache(partial(opener, config))
     for number, (key, source) in enumerate(config.data_sources):
         try:
             data = open_sample(open_one(), source)
@@ -216,10 +216,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
             yield _of_data(key, error)
             continue
         if number == 0:  # the rows to train on
-            report_steps(
-                data, source.path, batch_size=config.dataset.train_bs_n_seqs, epochs=control.total_train_epochs,
-                steps_limit=control.steps_limit,
-            )  # fmt: skip
+            report_steps(data, config)
             yield from check_rows(config, data, read)
 
 

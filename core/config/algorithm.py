@@ -289,7 +289,7 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
     @property
     def num_updates(self) -> int:
         """Updates of the actor in a step."""
-        return self.ppo_n_minibatches * self.actor_sample_reuse
+        return self.ppo_n_minibatches * self.sample_reuse[0]
 
     @property
     def needs_reference(self) -> bool:

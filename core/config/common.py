@@ -211,6 +211,11 @@ class CommonExperimentConfig(Section):
             yield Violation(("mode", "launch.ray_address"), message)
 
     @property
+    def run_name(self) -> str:
+        """Experiment and trial."""
+        return f"{self.experiment_name}/{self.trial_name}"
+
+    @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
         writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench", "serve")
@@ -237,7 +242,7 @@ def too_small_microbatches(roles: Mapping[str, MFCConfig], longest: int, parts: 
 
 def no_evaluation_data(control: ExperimentSaveEvalControl, key: str) -> Iterator[Violation]:
     """Yield that evaluations are due, of a run without data for them, which `key` would name."""
-    if control.eval_freq_epochs or control.eval_freq_steps or control.eval_freq_secs:
+    if any(control.eval_frequency):
         yield Violation((key, "exp_ctrl"), "exp_ctrl.eval_freq_* enables evaluation; set this to a jsonl file")
 
 

@@ -294,6 +294,11 @@ class PPOKeys(Section):
     reward_output_bias: float = key(0.0, "Subtracted from rewards before they are scaled")
     mask_no_eos_with_zero: bool = key(False, "Set the reward of completions truncated at max_new_tokens to 0")
 
+    @property
+    def sample_reuse(self) -> tuple[int, int]:
+        """Passes of actor and critic over the minibatches of a batch."""
+        return self.actor_sample_reuse, self.critic_sample_reuse
+
 
 class _Sampling(Section):
     """The rest of `ppo`."""

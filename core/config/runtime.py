@@ -99,8 +99,12 @@ class ExperimentSaveEvalControl(Section):
     @property
     def evaluates_steps(self) -> bool:
         """True if any step is followed by an evaluation, given data for it."""
-        given = (self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs)
-        return self.benchmark_steps is None and any(given)
+        return self.benchmark_steps is None and any(self.eval_frequency)
+
+    @property
+    def eval_frequency(self) -> tuple[int | None, int | None, float | None]:
+        """Epochs, steps and seconds between evaluations; None: not for that reason."""
+        return self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs
 
     @property
     def steps_limit(self) -> int | None:

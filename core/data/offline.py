@@ -62,14 +62,18 @@ def open_sample(open_one: OpenData, source: DataSource) -> Rows:
         return open_one(source)
 
 
-def report_steps(data: Rows, path: str, *, batch_size: int, epochs: int, steps_limit: int | None) -> None:
-    """Log how many steps a run makes of a data set. `steps_limit` ends it before its epochs do."""
+def report_steps(data: Rows, config: SFTConfig | DPOConfig) -> None:
+    """Log how many steps a run makes of the data set that it trains on."""
     from rollout.experience.schedule import Schedule
 
     count = round(len(data) / data.share)
-    schedule = Schedule(num_prompts=count, batch_size=batch_size, total_epochs=epochs, total_steps_limit=steps_limit)
+    control, batch_size = config.exp_ctrl, config.dataset.train_bs_n_seqs
+    schedule = Schedule(
+        num_prompts=count, batch_size=batch_size, total_epochs=control.total_train_epochs,
+        total_steps_limit=control.steps_limit,
+    )  # fmt: skip
     logger.info(
         "%s: %s%d %s of %.1f tokens on average: %d steps per epoch with dataset.train_bs_n_seqs=%d, %d steps in all",
-        path, "" if data.share == 1 else "about ", count, data.ITEMS, data.mean_tokens, schedule.steps_per_epoch,
-        batch_size, schedule.total_steps,
+        config.dataset.train_path, "" if data.share == 1 else "about ", count, data.ITEMS, data.mean_tokens,
+        schedule.steps_per_epoch, batch_size, schedule.total_steps,
     )  # fmt: skip

@@ -96,7 +96,7 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
                     if config.synchronizer.style == "dynamic_by_explorer" and version is not None:
-                        wanted = config.synchronizer.interval * config.dataset.train_bs_n_seqs
+                        wanted = config.synchronizer.interval * schedule.batch_size
                         if rollout.has_explored(wanted):
                             folder.request(version)
                     time.sleep(_LOOK_EVERY_SECONDS)

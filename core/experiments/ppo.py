@@ -183,8 +183,7 @@ def _run_loop(
         weights=weights,
         memory=context.memory,
         algorithm=algorithm,
-        actor_sample_reuse=config.ppo.actor_sample_reuse,
-        critic_sample_reuse=config.ppo.critic_sample_reuse,
+        sample_reuse=config.ppo.sample_reuse,
         num_minibatches=config.ppo.ppo_n_minibatches,
         temperature=config.ppo.gen.temperature,
         schedule=schedule,
@@ -192,7 +191,7 @@ def _run_loop(
         timer=timer,
         skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
         saved_steps=_saved_steps(config, context.paths.logs / "batches"),
-        mean_batch_tokens=facts.mean_prompt_tokens * config.dataset.train_bs_n_seqs,
+        mean_batch_tokens=facts.mean_prompt_tokens * schedule.batch_size,
     )
 
     evaluations = Evaluations(

@@ -20,7 +20,7 @@ from core.data.datasets import Rows
 from core.data.offline import opener
 from core.data.stored_batch import BatchWriter, assemble
 from core.experiments.context import RunContext, Start
-from core.experiments.workers import TrainedEngines, TrainerGroups, threads_per_process
+from core.experiments.workers import TrainedEngines, trainer_groups
 from core.launch.cluster import Cluster
 from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
@@ -63,7 +63,6 @@ class SFTTrainer:
         train: Rows,
         valid: Rows | None,
         schedule: Schedule,
-        batch_size: int,
         valid_batch_size: int,
         monitor: Monitor,
         timer: StepTimer,
@@ -74,7 +73,7 @@ class SFTTrainer:
         self._engine, self._train, self._valid = engine, train, valid
         self._reference, self._objective, self._timer = reference, objective, timer
         self._schedule, self._monitor, self._memory = schedule, monitor, memory
-        self._batch_size, self._valid_batch_size = batch_size, valid_batch_size
+        self._valid_batch_size = valid_batch_size
 
     def run(self, start: RunState, periodic: PeriodicActions) -> None:
         """Train from `start` to the end of the schedule; periodic saves and evaluates when due."""
@@ -87,7 +86,7 @@ class SFTTrainer:
         timer = self._timer
         epoch, epoch_step = self._schedule.position(step)
         with timer("data"):
-            batch = self._train.batch(epoch, epoch_step, self._batch_size)
+            batch = self._train.batch(epoch, epoch_step, self._schedule.batch_size)
             writer = self._open(batch, trains=True)
         with timer("data" if self._reference is None else "ref log-probs"):
             self._add_fields(writer, batch)
@@ -101,7 +100,7 @@ class SFTTrainer:
         self._monitor.step(
             step=step, epoch=epoch, total_epochs=self._schedule.num_epochs, epoch_step=epoch_step,
             epoch_steps=self._schedule.steps_of_epoch(epoch),
-            mean_batch_tokens=self._train.mean_tokens * self._batch_size, seconds=seconds, phases=phases,
+            mean_batch_tokens=self._train.mean_tokens * self._schedule.batch_size, seconds=seconds, phases=phases,
             metrics={
                 **metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences),
                 **self._engine.group.memory, DRIVER: peak_gib(),
@@ -204,7 +203,7 @@ def run_offline(
         with context.monitor(schedule) as monitor:
             trainer = trainer_type(
                 engine=engine, reference=ref, objective=objective, train=train, valid=valid, schedule=schedule,
-                batch_size=data.train_bs_n_seqs, valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
+                valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
                 skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps), timer=context.timer(),
             )  # fmt: skip
             periodic = context.periodic(
@@ -246,11 +245,7 @@ def _start_engines(
     reference: tuple[ModelTrainEvalConfig, str] | None,
 ) -> tuple[EngineRef, EngineRef | None]:
     """Start the ranks and load the model, and the reference on the same ranks."""
-    launch = config.launch
-    threads = threads_per_process(
-        allocation, configured=launch.threads_per_process, max_staleness=0, gpus=allocation.trainer.on_gpu
-    )
-    groups = TrainerGroups(cluster, port=launch.master_port, threads=threads, seed=config.seed)
+    groups = trainer_groups(config, allocation, cluster)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
         group=groups.group(allocation.trainer),

@@ -24,7 +24,7 @@ from rollout.inference.backend import BackendSettings
 from rollout.inference.registry import BACKENDS, choose_transport
 
 if TYPE_CHECKING:
-    from core.config.experiments import PPOMATHConfig
+    from core.config.experiments import ExperimentConfig, PPOMATHConfig
     from core.recovery.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
@@ -143,15 +143,15 @@ def start_generators(
     return generators, rollout
 
 
+def trainer_groups(config: ExperimentConfig, allocation: Allocation, cluster: Cluster) -> TrainerGroups:
+    """Return the groups of ranks of a run, none of them started."""
+    threads = _threads(config, allocation, gpus=allocation.trainer.on_gpu)
+    return TrainerGroups(cluster, port=config.launch.master_port, threads=threads, seed=config.seed)
+
+
 def start_trainer(config: PPOMATHConfig, allocation: Allocation, cluster: Cluster) -> TrainerSide:
     """Start the ranks of the trainer."""
-    on_gpu = allocation.trainer.on_gpu
-    groups = TrainerGroups(
-        cluster,
-        port=config.launch.master_port,
-        threads=_threads(config, allocation, gpus=on_gpu),
-        seed=config.seed,
-    )
+    groups = trainer_groups(config, allocation, cluster)
     return TrainerSide(
         actor=_engine_ref("actor", config, allocation, groups),
         critic=_engine_ref("critic", config, allocation, groups) if config.uses_critic else None,
@@ -175,13 +175,10 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
     )
 
 
-def _threads(config: PPOMATHConfig, allocation: Allocation, *, gpus: bool) -> int:
-    return threads_per_process(
-        allocation,
-        configured=config.launch.threads_per_process,
-        max_staleness=config.staleness.max_staleness,
-        gpus=gpus,
-    )
+def _threads(config: ExperimentConfig, allocation: Allocation, *, gpus: bool) -> int:
+    bound = 0 if config.sampling is None else config.sampling.staleness.max_staleness
+    configured = config.launch.threads_per_process
+    return threads_per_process(allocation, configured=configured, max_staleness=bound, gpus=gpus)
 
 
 def make_push(
@@ -238,13 +235,12 @@ def _engine_ref(engine: str, config: PPOMATHConfig, allocation: Allocation, grou
 def build_ppo_engines(config: PPOMATHConfig, workers: TrainerSide, *, total_updates: int) -> None:
     """Load actor, critic and reference on their ranks."""
     actor, critic, reference = workers.actor, workers.critic, workers.reference
-    updates = total_updates * config.ppo.actor_sample_reuse
+    updates, of_critic = (total_updates * reuse for reuse in config.ppo.sample_reuse)
     model = EngineModel(config=config.actor, path=config.actor.path, seed=config.seed, total_updates=updates)
     actor.group.build(actor.name, model)
     if critic is not None:
-        updates, seed = total_updates * config.ppo.critic_sample_reuse, config.seed + 1
         model = EngineModel(
-            config=config.critic, path=config.critic_path, is_critic=True, seed=seed, total_updates=updates
+            config=config.critic, path=config.critic_path, is_critic=True, seed=config.seed + 1, total_updates=of_critic
         )
         critic.group.build(critic.name, model)
     if reference is not None:

@@ -53,7 +53,7 @@ class BatchService:
         config, data = self._config, RunData(self._config)
         self._data, self._rules = data, data.rules()
         self._experience = open_experience(config)
-        lessee = f"{config.experiment_name}/{config.trial_name}"
+        lessee = config.run_name
         if config.mode != "explore":
             self._experience.enroll(lessee)
         self._samples = SampleWriter(

@@ -60,6 +60,11 @@ class RunPaths:
             return None
         return cls._below(Path(*parts[:-4]), Path(*parts[-3:]))
 
+    @property
+    def root(self) -> Path:
+        """The fileroot."""
+        return self.logs.parents[3]
+
     @classmethod
     def _below(cls, root: Path, trial: Path) -> RunPaths:
         return cls(**{kind: root / kind / trial for kind in ("logs", "checkpoints", "recover")})

@@ -57,7 +57,8 @@ class Frequency:
 
 def evaluation_frequency(control: ExperimentSaveEvalControl) -> Frequency:
     """Return when evaluations are due."""
-    return Frequency(epochs=control.eval_freq_epochs, steps=control.eval_freq_steps, seconds=control.eval_freq_secs)
+    epochs, steps, seconds = control.eval_frequency
+    return Frequency(epochs=epochs, steps=steps, seconds=seconds)
 
 
 class DueTimer:

@@ -103,7 +103,7 @@ def evaluated(trainer: type[SFTTrainer], objective: Any, valid: Any, *, batch_si
     )
     trainer(
         engine=engine, reference=reference if trainer is DPOTrainer else None, objective=objective, train=valid,
-        valid=valid, schedule=Schedule(num_prompts=1, batch_size=1), batch_size=1, valid_batch_size=batch_size,
+        valid=valid, schedule=Schedule(num_prompts=1, batch_size=1), valid_batch_size=batch_size,
         monitor=monitor, timer=StepTimer(lambda phase: None), memory=MemoryLimits(),
         skipped_updates=SkippedUpdates(1),
     ).evaluate(1)  # fmt: skip
