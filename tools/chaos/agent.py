@@ -62,9 +62,9 @@ class Agent:
         result = str(int(hashlib.blake2b(asked.encode(), digest_size=2).hexdigest(), 16) % 100)
         with (self._effects / "executions").open("a") as file:
             file.write(f"{name}\n")
+        mark.write_text(f"{asked}\n{result}")
         try:
-            with (self._effects / name).open("x") as file:
-                file.write(f"{asked}\n{result}")
+            os.link(mark, self._effects / name)  # a kill leaves all of the effect or none of it
         except FileExistsError:
             result = (self._effects / name).read_text().rpartition("\n")[2]
         await asyncio.sleep(_CALL_SECONDS / 2)
