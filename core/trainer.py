@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -71,24 +71,18 @@ class EngineRef:
             ),
         )  # fmt: skip
 
-    def logprobs(
-        self, memory: MemoryLimits, *, temperature: float = 1.0, replay_routing: bool = False
-    ) -> Sequence[Ref]:
-        """Return references to the log-probabilities of the ranks' batch, in microbatches that fit."""
-        return self._infer(self.group.logprobs, memory, temperature=temperature, replay_routing=replay_routing)
-
-    def values(self, memory: MemoryLimits) -> Sequence[Ref]:
-        """Return the same as logprobs() of the critic's values."""
-        return self._infer(self.group.values, memory)
-
-    def _infer(
-        self, run: Callable[[InferencePass], Sequence[Ref]], memory: MemoryLimits, *,
+    def infer(
+        self, memory: MemoryLimits, kind: Literal["logprobs", "values"] = "logprobs", *,
         temperature: float = 1.0, replay_routing: bool = False,
     ) -> Sequence[Ref]:  # fmt: skip
+        """Return references to log-probabilities, or a critic's values, of the ranks' batch, in microbatches that
+        fit."""
         return memory.fitting(
             self.inference_role, self.inference_tokens_per_mb,
-            lambda limits: run(
-                InferencePass(engine=self.name, limits=limits, temperature=temperature, replay_routing=replay_routing)
+            lambda limits: self.group.infer(
+                InferencePass(
+                    engine=self.name, kind=kind, limits=limits, temperature=temperature, replay_routing=replay_routing
+                )
             ),
         )  # fmt: skip
 
@@ -294,18 +288,18 @@ def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | N
     passes = [
         _Pass(
             name="old_logprobs", phase="old log-probs", engine=actor,
-            run=partial(actor.logprobs, temperature=temperature, replay_routing=True),
+            run=partial(actor.infer, temperature=temperature, replay_routing=True),
         )
     ]  # fmt: skip
     if reference is not None:
         passes.append(
             _Pass(
                 name="ref_logprobs", phase="ref log-probs", engine=reference,
-                run=partial(reference.logprobs, temperature=temperature),
+                run=partial(reference.infer, temperature=temperature),
             )
         )  # fmt: skip
     if critic is not None:
-        passes.append(_Pass(name="values", phase="values", engine=critic, run=critic.values))
+        passes.append(_Pass(name="values", phase="values", engine=critic, run=partial(critic.infer, kind="values")))
     return passes
 
 

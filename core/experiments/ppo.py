@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
     from core.explore.data import DataFacts
     from core.launch.generators import GeneratorPool
-    from core.monitoring.monitor import Monitor
     from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
     from core.runs.paths import RunPaths
@@ -153,26 +152,12 @@ def _train(
     facts: DataFacts,
     generators: GeneratorPool | None = None,
 ) -> None:
-    """Run the loop with its monitor. `generators`: those of this job."""
+    """Connect loop, monitor and periodic actions, give the generators their first weights, and train. `generators`:
+    those of this job."""
     forget_modules()
     sample_steps = config.samples.log_freq_steps if config.samples.share else None
     context.screen.begin("sampling and training the first step")
-    with context.monitor(schedule, consumed=True, sample_steps=sample_steps) as monitor:
-        _run_loop(config, context, workers, rollout, weights, schedule, monitor, facts, generators)
-
-
-def _run_loop(
-    config: PPOMATHConfig,
-    context: RunContext,
-    workers: TrainerSide,
-    rollout: RolloutClient,
-    weights: WeightUpdates,
-    schedule: Schedule,
-    monitor: Monitor,
-    facts: DataFacts,
-    generators: GeneratorPool | None,
-) -> None:
-    """Connect loop and periodic actions, give the generators their first weights, and run."""
+    monitor = context.monitor(schedule, consumed=True, sample_steps=sample_steps)
     algorithm, start, timer = build_algorithm(config), context.start, context.timer()
     logger.info("Algorithm: %s; minibatches never split a %s.", config.algorithm_name, algorithm.unit)
     trainer = PPOTrainer(
@@ -210,17 +195,18 @@ def _run_loop(
         rollout_state=rollout.state_dict,
         driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}),
     )
-    weights.push(start.state.version)
     is_due = start.checkpoint is None and config.exp_ctrl.eval_at_start
     continues = start.checkpoint is not None and start.state.extra.get("evaluating") == start.state.step
-    if evaluates and is_due:
-        with timer("evaluate"):
-            evaluations.begin(0)
-    rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
-    if evaluates and continues:
-        evaluations.begin(start.state.step)
-    with context.recover, periodic.saved_at_interrupt():
-        trainer.run(start.state, periodic)
+    with monitor:
+        weights.push(start.state.version)
+        if evaluates and is_due:
+            with timer("evaluate"):
+                evaluations.begin(0)
+        rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
+        if evaluates and continues:
+            evaluations.begin(start.state.step)
+        with context.recover, periodic.saved_at_interrupt():
+            trainer.run(start.state, periodic)
 
 
 def _saved_steps(config: PPOMATHConfig, folder: Path) -> SavedSteps | None:

@@ -134,7 +134,7 @@ class SFTTrainer:
         """Return what the loss needs beside the log-probabilities of the model, [T] each; the batch is open."""
         if self._reference is None:
             return dict(batch.fields)
-        results = self._engine.group.get(self._reference.logprobs(self._memory))
+        results = self._engine.group.get(self._reference.infer(self._memory))
         return {**batch.fields, "ref_logprobs": assemble(results, batch.cu_seqlens.numpy())}
 
     def _add_fields(self, writer: BatchWriter, batch: PackedBatch) -> None:
@@ -151,7 +151,7 @@ class SFTTrainer:
         count = 0.0
         for batch in self._valid.in_order(self._valid_batch_size):
             self._open(batch, trains=False)
-            results = self._engine.group.get(self._engine.logprobs(self._memory))
+            results = self._engine.group.get(self._engine.infer(self._memory))
             sums, divisor = self.sums(batch, self._fields(batch), assemble(results, batch.cu_seqlens.numpy()))
             totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
             count += divisor

@@ -151,16 +151,10 @@ class TrainerGroup:
         metrics, self.memory = split_memory(self._gather(calls, f"train_step of {update.engine}"))
         return metrics
 
-    def logprobs(self, inference: InferencePass) -> list[Ref]:
-        """Return the log-probabilities of the batch, or references to them, of each rank that has some: see
-        TrainerRank."""
-        calls = self._send(TrainerRank.logprobs, inference)
-        return [ref for ref in self._gather(calls, f"logprobs of {inference.engine}") if ref is not None]
-
-    def values(self, inference: InferencePass) -> list[Ref]:
-        """Return the same as logprobs() of the critic's values."""
-        calls = self._send(TrainerRank.values, inference)
-        return [ref for ref in self._gather(calls, f"values of {inference.engine}") if ref is not None]
+    def infer(self, inference: InferencePass) -> list[Ref]:
+        """Return the results for the batch, or references to them, of each rank that has some: see TrainerRank."""
+        calls = self._send(TrainerRank.infer, inference)
+        return [ref for ref in self._gather(calls, f"{inference.kind} of {inference.engine}") if ref is not None]
 
     def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
         """Return the engine's weights as object-store handles of buckets, full tensors under Hugging Face names; and

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -140,26 +141,16 @@ class TrainerRank:
             return {TRAINER: peak_gib()}
         return {TRAINER: peak_gib(), TRAINER_GPU: self._device.memory_stats()["peak_gib"]}
 
-    def logprobs(self, inference: InferencePass) -> Ref | None:
-        """Return (sequences, their log-probabilities end to end), or a reference to them, on ranks that have
+    def infer(self, inference: InferencePass) -> Ref | None:
+        """Return (sequences, their log-probabilities or values end to end), or a reference to them, on ranks that have
         results."""
-        return _stored(
-            self._engines[inference.engine].logprobs(
-                self._batch.whole(replay_routing=inference.replay_routing),
-                max_tokens_per_mb=inference.limits.max_tokens_per_mb,
-                max_sequence_tokens=inference.limits.max_sequence_tokens,
-                temperature=inference.temperature,
-            )
+        engine, limits = self._engines[inference.engine], inference.limits
+        batch = self._batch.whole(replay_routing=inference.replay_routing)
+        of_kind = (
+            engine.values if inference.kind == "values" else partial(engine.logprobs, temperature=inference.temperature)
         )
-
-    def values(self, inference: InferencePass) -> Ref | None:
-        """Return the same as logprobs() of the critic's values."""
         return _stored(
-            self._engines[inference.engine].values(
-                self._batch.whole(replay_routing=inference.replay_routing),
-                max_tokens_per_mb=inference.limits.max_tokens_per_mb,
-                max_sequence_tokens=inference.limits.max_sequence_tokens,
-            )
+            of_kind(batch, max_tokens_per_mb=limits.max_tokens_per_mb, max_sequence_tokens=limits.max_sequence_tokens)
         )
 
     def export_weights(self, engine: str, bucket_bytes: int) -> tuple[list[Ref], int]:

@@ -351,15 +351,9 @@ class _Ranks:
     def close_batch(self) -> None:
         self._batch = None
 
-    def logprobs(self, inference: InferencePass) -> list[Any]:
-        assert inference.engine != "critic", "the critic has no log-probabilities"
-        return self._infer("logprobs", inference)
-
-    def values(self, inference: InferencePass) -> list[Any]:
-        assert inference.engine == "critic", "only the critic has values"
-        return self._infer("values", inference)
-
-    def _infer(self, method: str, inference: InferencePass) -> list[Any]:
+    def infer(self, inference: InferencePass) -> list[Any]:
+        method = inference.kind
+        assert (inference.engine == "critic") == (method == "values"), "only the critic has values"
         shard, engine = self._batch.whole(replay_routing=inference.replay_routing), inference.engine
         batch = shard.select(range(shard.shape.num_sequences))
         self._raise_if_too_large(f"{method} {engine}", batch, inference.limits.max_tokens_per_mb)

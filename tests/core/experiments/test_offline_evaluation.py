@@ -66,7 +66,7 @@ class Ranks:
     def open_batch(self, batch: StoredBatch) -> None:
         self.batch = batch
 
-    def logprobs(self, inference: InferencePass) -> list[tuple[np.ndarray, np.ndarray]]:
+    def infer(self, inference: InferencePass) -> list[tuple[np.ndarray, np.ndarray]]:
         return [
             (piece.sequences, np.float32(NATS[inference.engine]) * arrays["token_ids"] * arrays["loss_mask"])
             for piece, arrays in zip(self.batch.pieces, self.batch.tokens, strict=True)

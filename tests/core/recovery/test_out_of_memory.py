@@ -79,11 +79,9 @@ class Ranks:
         self.asked.append(update)
         return {}
 
-    def logprobs(self, inference: InferencePass) -> list[Any]:
+    def infer(self, inference: InferencePass) -> list[Any]:
         self.asked.append(inference)
         return []
-
-    values = logprobs
 
 
 def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() -> None:
@@ -93,8 +91,8 @@ def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() ->
         train_tokens_per_mb=100, inference_tokens_per_mb=200,
     )  # fmt: skip
     engine.train_step(0, SFT(), memory)
-    engine.logprobs(memory)
-    engine.values(memory)
+    engine.infer(memory)
+    engine.infer(memory, "values")
     assert [asked.limits for asked in group.asked] == [PassLimits(40, 100), PassLimits(50, 200), PassLimits(50, 200)]
 
 
