@@ -58,8 +58,6 @@ MEASUREMENTS = {
         "memory": "cpu:memory",
         "datapath": "datapath:datapath",
         "convert": "convert:both_ways",
-        "sandbox": "sandbox:calls",
-        "studio": "studio:large",
     },
     "gpu": {
         "async": "gpu.runs:asynchronous",  # runs need GPUs that this process has not used yet
@@ -67,7 +65,6 @@ MEASUREMENTS = {
         "update": "gpu.trainer:update",
         "experts": "gpu.large:experts",
         "long": "gpu.large:long",
-        "plan": "gpu.plan:plan",
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
         "push": "gpu.push:push",

@@ -1,4 +1,4 @@
-"""The measurement `plan` of `python -m tools.bench gpu`: memory and time of updates against the planner's prediction.
+"""Measure memory and time of updates against the planner's prediction.
 
     python -m tools.bench.gpu.plan --predict benchmarks/predictions/memory.json    # before the measurement, no torch
     python -m tools.bench.gpu.plan --against benchmarks/predictions/memory.json    # on a host with GPUs: minutes
@@ -25,7 +25,6 @@ from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
 from core.planning.rates import calibration_of, update_seconds
 from core.planning.scene import Scene
 from rollout.inference.gpus import device_names, query_gpus
-from tools.bench import Figure
 from tools.bench.gpu.cases import CASES, TRIAL, Case
 from tools.bench.gpu.lanes import Task, outcomes
 from tools.bench.gpu.shapes import PLANNED
@@ -62,18 +61,6 @@ def predicted_seconds(case: Case, gpu: str) -> float | None:
     length = sum(n * n for n in lengths) / sum(lengths)  # attention grows with the square
     seconds = update_seconds(scene, case.engine, calibration, tokens=sum(lengths), length=length, level=case.recompute)
     return round(seconds, 5)
-
-
-def plan(scene: Any) -> Iterator[Figure]:
-    """Yield the peak of every case against its prediction."""
-    for case, found in measured(CASES if query_gpus() else TRIAL):
-        if isinstance(found, str):
-            print(f"{case}: {found}", flush=True)
-            continue
-        for stage, row in enumerate(found):
-            baseline = _predicted(case, stage)["peak"] / GB
-            name = f"plan.{case} stage {stage}".replace(" ", "_")
-            yield Figure(name=name, value=row["peak"] / GB, unit="GB", baseline=baseline, target="<= 1.02x")
 
 
 def measured(
