@@ -20,8 +20,7 @@ import slipstream
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import ModelOutput
-    from mcore_adapter.data.sequences import Sequences
+    from mcore_adapter.data.batch import ModelOutput, Sequences
 
 
 class Reinforce(slipstream.Algorithm):

@@ -18,19 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
-from mcore_adapter.checkpoint.host_copy import HostCopy
-from mcore_adapter.data.batch import ModelOutput, PackedBatch
-from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, pack_sequences
+from mcore_adapter.checkpoint.writing import HostCopy
+from mcore_adapter.data.batch import BatchShape, Divisors, ModelOutput, PackedBatch, Sequences, TokenWeights, token_mean
+from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, check_routed_experts, pack_sequences
 from mcore_adapter.data.planner import BatchShard, Microbatch, PassLimits, Planner, attention_cost, weighed, whole
-from mcore_adapter.data.routing_inputs import check_routed_experts
-from mcore_adapter.data.sequences import Divisors, Sequences, TokenWeights, token_mean
-from mcore_adapter.data.shape import BatchShape
 from mcore_adapter.device import Device
-from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export
+from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export, save_hf
 from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
-from mcore_adapter.hf.saving import save_hf
 from mcore_adapter.memory.auto import AutoRecompute, Peak
-from mcore_adapter.memory.host_weights import HostWeights
+from mcore_adapter.memory.host import HostWeights
 from mcore_adapter.memory.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory
 from mcore_adapter.memory.recompute import warn_of_kept_products
 from mcore_adapter.models.forward import lm_output, run_schedule, value_output

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from core.config.parsing.problems import ConfigError as ConfigError
     from core.data.rollout_batch import RolloutBatch as RolloutBatch
     from mcore_adapter.data.batch import ModelOutput as ModelOutput
-    from mcore_adapter.data.sequences import Sequences as Sequences
-    from mcore_adapter.data.sequences import sequence_mean as sequence_mean
+    from mcore_adapter.data.batch import Sequences as Sequences
+    from mcore_adapter.data.batch import sequence_mean as sequence_mean
     from rollout.journal import call_id as call_id
     from rollout.journal import recorded as recorded
     from rollout.rewards.judge import Judge as Judge
@@ -72,12 +72,12 @@ _HOME = {
     "ModelOutput": "mcore_adapter.data.batch",
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",
-    "Sequences": "mcore_adapter.data.sequences",
+    "Sequences": "mcore_adapter.data.batch",
     **dict.fromkeys(("call_id", "recorded"), "rollout.journal"),
     "Judge": "rollout.rewards.judge",
     **dict.fromkeys(("Ran", "run_python"), "rollout.sandbox.pool"),
     **dict.fromkeys(("TrajectoryBuilder", "sample_seed"), "rollout.workflows"),
-    "sequence_mean": "mcore_adapter.data.sequences",
+    "sequence_mean": "mcore_adapter.data.batch",
 }  # fmt: skip
 """Public name -> the module that defines it."""
 

@@ -28,8 +28,7 @@ from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch
 from helpers.batches import batch_of, by_answer
 from helpers.tiny_models import SHAPE
-from mcore_adapter.data.batch import ModelOutput, sequence_of_token
-from mcore_adapter.data.sequences import Sequences, weigh_tokens
+from mcore_adapter.data.batch import ModelOutput, Sequences, sequence_of_token, weigh_tokens
 from model_specs.hf_config import ModelConfigError, parse_config
 from model_specs.tensors import hf_shapes
 from rollout.data.rows import scan_rows

@@ -176,7 +176,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
-        "mcore_adapter.models.quick_import": "torch",
+        "mcore_adapter": "torch",
     },
     "torch loads for seconds: not in a generator without a model": {
         "core.launch.generator_actor": "torch",
@@ -191,10 +191,10 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.elementwise",
-        "mcore_adapter.models.logprobs": "mcore_adapter.cuda.lm_head",
-        "mcore_adapter.models.experts.products": "mcore_adapter.cuda.experts",
+        "mcore_adapter.models.forward": "mcore_adapter.cuda.lm_head",
+        "mcore_adapter.models.experts": "mcore_adapter.cuda.experts",
         "mcore_adapter.optimizer.training": "mcore_adapter.cuda.elementwise",
-        "mcore_adapter.models.router": "mcore_adapter.cuda.routing",
+        "mcore_adapter.models.router": "mcore_adapter.cuda.experts",
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.arguments": "sglang",
@@ -230,7 +230,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.choice"},
     "a benchmark loads what its row measures": {
         "tools.bench.gpu.runs": "torch transformers",
-        "tools.bench.convert": "mcore_adapter.hf.saving",
+        "tools.bench.convert": "mcore_adapter.hf.exporting",
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
         "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "
         "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",

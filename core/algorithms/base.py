@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import Tensor
 
 from core.data.stored_batch import Unit
-from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.sequences import Sequences, token_mean
+from mcore_adapter.data.batch import PackedBatch, Sequences, token_mean
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
@@ -43,7 +42,7 @@ class Objective(Protocol):
         """Return the weight of every token of the minibatch, [T], 0 outside loss_mask; the loss is divided by their
         sum.
 
-        mcore_adapter/data/sequences.py has token_mean (the default), sequence_mean and token_sum."""
+        mcore_adapter/data/batch.py has token_mean (the default), sequence_mean and token_sum."""
         return token_mean(minibatch)
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core.algorithms.rewards import kl_loss
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Sequences
+from mcore_adapter.data.batch import TOKEN_WEIGHTS, Sequences
 
 if TYPE_CHECKING:
     from mcore_adapter.data.batch import ModelOutput

@@ -22,12 +22,10 @@ from torch.nn.functional import logsigmoid
 
 from core.algorithms.base import Metrics, Objective
 from core.algorithms.losses import sft_loss, trained_weights
-from mcore_adapter.data.batch import PAIR
-from mcore_adapter.data.sequences import sequence_mean
+from mcore_adapter.data.batch import PAIR, sequence_mean
 
 if TYPE_CHECKING:
-    from mcore_adapter.data.batch import ModelOutput, PackedBatch
-    from mcore_adapter.data.sequences import Sequences
+    from mcore_adapter.data.batch import ModelOutput, PackedBatch, Sequences
 
 
 class SFT(Objective):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.shape import leading_prompt_lens
+from mcore_adapter.data.batch import PackedBatch, leading_prompt_lens
 from rollout.trajectories import turns
 from rollout.types import REWARD_PART, Trajectory, lowest_right
 

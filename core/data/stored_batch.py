@@ -16,10 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch, index_of_tokens
+from mcore_adapter.data.batch import (
+    ROLLOUTS,
+    ROUTED_EXPERTS,
+    TOKEN_WEIGHTS,
+    BatchShape,
+    Divisors,
+    PackedBatch,
+    TokenWeights,
+    index_of_tokens,
+    read_shape,
+    weigh_tokens,
+)
 from mcore_adapter.data.planner import BatchShard, PassLimits, Planner, Plans
-from mcore_adapter.data.sequences import ROLLOUTS, TOKEN_WEIGHTS, Divisors, TokenWeights, weigh_tokens
-from mcore_adapter.data.shape import BatchShape, read_shape
 
 if TYPE_CHECKING:
     from mcore_adapter.engine import LossFn

@@ -30,8 +30,7 @@ from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.train.periodic import PeriodicActions, SerialEvaluations, schedule_from_control
 from core.trainer import EngineRef
-from mcore_adapter.data.batch import PAIR, ModelOutput, sequence_of_token
-from mcore_adapter.data.sequences import Sequences, weigh_tokens
+from mcore_adapter.data.batch import PAIR, ModelOutput, Sequences, sequence_of_token, weigh_tokens
 from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 from rollout.experience import Schedule

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from allocation import ParallelLayout, layers_of_chunks
 from core.planning.scene import Engine, Scene, Servers
-from mcore_adapter.data.token_chunks import FP32_ROWS, MLP_TOKENS
 from mcore_adapter.memory.estimate import SPARE, UpdateShape, choose, in_flight, peak
 from mcore_adapter.memory.states import States, rank_states
-from mcore_adapter.settings import Level
+from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
 from model_specs.config import ModelConfig
 
 GIB = 2**30

@@ -15,8 +15,7 @@ from core.planning.gpus import PlanError
 from core.planning.lengths import Lengths
 from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of
 from core.planning.scene import Engine, Scene, Servers
-from mcore_adapter.data.token_chunks import LOGITS_BYTES
-from mcore_adapter.settings import Level
+from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
 
 FOLDER = Path(__file__).with_name("calibrations")

@@ -29,8 +29,7 @@ from core.data.stored_batch import (
     deal_minibatches,
     units_of,
 )
-from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.sequences import TokenWeights
+from mcore_adapter.data.batch import PackedBatch, TokenWeights
 
 Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 """By field: (sequences, values) of each rank that has results."""

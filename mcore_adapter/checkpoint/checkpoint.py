@@ -5,7 +5,7 @@ tokenizer files of the Hugging Face folder that the engine was built from, so th
 Invariant: metadata.json is written last, so a folder that has it is complete; an error on one rank is raised on all.
 
 Megatron's own writer forks a multi-threaded process and spawns a manager that imports __main__ again; neither is safe
-inside an actor, so the shards are written by torch's writer (mcore_adapter/checkpoint/files.py).
+inside an actor, so the shards are written by torch's writer (mcore_adapter/checkpoint/writing.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import random as megatron_random
 
-from mcore_adapter.checkpoint.files import CopiedCheckpoint
-from mcore_adapter.checkpoint.host_copy import HostCopy, gathered_by, gathered_sizes
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
-from mcore_adapter.hf.saving import hf_config_json
+from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, gathered_by, gathered_sizes
+from mcore_adapter.hf.exporting import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer.training import TrainOptimizer
 from mcore_adapter.parallel import ParallelState

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from allocation import ParallelLayout, stages_of_layers
 from mcore_adapter.checkpoint.checkpoint import converted_common, small_files
-from mcore_adapter.checkpoint.files import mark_complete, write_small_files
 from mcore_adapter.checkpoint.restricted import METADATA_FILE, load_common
 from mcore_adapter.checkpoint.stored_tensors import (
     StoredPart,
@@ -27,7 +26,9 @@ from mcore_adapter.checkpoint.stored_tensors import (
     rows_of,
     stored_parts,
 )
+from mcore_adapter.checkpoint.writing import mark_complete, write_small_files
 from mcore_adapter.device import get_device
+from mcore_adapter.hf.exporting import hf_config_json, tensor_specs, write_config
 from mcore_adapter.hf.safetensors_folder import (
     FileRows,
     SafetensorsFolder,
@@ -35,7 +36,6 @@ from mcore_adapter.hf.safetensors_folder import (
     copy_tokenizer,
     dtype_of,
 )
-from mcore_adapter.hf.saving import hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, outer_table
 from mcore_adapter.models.gpt import check_layout
 from mcore_adapter.parallel import ParallelState

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_adapter.autograd import Context
-from mcore_adapter.data.shared_prompts import SharedPromptParams
+from mcore_adapter.data.packing import SharedPromptParams
 
 _MAX_PADDING = 1.1  # sequences share a block while the longest has at most this many times the tokens of the shortest
 _SHORT_TOKENS = 48  # up to here matrix products over the whole batch beat the flash kernel (2x at 20 tokens, 1x at 56)

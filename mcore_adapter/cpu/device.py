@@ -30,8 +30,7 @@ from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l
 from torch.overrides import TorchFunctionMode
 
 from mcore_adapter.cpu.attention import rotary_thd
-from mcore_adapter.cpu.kernels import swiglu, use_onednn
-from mcore_adapter.cpu.layers import CpuDuplicatedLinear, CpuRMSNorm, cpu_layer_spec
+from mcore_adapter.cpu.layers import CpuDuplicatedLinear, CpuRMSNorm, cpu_layer_spec, swiglu, use_onednn
 from mcore_adapter.settings import Fp8Recipe
 
 

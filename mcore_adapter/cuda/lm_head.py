@@ -1,4 +1,4 @@
-"""The LM head on GPUs: what logprobs.py computes with passes over fp32 logits, in one pass over the bf16 ones.
+"""The LM head on GPUs: what models/forward.py computes with passes over fp32 logits, in one pass over the bf16 ones.
 
 The matrix products are cuBLAS's. Between them a Triton kernel reads logits once (forward: log-sum-exp, target logit,
 entropy) or turns them into their own gradient in place (backward), everything summed in fp32. In the forward pass
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_adapter.autograd import Context
-from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES, chunks
+from mcore_adapter.settings import FP32_ROWS, LOGITS_BYTES, SEVERAL_LOGITS_BYTES, chunks
 
 _BLOCK = 4096
 

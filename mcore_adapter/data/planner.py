@@ -18,9 +18,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.sequences import Divisors, TokenWeights, weigh_tokens
-from mcore_adapter.data.shape import BatchShape, given_units, prompt_units, shape_of
+from mcore_adapter.data.batch import (
+    BatchShape,
+    Divisors,
+    PackedBatch,
+    TokenWeights,
+    given_units,
+    prompt_units,
+    shape_of,
+    weigh_tokens,
+)
 from model_specs.config import ModelConfig
 
 Microbatch = list[int]

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from allocation import ParallelLayout
-from mcore_adapter.data.token_chunks import FP32_ROWS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES
-from mcore_adapter.settings import LEVELS, Level
+from mcore_adapter.settings import FP32_ROWS, LEVELS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
 from model_specs.moe import MoEConfig, gathers_tokens
 

@@ -26,9 +26,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mcore_adapter.data.token_chunks import MLP_TOKENS, chunks
-from mcore_adapter.memory.host_activations import HostActivations, Pages
-from mcore_adapter.settings import Level
+from mcore_adapter.memory.host import HostActivations, Pages
+from mcore_adapter.settings import MLP_TOKENS, Level, chunks
 
 logger = logging.getLogger(__name__)
 

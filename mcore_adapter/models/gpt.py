@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from allocation import ParallelLayout
-from mcore_adapter.data.shared_prompts import SharedPromptParams
+from mcore_adapter.data.packing import SharedPromptParams
 from mcore_adapter.device import Device
 from mcore_adapter.memory.recompute import install_recomputation, recompute_layers
 from mcore_adapter.models.conversions import (
@@ -38,7 +38,7 @@ from mcore_adapter.models.conversions import (
     outer_table,
     unstacked,
 )
-from mcore_adapter.models.experts.stacked import stack_experts
+from mcore_adapter.models.experts import stack_experts
 from mcore_adapter.models.router import Balance, RoutedLayer, Router
 from mcore_adapter.models.transformer_config import block_spec, install_post_norms, transformer_config
 from mcore_adapter.parallel import ParallelState

@@ -1,33 +1,178 @@
-"""Which experts a token goes to: the router of every mixture-of-experts family, with replay and both ways to balance.
+"""Which experts a token goes to, and how it gets there: router and dispatchers of every mixture-of-experts family.
 
-Sits inside Megatron's MoE layer in the place of its own router, whose losses depend on how a batch is cut. Invariant:
-what a router computes for a token, and what it adds to the loss, depends on the batch alone, never on the microbatch,
-rank or packing in which the token passes.
+The router sits inside Megatron's MoE layer in the place of its own, whose losses depend on how a batch is cut; it has
+replay and both ways to balance. Invariant: what a router computes for a token, and what it adds to the loss, depends on
+the batch alone, never on the microbatch, rank or packing in which the token passes. On GPUs cuda/experts.py computes
+the scores in one kernel a pass. Each token's result depends on its logits alone; of experts or groups that score the
+same, those of lower numbers are chosen, and NaN counts as the best score.
 
-On GPUs cuda/routing.py computes the scores in one kernel a pass. Each token's result depends on its logits alone; of
-experts or groups that score the same, those of lower numbers are chosen, and NaN counts as the best score.
+Dispatchers bring tokens to stacked experts, in place of Megatron's; see dispatcher_for(). The interface is that of
+megatron's MoETokenDispatcher, with the numbers of experts in place of a mask. Invariant: every rank of an
+expert-parallel group calls the same collectives in the same order, whatever its tokens are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcore_adapter.autograd import Context
-from mcore_adapter.data.routing_inputs import RoutingInputs
-from mcore_adapter.models.experts.dispatchers import GatheringDispatcher, dispatcher_for
-from mcore_adapter.models.experts.stacked import StackedExperts
-from model_specs.moe import MoEConfig
+from mcore_adapter.data.packing import RoutingInputs
+from mcore_adapter.models.experts import Pending, Rows, SharedRows, StackedExperts, begin_gather, sorted_rows
+from model_specs.moe import MoEConfig, gathers_tokens
+
+
+def dispatcher_for(
+    config: TransformerConfig, group: ProcessGroup, inputs: Callable[[], RoutingInputs | None]
+) -> LocalDispatcher | GatheringDispatcher | None:
+    """Return the dispatcher for stacked experts that are spread over `group`; None: Megatron's, which sends copies of
+    tokens. `inputs` returns those of the microbatch under way."""
+    if group.size() == 1:
+        return LocalDispatcher(config)
+    if gathers_tokens(group.size(), config.moe_router_topk):
+        return GatheringDispatcher(config, group, inputs)
+    return None
+
+
+class LocalDispatcher:
+    """Leave tokens where they are, as every rank has all experts: StackedExperts copies them."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self._num_experts = cast(int, config.num_moe_experts)
+        self._rows: Rows | None = None
+        self._shape = torch.Size()
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepare tokens [s, 1, h] with the numbers of the chosen experts, routing_map [s, k], and probs [s, k]."""
+        self._shape, self._rows = tokens.shape, sorted_rows(routing_map, self._num_experts)
+        return tokens.view(-1, tokens.shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Rows | None, Tensor]:
+        rows, self._rows = self._rows, None
+        return hidden_states, rows, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.view(self._shape)
+
+
+class GatheringDispatcher:
+    """Gather the tokens of all ranks of `group` on each of them. Each rank's experts compute their part of every
+    token's sum; the parts are added up on the rank of the token.
+
+    Each rank gives the same number of tokens, S / size: those with fewer add rows of zeros without experts.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, group: ProcessGroup, inputs: Callable[[], RoutingInputs | None]
+    ) -> None:
+        self._num_experts = cast(int, config.num_moe_experts)
+        held = self._num_experts // group.size()
+        self._part = range(held * group.rank(), held * (group.rank() + 1))
+        self._group, self._inputs = group, inputs
+        self._experts: Tensor | None = None
+        self._tokens: Pending | None = None
+        self._weights: Pending | None = None
+        self._rows: Rows | None = None
+        self._num_rows: _HostNumber | None = None
+        self._shape = torch.Size()
+        self._missing = 0
+
+    def begin(self, tokens: Tensor) -> None:
+        """Begin to gather tokens [s, 1, h], before anything is computed of them."""
+        self._shape = tokens.shape
+        tokens = tokens.detach().view(-1, tokens.shape[-1])
+        self._missing = self._most_rows(len(tokens), tokens.device) - len(tokens)
+        self._tokens = begin_gather(_padded(tokens, self._missing), self._group)
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Prepare the tokens [s, 1, h] of begin() with the numbers of the chosen experts, routing_map [s, k], and
+        probs [s, k]."""
+        self._experts = _padded(routing_map.to(torch.int32), self._missing, self._num_experts)
+        return tokens.view(-1, tokens.shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the experts of all tokens, sort their copies, and begin to gather probs."""
+        assert self._experts is not None, "dispatch_preprocess() comes first"
+        experts, self._experts = begin_gather(self._experts, self._group).wait(), None
+        self._weights = begin_gather(_padded(probs.detach(), self._missing), self._group)
+        self._rows = sorted_rows(experts, self._num_experts, part=self._part)
+        self._num_rows = _HostNumber(self._rows.ends[-1])
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, SharedRows, Tensor]:
+        """Wait for the number of rows: the device gathers meanwhile. Returns all tokens [S, h], their rows and their
+        weights [S, k]."""
+        assert self._rows is not None and self._num_rows is not None, "token_dispatch() comes first"
+        assert self._tokens is not None and self._weights is not None, "begin() comes first"
+        rows = SharedRows(self._rows.first(self._num_rows.value()), hidden_states, probs, self._group)
+        tokens, weights = self._tokens.wait(), self._weights.wait()
+        self._rows = self._num_rows = self._tokens = self._weights = None
+        return tokens, rows, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Return hidden_states [S / size, h] without padding: [s, 1, h]."""
+        return hidden_states[: self._shape[0]].view(self._shape)
+
+    def _most_rows(self, num_rows: int, device: torch.device) -> int:
+        """Return the largest number of tokens of a rank, exchanged once per microbatch."""
+        inputs = self._inputs()
+        if inputs is None:
+            return max(self._exchanged(num_rows, device))
+        if not inputs.rows_of_ranks:
+            inputs.rows_of_ranks.extend(self._exchanged(num_rows, device))
+        return max(inputs.rows_of_ranks)
+
+    def _exchanged(self, num_rows: int, device: torch.device) -> list[int]:
+        number = torch.full((1,), num_rows, dtype=torch.int64, device=device)
+        return begin_gather(number, self._group).wait().tolist()
+
+
+class _HostNumber:
+    """A number on its way from the device to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+        self._copied: Any = None
+        if number.device.type != "cpu":
+            self._copied = torch.get_device_module(number.device).current_stream().record_event()
+
+    def value(self) -> int:
+        """Wait for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._number)
+
+
+def _padded(tensor: Tensor, missing: int, value: int = 0) -> Tensor:
+    """Add rows of `value` behind tensor [s, n]."""
+    return F.pad(tensor, (0, 0, 0, missing), value=value) if missing else tensor
 
 
 class Routing(Protocol):
@@ -44,7 +189,7 @@ class Routing(Protocol):
 def routing_for(tensor: Tensor) -> Routing:
     """Return what routes tokens on the device of this tensor."""
     if tensor.is_cuda:
-        from mcore_adapter.cuda.routing import fused_routing
+        from mcore_adapter.cuda.experts import fused_routing
 
         return fused_routing
     return routing

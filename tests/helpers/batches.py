@@ -15,7 +15,7 @@ from core.algorithms.policy_gradient import PolicyGradient
 from core.config.algorithm import AlgorithmSettings
 from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
-from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.batch import Sequences
 from rollout.types import PROMPT_VERSION, Trajectory
 
 PLAIN = AlgorithmSettings()

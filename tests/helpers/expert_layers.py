@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 
 def make_dispatcher(group: ProcessGroup, num_experts: int, top_k: int) -> Any:
-    from mcore_adapter.models.experts.dispatchers import GatheringDispatcher, dispatcher_for
+    from mcore_adapter.models.router import GatheringDispatcher, dispatcher_for
 
     config: Any = SimpleNamespace(num_moe_experts=num_experts, moe_router_topk=top_k)
     dispatcher = dispatcher_for(config, group, lambda: None)
@@ -31,7 +31,7 @@ def dispatched(dispatcher: Any, leaves: list[Tensor], experts: Tensor) -> tuple[
 
 def shared_output(dispatcher: Any, leaves: list[Tensor], experts: Tensor, *, keep_halves: bool) -> Tensor:
     """Compute the layer: tokens [s, h], weights [s, k], gate_up, down -> [s, h]."""
-    from mcore_adapter.models.experts.products import experts_output
+    from mcore_adapter.models.experts import experts_output
 
     hidden, rows, probs = dispatched(dispatcher, leaves, experts)
     summed = experts_output(hidden, probs, *leaves[2:], rows, keep_halves=keep_halves)
@@ -45,7 +45,7 @@ def plain_output(
     """Compute shared_output() by operators that wait for each exchange; `most` tokens on any rank."""
     from megatron.core.tensor_parallel import mappings
 
-    from mcore_adapter.models.experts.products import experts_output, sorted_rows
+    from mcore_adapter.models.experts import experts_output, sorted_rows
 
     def gathered(tensor: Tensor, value: int = 0) -> Tensor:
         padded = F.pad(tensor, (0, 0, 0, most - len(tensor)), value=value)

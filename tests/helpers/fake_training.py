@@ -39,9 +39,8 @@ from core.train.periodic import Actions, PeriodicActions
 from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
-from mcore_adapter.data.batch import ROUTED_EXPERTS, ModelOutput, PackedBatch
+from mcore_adapter.data.batch import ROUTED_EXPERTS, TOKEN_WEIGHTS, Divisors, ModelOutput, PackedBatch, Sequences
 from mcore_adapter.data.planner import Planner
-from mcore_adapter.data.sequences import TOKEN_WEIGHTS, Divisors, Sequences
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory

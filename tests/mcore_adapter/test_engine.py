@@ -29,8 +29,8 @@ from helpers.engine_cases import (
 )
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
+from mcore_adapter.data.batch import shape_of
 from mcore_adapter.data.planner import BatchShard
-from mcore_adapter.data.shape import shape_of
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2),

@@ -111,10 +111,10 @@ def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
 
 
 def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_adapter.memory import host_activations
+    from mcore_adapter.memory import host
     from mcore_adapter.settings import LEVELS
 
-    monkeypatch.setattr(host_activations, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(host, "SMALLEST_BYTES", 0)
     plain, *others = (
         steps_of(make_engine(*gpu, str(folder), dtype="bfloat16", recompute=level)) for level in (*LEVELS, "auto")
     )
@@ -127,9 +127,9 @@ def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, m
 def test_chunks_of_the_mlp_do_not_change_the_update(
     folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    from mcore_adapter.memory import host_activations, recompute
+    from mcore_adapter.memory import host, recompute
 
-    monkeypatch.setattr(host_activations, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(host, "SMALLEST_BYTES", 0)
 
     def run() -> tuple[list[torch.Tensor], list[dict[str, float]]]:
         engine = make_engine(*gpu, str(folder), dtype="bfloat16", recompute=level)
@@ -326,7 +326,7 @@ def gpu_run(rank: Any, folder: str, layout: str | None, options: dict[str, Any])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_the_fused_head_computes_what_fp32_logits_give(with_entropy: bool, chunk: int | None) -> None:
-    from mcore_adapter.models.logprobs import linear_logprobs
+    from mcore_adapter.models.forward import linear_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_adapter.data.sequences import Divisors
+from mcore_adapter.data.batch import Divisors
 from mcore_adapter.engine import MegatronEngine
 
 

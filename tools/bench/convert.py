@@ -79,7 +79,7 @@ def run(*arguments: object) -> None:
 
 def write_random(folder: Path, shape: Mapping[str, object], dtype: torch.dtype) -> int:
     """Return a folder of random weights; its size in bytes."""
-    from mcore_adapter.hf.saving import tensor_specs, write_config
+    from mcore_adapter.hf.exporting import tensor_specs, write_config
 
     config = parse_config(shape)
     folder.mkdir()

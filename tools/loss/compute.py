@@ -23,8 +23,7 @@ from core.config.experiments import PPOMATHConfig
 from core.config.ppo import DPOHyperparameters
 from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch
-from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences, weigh_tokens
+from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, Sequences, sequence_of_token, weigh_tokens
 from rollout.trajectories import turns
 
 Case = Mapping[str, Any]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from core.algorithms.offline import DPO
-from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences, weigh_tokens
+from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, Sequences, sequence_of_token, weigh_tokens
 
 LENS = (4, 3, 6, 5)
 PAIRS = (1, -1, -2, 2)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from core.config.presets import PRESETS
 from helpers.batches import algorithm, batch_of
-from mcore_adapter.data.batch import ModelOutput, sequence_of_token
-from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.batch import ModelOutput, Sequences, sequence_of_token
 
 EVERYTHING = {
     "kl_ctl": 0.1, "kl_in": "both", "kl_target": 0.05, "kl_horizon": 10.0, "ppo_n_minibatches": 2, "entropy_coeff": 0.1,

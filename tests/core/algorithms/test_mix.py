@@ -15,8 +15,14 @@ from core.data.rollout_batch import RolloutBatch
 from core.data.stored_batch import RankBatch
 from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
-from mcore_adapter.data.batch import ROUTED_EXPERTS, ModelOutput, PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import Sequences, weigh_tokens
+from mcore_adapter.data.batch import (
+    ROUTED_EXPERTS,
+    ModelOutput,
+    PackedBatch,
+    Sequences,
+    sequence_of_token,
+    weigh_tokens,
+)
 
 MU = 0.25
 

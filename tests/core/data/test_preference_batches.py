@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from core.data.datasets import AnswerDataset, PreferenceDataset
-from mcore_adapter.data.batch import PAIR
+from mcore_adapter.data.batch import PAIR, BatchShape, shape_of
 from mcore_adapter.data.planner import PassLimits, Planner
-from mcore_adapter.data.shape import BatchShape, shape_of
 from rollout.data.encoder import Encoder
 from rollout.data.rows import PreferenceFields
 from rollout.data.source import DatasetError, DataSource, Fields

@@ -27,10 +27,19 @@ from core.data.stored_batch import (
     deal_minibatches,
     units_of,
 )
-from mcore_adapter.data.batch import ROUTED_EXPERTS, PackedBatch
+from mcore_adapter.data.batch import (
+    ROUTED_EXPERTS,
+    TOKEN_WEIGHTS,
+    BatchShape,
+    PackedBatch,
+    TokenWeights,
+    sequence_mean,
+    shape_of,
+    token_mean,
+    token_sum,
+    weigh_tokens,
+)
 from mcore_adapter.data.planner import PassLimits, Planner
-from mcore_adapter.data.sequences import TOKEN_WEIGHTS, TokenWeights, sequence_mean, token_mean, token_sum, weigh_tokens
-from mcore_adapter.data.shape import BatchShape, shape_of
 
 GROUPS = (4, 2, 2, 4)
 """Answers to each prompt."""

@@ -20,10 +20,10 @@ from helpers.engine_cases import make_engine, per_token, random_batch
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.saved_models import MAX_TOKENS, OPTIMIZER, draws, load_run, save_run, train
 from helpers.tiny_models import write_model
-from mcore_adapter.checkpoint import host_copy
+from mcore_adapter.checkpoint import writing
 from mcore_adapter.checkpoint.checkpoint import copied_sizes
-from mcore_adapter.checkpoint.files import CopiedCheckpoint
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
+from mcore_adapter.checkpoint.writing import CopiedCheckpoint
 
 TP2 = ParallelLayout(tp=2)
 
@@ -110,7 +110,7 @@ def background_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dt
     with (
         rank.joined(layout) as (parallel, device),
         mock.patch.object(CopiedCheckpoint, "write", lambda copied: trained.wait(60) and write(copied)),
-        mock.patch.object(host_copy, "_CHUNK_ELEMENTS", 10_000),
+        mock.patch.object(writing, "_CHUNK_ELEMENTS", 10_000),
     ):
         engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
         train(engine, 3)

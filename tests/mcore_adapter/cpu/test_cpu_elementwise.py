@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_adapter.cpu.kernels import rms_norm, swiglu
+from mcore_adapter.cpu.layers import rms_norm, swiglu
 
 
 def plain_swiglu(gate_up: Tensor) -> Tensor:

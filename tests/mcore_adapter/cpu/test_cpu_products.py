@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from mcore_adapter.cpu import kernels as products
+from mcore_adapter.cpu import layers as products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -75,7 +75,7 @@ COMPUTES = """
 import warnings
 warnings.simplefilter("error")
 import torch
-from mcore_adapter.cpu import kernels as products
+from mcore_adapter.cpu import layers as products
 products.use_onednn(); products.use_onednn()
 torch.manual_seed(0)
 calls, compute = [], products._linear

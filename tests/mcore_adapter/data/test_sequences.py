@@ -5,7 +5,7 @@ import torch
 
 from allocation import ParallelLayout
 from helpers.mcore_ranks import Rank, RankPool
-from mcore_adapter.data.sequences import Sequences
+from mcore_adapter.data.batch import Sequences
 
 OF_TOKEN = torch.tensor([0, 0, 2, 2, 2])
 """Sequence 1 has no token here."""

@@ -17,10 +17,8 @@ from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.cpu import attention
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention
-from mcore_adapter.data.batch import PackedBatch
-from mcore_adapter.data.packing import PackingLayout, pack_microbatch
-from mcore_adapter.data.shape import BatchShape, prompt_units, shape_of
-from mcore_adapter.data.shared_prompts import SharedPromptParams
+from mcore_adapter.data.batch import BatchShape, PackedBatch, prompt_units, shape_of
+from mcore_adapter.data.packing import PackingLayout, SharedPromptParams, pack_microbatch
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.engine_cases import random_batch
-from mcore_adapter.data.sequences import ROLLOUTS, TOKEN_WEIGHTS, sequence_mean, token_mean, token_sum, weigh_tokens
+from mcore_adapter.data.batch import ROLLOUTS, TOKEN_WEIGHTS, sequence_mean, token_mean, token_sum, weigh_tokens
 
 
 def batch_with_a_masked_sequence():

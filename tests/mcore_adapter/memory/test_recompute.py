@@ -14,7 +14,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, policy_loss, random_batch, write_bfloat16
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
 from helpers.tiny_models import SHAPE
-from mcore_adapter.memory import host_activations, recompute
+from mcore_adapter.memory import host, recompute
 from mcore_adapter.memory.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS, Level
 
@@ -38,7 +38,7 @@ def compare_levels(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, 
 
     with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
         patch.setattr(CpuDevice, "has_grouped_products", True)
-        patch.setattr(host_activations, "SMALLEST_BYTES", 0)
+        patch.setattr(host, "SMALLEST_BYTES", 0)
         choices: dict[str, list[Level]] = {level: [level] * 4 for level in LEVELS} | {"mixed": MIXED}
         steps = {}
         for name, levels in choices.items():
@@ -66,7 +66,7 @@ def kept_bytes(rank: Rank, layout: ParallelLayout, model: str, chunk: int = 4096
 
     with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
         patch.setattr(CpuDevice, "has_grouped_products", True)
-        patch.setattr(host_activations, "SMALLEST_BYTES", 0)
+        patch.setattr(host, "SMALLEST_BYTES", 0)
         patch.setattr(recompute, "MLP_TOKENS", chunk)
         engine = make_engine(parallel, device, model)
         weights = {p.untyped_storage().data_ptr() for p in engine._model[0].parameters()}
@@ -140,7 +140,7 @@ def chunked_step(
     chunk."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
         patch.setattr(recompute, "MLP_TOKENS", chunk)
-        patch.setattr(host_activations, "SMALLEST_BYTES", 0)
+        patch.setattr(host, "SMALLEST_BYTES", 0)
         engine = make_engine(parallel, device, model)
         recompute_layers(engine._model, LONG)
         step_of(engine)

@@ -15,7 +15,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, actor_run, assert_same_steps, make_engine, policy_loss, random_batch, whole
 from helpers.expert_layers import dispatched, make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
-from mcore_adapter.models.experts.products import experts_output, sorted_rows
+from mcore_adapter.models.experts import experts_output, sorted_rows
 from model_specs.moe import gathers_tokens
 
 NUM_EXPERTS, K, HIDDEN, WIDTH = 6, 3, 16, 24
@@ -127,7 +127,7 @@ def test_tokens_are_gathered_where_each_has_as_many_experts_as_there_are_ranks(
 def counted(rank: Rank, layout: ParallelLayout, model: str, recompute: Any) -> dict[str, Any]:
     """Return the dispatchers of an engine with stacked experts, and how often it exchanges sizes."""
     from mcore_adapter.cpu.device import CpuDevice
-    from mcore_adapter.models.experts.dispatchers import GatheringDispatcher
+    from mcore_adapter.models.router import GatheringDispatcher
 
     calls = {"exchanges": 0}
     exchange = GatheringDispatcher._exchanged
@@ -189,7 +189,7 @@ def record_events(patch: pytest.MonkeyPatch, group: Any, top_k: int) -> list[str
     """Record the collectives of `group`, real ones, and what is computed of experts."""
     import torch.distributed as dist
 
-    from mcore_adapter.models.experts import products
+    from mcore_adapter.models import experts
     from mcore_adapter.models.router import Router
 
     events: list[str] = []
@@ -216,9 +216,9 @@ def record_events(patch: pytest.MonkeyPatch, group: Any, top_k: int) -> list[str
     patch.setattr(dist, "all_gather_into_tensor", collective(dist.all_gather_into_tensor, "gather"))
     patch.setattr(dist, "reduce_scatter_tensor", collective(dist.reduce_scatter_tensor, "sum"))
     patch.setattr(Router, "forward", noted(Router.forward, lambda *_: "router"))
-    patch.setattr(products, "spread", noted(products.spread, lambda *_: "copies"))
+    patch.setattr(experts, "spread", noted(experts.spread, lambda *_: "copies"))
     of_weights = {2: "gradient of weights", 3: "product"}
-    patch.setattr(products, "_product", noted(products._product, lambda a, b, rows: of_weights[b.dim()]))
+    patch.setattr(experts, "_product", noted(experts._product, lambda a, b, rows: of_weights[b.dim()]))
     return events
 
 
@@ -269,11 +269,11 @@ def held_gradients(rank: Rank, keep_halves: bool) -> list[bool]:
     from megatron.core import parallel_state
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from mcore_adapter.models.experts import products
+    from mcore_adapter.models import experts
 
     gathered: list[StorageWeakRef] = []
     held: list[bool] = []
-    gather, product = dist.all_gather_into_tensor, products._product
+    gather, product = dist.all_gather_into_tensor, experts._product
 
     def watched_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         gathered.append(StorageWeakRef(output.untyped_storage()))
@@ -292,7 +292,7 @@ def held_gradients(rank: Rank, keep_halves: bool) -> list[bool]:
         dispatcher = make_dispatcher(parallel_state.get_expert_model_parallel_group(), NUM_EXPERTS, K)
         output = shared_output(dispatcher, leaves, experts, keep_halves=keep_halves)
         patch.setattr(dist, "all_gather_into_tensor", watched_gather)
-        patch.setattr(products, "_product", watched_product)
+        patch.setattr(experts, "_product", watched_product)
         torch.autograd.grad(output, leaves, grad)
     return held
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_adapter.models.experts.products import Rows, experts_output, sorted_rows
+from mcore_adapter.models.experts import Rows, experts_output, sorted_rows
 
 TOKENS, K, NUM_EXPERTS, HIDDEN, WIDTH = 19, 2, 6, 16, 12
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allocation import ParallelLayout
 from helpers.mcore_ranks import Rank
-from mcore_adapter.models.logprobs import linear_logprobs
+from mcore_adapter.models.forward import linear_logprobs
 
 VOCAB, HIDDEN, TOKENS = 97, 24, 53
 
@@ -156,7 +156,7 @@ def test_temperature_zero_is_refused():
 
 MEMORY_PROGRAM = """
 import resource, sys, torch
-from mcore_adapter.models.logprobs import linear_logprobs
+from mcore_adapter.models.forward import linear_logprobs
 torch.set_num_threads(1)
 tokens, vocab, h = int(sys.argv[1]), 16384, 16
 hidden = torch.randn(tokens, h).requires_grad_()

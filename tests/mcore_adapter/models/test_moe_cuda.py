@@ -21,7 +21,7 @@ from helpers.engine_cases import (
 )
 from helpers.expert_layers import make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import RankPool
-from mcore_adapter.models.experts.products import experts_output, sorted_rows
+from mcore_adapter.models.experts import experts_output, sorted_rows
 
 pytestmark = ON_A_GPU
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_adapter.models import quick_import
+import mcore_adapter
 
 SHOW = """
 import sys
@@ -38,7 +38,7 @@ def test_a_function_is_compiled_once_with_its_options_at_its_first_call_on_a_gpu
         return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
 
     def decorate(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return quick_import._compiled_when_called(compiler, **options)
+        return mcore_adapter._compiled_when_called(compiler, **options)
 
     @decorate(mode="fast")
     def double(number: torch.Tensor) -> int:

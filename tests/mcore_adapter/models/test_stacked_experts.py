@@ -42,7 +42,7 @@ LAYOUTS = {
 def stacked(function: Any, rank: Rank, *args: Any, **kwargs: Any) -> Any:
     """Run `function` on a rank whose device has grouped products, as a GPU has."""
     from mcore_adapter.cpu.device import CpuDevice
-    from mcore_adapter.models.experts.stacked import StackedExperts
+    from mcore_adapter.models.experts import StackedExperts
 
     built: list[StackedExperts] = []
     make = StackedExperts.__init__

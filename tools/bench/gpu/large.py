@@ -1,6 +1,6 @@
 """The measurements `experts` and `long` of `python -m tools.bench gpu`: updates that fill a GPU.
 
-`experts` compares stacked experts (mcore_adapter/models/experts/stacked.py) with TransformerEngine's grouped layers and
+`experts` compares stacked experts (mcore_adapter/models/experts.py) with TransformerEngine's grouped layers and
 with Megatron's own training loop, `long` the least recomputation that fits with that of full layers.
 """
 
