@@ -20,8 +20,7 @@ from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_
 from rollout.inference.router import NoGeneratorError, Routed, Router, requests_at_once
 from rollout.inference.stop_texts import StopTexts
 from rollout.producer import RolloutProducer
-from rollout.rewards.pool import RewardWorkerError
-from rollout.rewards.pools import FailedScores, RewardPools
+from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.policy_server import PolicyServer
 from rollout.sessions.session import Limits

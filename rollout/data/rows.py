@@ -31,9 +31,8 @@ from rollout.data.answers import (
     text_of,
     with_options,
 )
-from rollout.data.files import Record
+from rollout.data.files import Record, read_records
 from rollout.data.messages import Messages, is_conversation, read_messages, read_tools, split_answer
-from rollout.data.readers import read_records
 from rollout.data.source import PROMPTS, Columns, DatasetError, DataSource, as_source, find_columns, printable, value_of
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.plugins import PluginError, load_plugin, unknown_name
-from rollout.rewards.math import WRONG, UnparsableAnswerError
-from rollout.rewards.registry import REWARDS
-from rollout.types import Prompt, Score
+from rollout.rewards.math import WRONG, UnparsableAnswerError, math_reward, quick_math_reward
+from rollout.types import Prompt, Reward, Score
+
+REWARDS: dict[str, Reward] = {"math": math_reward}
+
+QUICK_REWARDS: dict[str, Callable[[Prompt, str], float | None]] = {"math": quick_math_reward}
+"""Scores that are safe and fast enough to compute in the pool's own process; None: send the answer to a worker."""
+
 
 _TERM = re.compile(r"\s*(?:(-?[\d.]+(?:e-?\d+)?)\s*\*)?\s*([^\s*]+)\s*", re.IGNORECASE)
 _SCORE = "score"

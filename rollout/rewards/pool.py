@@ -1,5 +1,8 @@
 """Scores completions in worker processes: between the workflow and whatever a reward function does with an answer.
 
+RewardPools has one pool for each reward of a run, as task sets may be judged in different ways. A run in which most
+completions cannot be scored ends, as their rewards do not depend on the answers.
+
 Invariant: every answer handed in gets exactly one score within about the time limit of the answers before it on its
 worker, whatever the reward function does: an answer that hangs, crashes, exhausts memory or raises scores WRONG and is
 counted. No worker outlives its pool, nor the process of its pool.
@@ -19,14 +22,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.plugins import user_frame
 from rollout.processes import end_group
-from rollout.rewards.load import check_names
+from rollout.rewards.load import QUICK_REWARDS, check_names
 from rollout.rewards.math import WRONG
-from rollout.rewards.registry import QUICK_REWARDS
+from rollout.rewards.settings import RewardConfig
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
 from rollout.time_limit import not_counted
 from rollout.types import Prompt, Score
@@ -324,3 +327,82 @@ class _Worker:
             self._writer.close()
         self._socket.close()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+_PREFIX = "reward/num_"
+_FAILURES = ("error", "memory", "timeout", "crash")
+_SCORED = ("scored", "unparsable")
+
+
+class RewardPools:
+    """Reward pools by spec. start() and close() as those of a pool."""
+
+    def __init__(self, specs: Collection[str], config: RewardConfig) -> None:
+        self._pools = {
+            spec: RewardPool(spec, num_workers=config.num_workers, timeout_seconds=config.timeout_seconds)
+            for spec in sorted(specs)
+        }
+
+    def of(self, spec: str) -> RewardPool:
+        """Return the pool of a reward."""
+        return self._pools[spec]
+
+    async def start(self) -> None:
+        """Start the workers. Raises RewardWorkerError."""
+        for pool in self._pools.values():
+            await pool.start()
+
+    async def close(self) -> None:
+        """End the workers."""
+        for pool in self._pools.values():
+            await pool.close()
+
+    @property
+    def last_error(self) -> str:
+        """Why a completion could not be scored, in one line."""
+        found = [pool.last_error for pool in self._pools.values()]
+        return next((error for error in found if error != "none"), "none")
+
+    def stats(self) -> dict[str, float]:
+        """Return the sums of the pools' figures."""
+        total: Counter[str] = Counter()
+        for pool in self._pools.values():
+            total.update(pool.stats())
+        return dict(total)
+
+
+class RewardFailureError(ValueError):
+    """Most completions of several batches in a row could not be scored; another attempt would not score them either."""
+
+
+class FailedScores:
+    """Compares the counts of a reward pool from batch to batch."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._before: dict[str, float] = {}
+        self._in_a_row = 0
+
+    def check(self, stats: Mapping[str, float], *, step: int, last_error: str) -> float:
+        """Return the share of the completions since the last call that could not be scored; log a warning when that
+        are too many. `stats`: of the reward pool, since its start. Raises RewardFailureError."""
+        counts = {name: stats.get(_PREFIX + name, 0.0) for name in (*_FAILURES, *_SCORED)}
+        new = {name: count - self._before.get(name, 0.0) for name, count in counts.items()}
+        self._before = counts
+        failed, total = sum(new[name] for name in _FAILURES), sum(new.values())
+        share = failed / total if total else 0.0
+        if share <= self._config.max_failed_share:
+            self._in_a_row = 0
+            return share
+        self._in_a_row += 1
+        reasons = ", ".join(f"{new[name]:.0f} {name}" for name in _FAILURES if new[name])
+        message = f"step {step}: {failed:.0f} of {total:.0f} completions could not be scored ({reasons}) "
+        message += "and count as wrong (-1)"
+        logger.warning("%s. The last error: %s", message, last_error)
+        if self._in_a_row >= self._config.max_failed_batches:
+            raise RewardFailureError(
+                f"reward.function: {message}, as in the {self._in_a_row} steps up to here (reward.max_failed_share="
+                f"{self._config.max_failed_share:g}, reward.max_failed_batches={self._config.max_failed_batches}). "
+                f"The last error: {last_error}"
+            )
+        return share

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollout.data.encoder import Encoder
-from rollout.data.files import known_formats, suffix_of
+from rollout.data.files import is_hub_id, known_formats, suffix_of
 from rollout.data.prompts import make_prompt
-from rollout.data.readers import is_hub_id
 from rollout.data.rows import Row, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.types import Prompt

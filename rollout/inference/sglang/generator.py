@@ -21,11 +21,13 @@ from model_specs.hf_config import read_config
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import BackendSettings, check_request
-from rollout.inference.sglang.client import Call, SGLangClient, SGLangEndpoint
-from rollout.inference.sglang.completions import (
+from rollout.inference.sglang.client import (
     EMPTY,
     Answer,
+    Call,
     ExpertsOfTokens,
+    SGLangClient,
+    SGLangEndpoint,
     end_of,
     generate_call,
     joined,

@@ -20,7 +20,7 @@ from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from mcore_adapter.data.planner import Planner
-from rollout.data.examples import MaskedSequence
+from rollout.data.encoder import MaskedSequence
 from rollout.experience import Schedule
 
 NATS = {"default": -0.1, "ref": -0.05}

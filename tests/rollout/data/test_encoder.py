@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rollout.data.encoder import BOXED_INSTRUCTION, Encoder, PromptFormat
-from rollout.data.examples import MaskedSequence, encode_examples
+from rollout.data.encoder import BOXED_INSTRUCTION, Encoder, MaskedSequence, PromptFormat, encode_examples
 from rollout.data.prompts import PromptDataset
 from rollout.data.rows import Example, Row, read_examples, scan_rows
 from rollout.data.source import DatasetError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.rewards.pools import FailedScores, RewardFailureError
+from rollout.rewards.pool import FailedScores, RewardFailureError
 from rollout.rewards.settings import RewardConfig
 
 

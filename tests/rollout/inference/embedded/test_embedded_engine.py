@@ -19,7 +19,7 @@ from helpers.embedded_models import (
     steps,
 )
 from rollout.inference.embedded.engine import TRIM_STEPS, Engine
-from rollout.inference.embedded.kv_cache import capacity_for, previous_capacity
+from rollout.inference.embedded.model import capacity_for, previous_capacity
 from rollout.types import Completion, GenerateRequest
 
 

@@ -16,7 +16,7 @@ from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, s
 from model_specs.hf_config import parse_config
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
-from rollout.inference.sglang.completions import ExpertsOfTokens
+from rollout.inference.sglang.client import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
 from rollout.workflows import TrajectoryBuilder

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import GeneratorCallError
-from rollout.inference.sglang.completions import EMPTY, joined, read_answer, so_far
+from rollout.inference.sglang.client import EMPTY, joined, read_answer, so_far
 from rollout.inference.sglang.generator import SGLangGenerator, _Running
 from rollout.inference.sglang.hooks.in_flight import Sampled, pack, to_json, unpack
 from rollout.types import Completion, GenerateRequest, SamplingParams

@@ -42,7 +42,7 @@ from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, u
 from rollout.inference.changes import NOT_THE_BASE  # noqa: E402
 from rollout.inference.embedded.sampler import restrict  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
-from rollout.inference.sglang.completions import EMPTY, generate_call  # noqa: E402
+from rollout.inference.sglang.client import EMPTY, generate_call  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
 __all__ = ["models", "server"]  # fixtures
