@@ -1,7 +1,7 @@
 """Rows as users have them, read into one form. Standard library only: a --dry-run checks a data set with it.
 
 scan_rows() reads prompts with the solutions that rewards compare with, read_examples() prompts with the answers that
-fine-tuning trains on. Files are read in readers.py, columns found in source.py. Invariant: a `Row` that comes out of
+fine-tuning trains on. Files are read in files.py, columns found in source.py. Invariant: a `Row` that comes out of
 here has a prompt, a unique query_id and, where solutions are needed, at least one; whatever cannot be read that way is
 an error that names file and row.
 

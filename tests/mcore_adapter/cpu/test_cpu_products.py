@@ -73,9 +73,9 @@ def test_what_is_no_product_is_refused_as_by_torch(a: torch.Tensor, b: torch.Ten
 
 COMPUTES = """
 import warnings
-warnings.simplefilter("error")
 import torch
 from mcore_adapter.cpu import layers as products
+warnings.simplefilter("error")
 products.use_onednn(); products.use_onednn()
 torch.manual_seed(0)
 calls, compute = [], products._linear
