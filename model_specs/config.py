@@ -1,25 +1,221 @@
 """Shape and features of a model, typed, and the reading of what every family's config.json has in common.
 
-Invariant: a `ModelConfig` that exists describes a model that Megatron can build here; everything else (sliding windows,
-biases that Megatron has no place for, ...) raises ModelConfigError with the key and the value.
+Mixture of experts, latent attention and rope are what several families read of it. Invariant: a `ModelConfig` that
+exists describes a model that Megatron can build here; everything else (sliding windows, biases that Megatron has no
+place for, ...) raises ModelConfigError with the key and the value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from model_specs.moe import MLAConfig, MoEConfig
-from model_specs.rope import RopeScaling, parse_rope, rotary_factor
-from model_specs.values import (
+from model_specs.untrusted import (
     ModelConfigError,
     RawConfig,
     boolean,
+    json_object,
     num_layers,
     number,
+    optional,
     positive,
     positive_number,
     require,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Which layers have experts, and how a token chooses among them."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of each expert."""
+    shared_intermediate_size: int
+    """Of the experts that every token passes through, together; 0: none."""
+    sparse_layers: tuple[bool, ...]
+    """For each layer, whether it has experts (or a dense MLP)."""
+    score_function: Literal["softmax", "sigmoid"]
+    normalize: bool
+    """The chosen experts' scores are divided by their sum."""
+    scaling: float
+    num_groups: int
+    top_k_groups: int
+    """Experts are chosen out of this many of num_groups groups; equal: out of all."""
+    group_score: Literal["max", "top2"]
+    """What ranks the groups: their best expert, or the sum of their best two."""
+    correction_bias: bool
+    """A bias per expert, no parameter, is added to the scores for choosing (balance without an auxiliary loss)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    """Multi-latent attention: keys and values (queries, where q_lora_rank is set) come from a compressed vector; a part
+    of each head is rotated."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def gathers_tokens(num_ranks: int, top_k: int) -> bool:
+    """Return whether expert-parallel ranks gather each other's tokens, instead of the copies for their experts: those
+    take more bytes where each token has more experts than there are ranks."""
+    return 1 < num_ranks <= top_k
+
+
+def parse_experts(raw: RawConfig) -> tuple[int, int]:
+    """Return the number of experts of a layer and of those that a token passes through. Raises ModelConfigError."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    key = next((key for key in keys if raw.get(key) is not None), "num_experts")
+    num_experts, top_k = positive(raw, key, most=4096), positive(raw, "num_experts_per_tok")
+    if any(raw.get(other) not in (None, num_experts) for other in keys):
+        raise ModelConfigError(f"{', '.join(f'{other}={raw.get(other)!r}' for other in keys)}: they must be equal")
+    if top_k > num_experts:
+        raise ModelConfigError(f"num_experts_per_tok={top_k} must not exceed {key}={num_experts}")
+    return num_experts, top_k
+
+
+def parse_groups(raw: RawConfig) -> tuple[int, int]:
+    """Return the number of groups of experts and of those that a token's experts come from. Raises ModelConfigError."""
+    num_experts, top_k = parse_experts(raw)
+    num_groups, top_k_groups = positive(raw, "n_group"), positive(raw, "topk_group")
+    if num_experts % num_groups or top_k_groups > num_groups or top_k > num_experts // num_groups * top_k_groups:
+        raise ModelConfigError(
+            f"n_group={num_groups}, topk_group={top_k_groups}: {num_experts} experts must divide into the groups, and "
+            f"topk_group of them must hold num_experts_per_tok={top_k} experts"
+        )
+    return num_groups, top_k_groups
+
+
+def parse_mla(raw: RawConfig) -> MLAConfig:
+    """Return the latent attention of a DeepSeek model. Raises ModelConfigError."""
+    # The norms of the compressed vectors take transformers' default there, whatever rms_norm_eps is.
+    require(raw, {"rms_norm_eps": 1e-6, "rope_interleave": True})
+    heads = positive(raw, "num_attention_heads")
+    require(raw, {"num_key_value_heads": heads})
+    require(raw, {"head_dim": raw.get("qk_rope_head_dim")})
+    if positive(raw, "qk_rope_head_dim") % 2:
+        raise ModelConfigError(f"qk_rope_head_dim={raw['qk_rope_head_dim']} is rotated in pairs; it must be even")
+    return MLAConfig(
+        q_lora_rank=optional(raw, "q_lora_rank", 1536),
+        kv_lora_rank=positive(raw, "kv_lora_rank"),
+        qk_nope_head_dim=positive(raw, "qk_nope_head_dim"),
+        qk_rope_head_dim=positive(raw, "qk_rope_head_dim"),
+        v_head_dim=positive(raw, "v_head_dim"),
+    )
+
+
+_DEFAULT_ROPE_THETA = 10_000.0
+_CONTEXT = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Rope frequencies of Llama 3.1 and later: long wavelengths are divided by `factor`, short ones kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRopeScaling:
+    """Rope frequencies of DeepSeek: interpolated by `factor` below beta_slow rotations within the original context,
+    kept above beta_fast. With m(x) = 0.1 x ln(factor) + 1, cosines are scaled by m(mscale) / m(mscale_all_dim), and
+    scores by m(mscale_all_dim) squared."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = Llama3RopeScaling | YarnRopeScaling | None
+
+
+def parse_rope(raw: RawConfig, supported: tuple[str, ...]) -> tuple[float, RopeScaling]:
+    """Return base and scaling. Raises ModelConfigError."""
+    rope = rope_parameters(raw)
+    if rope["rope_theta"] is None:
+        raise ModelConfigError("rope_theta=None must be a number above 0")
+    theta = positive_number(rope, "rope_theta", _DEFAULT_ROPE_THETA)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in supported:
+        raise ModelConfigError(f"rope_type={kind!r} is not supported; supported: {', '.join(supported)}")
+    if kind == "default":
+        return theta, None
+    for key in ("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor"):
+        if rope.get(key) is None:
+            raise ModelConfigError(f"rope_type={kind!r} needs {key}")
+    if kind == "yarn":
+        return theta, _yarn(rope)
+    return theta, Llama3RopeScaling(
+        factor=positive_number(rope, "factor", 1.0),
+        low_freq_factor=positive_number(rope, "low_freq_factor", 1.0),
+        high_freq_factor=positive_number(rope, "high_freq_factor", 1.0),
+        original_max_position_embeddings=positive(rope, _CONTEXT),
+    )
+
+
+def rope_parameters(raw: RawConfig) -> RawConfig:
+    """Return everything that a config.json has about rope, where transformers looks for it: older files have
+    rope_scaling, newer ones rope_parameters, of which the first wins as a whole; some keys may stand beside them."""
+    source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = dict(json_object(raw, source))
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise ModelConfigError(f"{source}={{{key!r}: ...}}: only one rope for all layers is supported")
+    rope.setdefault("rope_theta", raw.get("rope_theta", _DEFAULT_ROPE_THETA))
+    if raw.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", raw["partial_rotary_factor"])
+    rope.setdefault(_CONTEXT, raw.get("max_position_embeddings"))
+    if raw.get(_CONTEXT) is not None:
+        rope[_CONTEXT] = raw[_CONTEXT]
+    return rope
+
+
+def rotary_factor(raw: RawConfig, default: float, supported: tuple[float, ...]) -> float:
+    """Return the fraction of each head's dimensions that are rotated. Raises ModelConfigError where it is not one of
+    `supported`."""
+    key = "partial_rotary_factor"
+    factor = number(rope_parameters(raw), key, default)
+    if factor not in supported:
+        raise ModelConfigError(f"{key}={factor!r} is not supported; supported: {', '.join(map(str, supported))}")
+    return factor
+
+
+def _yarn(rope: RawConfig) -> YarnRopeScaling:
+    if rope.get("attention_factor") is not None:
+        raise ModelConfigError(
+            f"attention_factor={rope['attention_factor']!r} of rope_type='yarn' is not supported; leave it out"
+        )
+    if rope.get("truncate", True) is not True:
+        raise ModelConfigError(f"truncate={rope['truncate']!r} of rope_type='yarn' is not supported; leave it out")
+    mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
+    if not (mscale and all_dim) and (mscale not in (0.0, 1.0) or all_dim):
+        raise ModelConfigError(
+            f"mscale={mscale:g} and mscale_all_dim={all_dim:g}: transformers and inference servers scale cosines "
+            "differently where one of both is absent; write both, or neither"
+        )
+    return YarnRopeScaling(
+        factor=positive_number(rope, "factor", 1.0),
+        beta_fast=number(rope, "beta_fast", 0.0) or 32.0,
+        beta_slow=number(rope, "beta_slow", 0.0) or 1.0,
+        mscale=mscale or 1.0,
+        mscale_all_dim=all_dim,
+        original_max_position_embeddings=positive(rope, _CONTEXT),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

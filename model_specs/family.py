@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from model_specs.config import ModelConfig
 from model_specs.tensors import DECODER, ServerParts
-from model_specs.values import RawConfig
+from model_specs.untrusted import RawConfig
 
 
 def _nothing(config: ModelConfig) -> tuple[str, ...]:

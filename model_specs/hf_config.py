@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_specs.config import ModelConfig
+from model_specs.config import Llama3RopeScaling, ModelConfig
 from model_specs.families import FAMILIES
-from model_specs.rope import Llama3RopeScaling
-from model_specs.untrusted import UntrustedFileError, read_json_object
-from model_specs.values import ModelConfigError, RawConfig
+from model_specs.untrusted import ModelConfigError, RawConfig, UntrustedFileError, read_json_object
 
 __all__ = ["Llama3RopeScaling", "ModelConfig", "ModelConfigError", "parse_config", "read_config"]
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from model_specs.config import ModelConfig
-from model_specs.moe import MLAConfig, MoEConfig
+from model_specs.config import MLAConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True)

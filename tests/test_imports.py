@@ -37,10 +37,9 @@ BESIDE = {"allocation": {"config_schema"}, "config_schema": {"pydantic"}, "model
 """What a package of FLOOR imports besides the standard library."""
 ORDER = {
     "model_specs": (
-        "untrusted values hub",
-        "moe rope",
+        "untrusted hub",
         "config",
-        "block_fp8 tensors",
+        "tensors",
         "family",
         "families",
         "hf_config weight_files",

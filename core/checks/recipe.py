@@ -22,10 +22,10 @@ from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import read_stream
 from model_specs import hub
-from model_specs.block_fp8 import serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
+from model_specs.weight_files import serving_problems
 from rollout.data.left_out import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, by_column, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource

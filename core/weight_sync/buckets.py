@@ -27,7 +27,7 @@ from torch import Tensor
 from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport
 from mcore_adapter.hf.block_fp8 import FP8, quantize_bucket
 from mcore_adapter.hf.safetensors_folder import dtype_of
-from model_specs.block_fp8 import SCALE, is_quantized
+from model_specs.weight_files import SCALE, is_quantized
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import TensorFormat, WeightEndpoint

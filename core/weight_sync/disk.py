@@ -25,8 +25,8 @@ from torch import Tensor
 from core.config.runtime import Changes
 from core.weight_sync.buckets import Buckets, compare_checksums
 from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, call_all
-from model_specs.block_fp8 import QUANTIZATION_CONFIG, SCALE
 from model_specs.untrusted import read_json_object
+from model_specs.weight_files import QUANTIZATION_CONFIG, SCALE
 from rollout.errors import GeneratorCallError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter

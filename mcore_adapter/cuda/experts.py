@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_adapter.autograd import Context
-from model_specs.moe import MoEConfig
+from model_specs.config import MoEConfig
 
 _TILE = 512  # elements of a program: 16 a thread
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_specs.block_fp8 import BLOCK, SCALE, is_quantized
+from model_specs.weight_files import BLOCK, SCALE, is_quantized
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448

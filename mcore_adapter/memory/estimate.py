@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from allocation import ParallelLayout
 from mcore_adapter.settings import FP32_ROWS, LEVELS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES, Level
-from model_specs.config import ModelConfig
-from model_specs.moe import MoEConfig, gathers_tokens
+from model_specs.config import ModelConfig, MoEConfig, gathers_tokens
 
 SPARE = 0.14
 """Share of the memory that is left to fragmentation, where no limit is given. With 0.12, an update on a sequence of

@@ -17,9 +17,8 @@ from typing import Protocol
 from torch import Tensor
 
 from model_specs import tensors
-from model_specs.config import ModelConfig
-from model_specs.moe import MLAConfig, MoEConfig
-from model_specs.values import ModelConfigError
+from model_specs.config import MLAConfig, ModelConfig, MoEConfig
+from model_specs.untrusted import ModelConfigError
 
 
 @dataclass(frozen=True)

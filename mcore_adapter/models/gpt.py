@@ -43,10 +43,8 @@ from mcore_adapter.models.router import Balance, RoutedLayer, Router
 from mcore_adapter.models.transformer_config import block_spec, install_post_norms, transformer_config
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe, Level
-from model_specs.config import ModelConfig
-from model_specs.moe import MoEConfig
-from model_specs.rope import Llama3RopeScaling
-from model_specs.values import ModelConfigError
+from model_specs.config import Llama3RopeScaling, ModelConfig, MoEConfig
+from model_specs.untrusted import ModelConfigError
 
 FP8_ROWS: Mapping[Fp8Recipe | None, int] = {None: 1, "tensorwise": 16, "blockwise": 128}
 """8-bit matrix products require every dimension, the number of tokens included, to be a multiple of this."""

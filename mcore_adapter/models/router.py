@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from mcore_adapter.autograd import Context
 from mcore_adapter.data.packing import RoutingInputs
 from mcore_adapter.models.experts import Pending, Rows, SharedRows, StackedExperts, begin_gather, sorted_rows
-from model_specs.moe import MoEConfig, gathers_tokens
+from model_specs.config import MoEConfig, gathers_tokens
 
 
 def dispatcher_for(

@@ -23,9 +23,7 @@ from allocation import ParallelLayout, layers_of_chunks
 from mcore_adapter.device import Device
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import Fp8Recipe
-from model_specs.config import ModelConfig
-from model_specs.moe import MLAConfig, MoEConfig
-from model_specs.rope import YarnRopeScaling
+from model_specs.config import MLAConfig, ModelConfig, MoEConfig, YarnRopeScaling
 
 AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 """(output and bias, residual, dropout) -> their sum."""

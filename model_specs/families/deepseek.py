@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from model_specs.config import ModelConfig, parse_decoder
+from model_specs.config import ModelConfig, MoEConfig, parse_decoder, parse_experts, parse_groups, parse_mla
 from model_specs.family import Family
-from model_specs.moe import MoEConfig, parse_experts, parse_groups, parse_mla
 from model_specs.tensors import DECODER, Rows, ServerParts, WholeRows
-from model_specs.values import ModelConfigError, RawConfig, boolean, num_layers, number, positive, require
+from model_specs.untrusted import ModelConfigError, RawConfig, boolean, num_layers, number, positive, require
 
 
 def _parse_v2(raw: RawConfig) -> ModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_specs.config import ModelConfig, parse_decoder
 from model_specs.family import Family
 from model_specs.tensors import DECODER, Rows, ServerParts
-from model_specs.values import ModelConfigError, RawConfig, boolean, optional, positive
+from model_specs.untrusted import ModelConfigError, RawConfig, boolean, optional, positive
 
 LLAMA = Family(architecture="LlamaForCausalLM", parse=parse_decoder)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from model_specs.config import ModelConfig, parse_decoder
+from model_specs.config import ModelConfig, MoEConfig, parse_decoder, parse_experts
 from model_specs.family import Family
-from model_specs.moe import MoEConfig, parse_experts
-from model_specs.values import ModelConfigError, RawConfig, boolean, num_layers, positive
+from model_specs.untrusted import ModelConfigError, RawConfig, boolean, num_layers, positive
 
 
 def _parse_qwen2(raw: RawConfig) -> ModelConfig:

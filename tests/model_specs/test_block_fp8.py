@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from model_specs.block_fp8 import is_quantized, serving_problems
 from model_specs.hf_config import parse_config
+from model_specs.weight_files import is_quantized, serving_problems
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 2, "vocab_size": 512,

@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model_specs.config import ModelConfig
-from model_specs.rope import Llama3RopeScaling
+from model_specs.config import Llama3RopeScaling, ModelConfig
 from rollout.inference.embedded.sampler import padded_size
 from rollout.inference.embedded.weights import LayerWeights, ModelWeights
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model_specs.block_fp8 import BLOCK, SCALE
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.tensors import DECODER, Columns, Heads, Rows, ServerParts, Vocabulary, WholeRows
+from model_specs.weight_files import BLOCK, SCALE
 from rollout.inference.backend import TensorFormat
 from rollout.inference.sglang.hooks.checksums import CHECKSUM_CHUNK, as_bits, position_checksum, position_weights
 

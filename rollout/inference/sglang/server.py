@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from model_specs.block_fp8 import QUANTIZATION_CONFIG, serving_problems
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.hf_config import read_config
+from model_specs.weight_files import QUANTIZATION_CONFIG, serving_problems
 from rollout.errors import GeneratorStartError
 from rollout.inference.backend import BackendSettings, FlagValue
 from rollout.inference.gpus import check_gpus, device_names

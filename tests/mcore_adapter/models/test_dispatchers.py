@@ -16,7 +16,7 @@ from helpers.engine_cases import MAX_TOKENS, actor_run, assert_same_steps, make_
 from helpers.expert_layers import dispatched, make_dispatcher, plain_output, shared_output
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from mcore_adapter.models.experts import experts_output, sorted_rows
-from model_specs.moe import gathers_tokens
+from model_specs.config import gathers_tokens
 
 NUM_EXPERTS, K, HIDDEN, WIDTH = 6, 3, 16, 24
 CASES = {

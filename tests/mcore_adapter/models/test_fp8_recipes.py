@@ -13,7 +13,7 @@ from mcore_adapter.models.gpt import FP8_ROWS, _check_fp8
 from mcore_adapter.models.transformer_config import transformer_config
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.hf_config import parse_config
-from model_specs.values import ModelConfigError
+from model_specs.untrusted import ModelConfigError
 
 SIZES = {
     "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512,

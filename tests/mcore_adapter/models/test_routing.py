@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers.engine_cases import ON_A_GPU
 from mcore_adapter.models.router import routing_for
-from model_specs.moe import MoEConfig
+from model_specs.config import MoEConfig
 
 
 def moe(num_experts: int, top_k: int, **changes: Any) -> MoEConfig:
