@@ -50,14 +50,12 @@ from core.algorithms.rewards import (
     token_rewards,
 )
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.batch import PackedBatch, sequence_of_token
-from mcore_adapter.data.sequences import sequence_mean, token_mean, token_sum
+from mcore_adapter.data.batch import PackedBatch, sequence_mean, sequence_of_token, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
     from core.runs.checkpoints import State
-    from mcore_adapter.data.batch import ModelOutput
-    from mcore_adapter.data.sequences import Sequences
+    from mcore_adapter.data.batch import ModelOutput, Sequences
 
 
 DEMONSTRATION = "demonstration"

@@ -8,8 +8,7 @@ import torch
 
 from core.algorithms.losses import policy_loss
 from helpers.batches import algorithm, batch_of, settings
-from mcore_adapter.data.batch import ModelOutput
-from mcore_adapter.data.sequences import Sequences, sequence_mean
+from mcore_adapter.data.batch import ModelOutput, Sequences, sequence_mean
 
 CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 
