@@ -21,11 +21,18 @@ from model_specs.config import ModelConfig
 FOLDER = Path(__file__).with_name("calibrations")
 NODE_LINK = 45e9
 """Bytes per second between two GPUs of different nodes (400 Gbit/s each), not measured."""
-_WIDTH_PASSES, _HIDDEN_PASSES, _COPY_PASSES = 22, 66, 32
-"""Elements that are read or written, for each element of the MLP's width, of the residual stream, and of the copies of
-tokens for experts: fitted to profiles of updates."""
-_RECOMPUTED_PASSES, _RECOMPUTED_BY_EXPERTS = 1.7, 1.1
-_OPTIMIZER_BYTES = 50
+_WIDTH_PASSES, _HIDDEN_PASSES, _HEAD_PASSES, _COPY_PASSES = 22, 39, 18, 26
+"""Elements that are read or written, for each element of the MLP's width, of the residual stream, of queries, keys and
+values, and of the copies of tokens for experts: fitted to measured updates."""
+_RECOMPUTED_PASSES: dict[Level, float] = {"qkv": 1.2, "linear": 1.45, "offload": 1.45, "full": 1.45}
+_RECOMPUTED_BY_EXPERTS = 1.1
+_UPDATE_SECONDS = 0.013
+"""Of an update, in which the GPU waits: the host packs the batch, and reads losses and the norm of gradients."""
+_LAUNCHED_FORWARD = 0.4
+"""Share of the launches of a layer in the forward pass."""
+_LAUNCHED_BY_NORMS, _LAUNCHED_BY_RECOMPUTING, _LAUNCHED_BY_RANKS = 0.35, 0.09, 0.26
+"""Launches of norms of queries and keys, of recomputation, and of tensor-parallel ranks, by those of a layer."""
+_OPTIMIZER_BYTES = 49
 """Of each parameter of the shard, read or written: Adam 28, copy to bfloat16 6, norm of gradients 4, clipping 8, zeros
 4."""
 _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
@@ -57,7 +64,7 @@ class Calibration:
     attention_narrow: float
     """Share of that rate with heads of fewer than 128 elements."""
     layer_launch_seconds: float
-    """In which the processor launches the kernels of a layer, of both passes over a microbatch."""
+    """In which the processor launches the kernels of a plain layer, of both passes over a microbatch."""
     memory: float
     """Bytes per second that elementwise operations read or write."""
     link: float
@@ -194,15 +201,26 @@ def update_seconds(
         head *= 4 / 3  # logits are computed again
     microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
     of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens)
-    # The processor launches the kernels of layers no faster.
-    launched = scene.minibatches * microbatches * config.num_layers / layout.pp * c.layer_launch_seconds
-    total = max(of_layers, launched) + head / c.products * tokens / ranks
-    total *= 1 + (layout.pp - 1) / layout.vpp / microbatches
+    launched = scene.minibatches * microbatches * config.num_layers / layout.pp * _launch_seconds(engine, c, level)
+    forward = 1 / (3 + experts_again)
+    passes = max(of_layers * forward, launched * _LAUNCHED_FORWARD)
+    passes += max(of_layers * (1 - forward), launched * (1 - _LAUNCHED_FORWARD))
+    # The last stage computes the output layer; the others wait for it.
+    total = passes * (1 + (layout.pp - 1) / layout.vpp / microbatches)
+    total += head / c.products * tokens / ranks * layout.pp
     held = sum(states_of(engine, 0).parameters.values()) / (layout.dp * layout.cp)
     step = held * _OPTIMIZER_BYTES / c.memory
     if engine.offload:
         step += held * _OFFLOADED_BYTES / _HOST_LINK
-    return total + scene.minibatches * step
+    return total + scene.minibatches * (step + _UPDATE_SECONDS)
+
+
+def _launch_seconds(engine: Engine, calibration: Calibration, level: Level) -> float:
+    """Return in which time the processor launches the kernels of a layer, for both passes over a microbatch."""
+    more = _LAUNCHED_BY_NORMS if engine.config.qk_norm else 0.0
+    more += _LAUNCHED_BY_RECOMPUTING if level != "none" else 0.0
+    more += _LAUNCHED_BY_RANKS if engine.layout.tp > 1 else 0.0
+    return calibration.layer_launch_seconds * (1 + more)
 
 
 def _has_narrow_heads(config: ModelConfig) -> bool:
@@ -251,10 +269,14 @@ def elementwise_bytes(engine: Engine, level: Level) -> float:
     config, moe = engine.config, engine.config.moe
     width = config.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
     copies = 0 if moe is None else moe.top_k * config.hidden_size
-    elements = _WIDTH_PASSES * width + _HIDDEN_PASSES * config.hidden_size + _COPY_PASSES * copies
-    again = 1.0
-    if level not in ("none", "selective"):
-        again = _RECOMPUTED_PASSES if moe is None else _RECOMPUTED_BY_EXPERTS
+    heads: float = config.num_heads + 2 * config.num_kv_heads
+    if config.qk_norm:
+        heads += (config.num_heads + config.num_kv_heads) / 2
+    elements: float = _WIDTH_PASSES * width + _HIDDEN_PASSES * config.hidden_size + _COPY_PASSES * copies
+    elements += _HEAD_PASSES * heads * config.head_dim
+    again = _RECOMPUTED_PASSES.get(level, 1.0)
+    if moe is not None:
+        again = min(again, _RECOMPUTED_BY_EXPERTS)
     return engine.itemsize * config.num_layers * elements * again
 
 
@@ -273,10 +295,10 @@ def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) 
         seconds += 2 * config.num_layers / layout.pp * rows / layout.tp * sent / link
     if layout.pp > 1:
         seconds += 2 * rows / layout.tp / (c.link if layout.world_size <= per_node else NODE_LINK)
-    if layout.dp * layout.cp > 1:  # a tenth of the gradients' sum and the weights' gather is not hidden
+    if (size := layout.dp * layout.cp) > 1:  # gradients and weights: it slows the kernels that it runs beside
         states = states_of(engine, 0)
         link = c.link if layout.world_size <= per_node else NODE_LINK
-        seconds += 0.1 * scene.minibatches * (states.gradients + states.weights) / link
+        seconds += (size - 1) / size * scene.minibatches * (states.gradients + states.weights) / link
     return seconds
 
 

@@ -171,7 +171,7 @@ def test_experts_are_searched_on_layouts_that_divide_them(tmp_path: Path) -> Non
     assert calibration is not None
     found = proposals(load, scene, calibration, Lengths(mean=4000, longest=7168), num_gpus=64, most=8)
     degrees = {one.scene.actor.layout.ep for one in found.best}
-    assert len(found.best) == 8 and degrees > {1}
+    assert len(found.best) == 8 and max(degrees) > 1
     assert all(scene_of(load(one.overrides).config, GPUS["H100"]).actor == one.scene.actor for one in found.best)
 
 
