@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
@@ -43,12 +43,12 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
     measure prompts, or rows of sft and dpo, in tokens, too."""
     read = cache(read_stream)  # it may be large, and two checks need it
     yield from _models(config)
-    if isinstance(config, PPOMATHConfig):
-        yield from _prompts(config, lengths=lengths, read=read)
+    if (sampled := config.sampling) is not None:
+        yield from _prompts(sampled, lengths=lengths, read=read)
         for check in (_reward, _workflow, _curricula, _store, _quantization, check_algorithm):
-            yield from check(config)
+            yield from check(sampled)
     else:
-        yield from _rows(config, lengths=lengths, read=read)
+        yield from _rows(cast("SFTConfig | DPOConfig", config), lengths=lengths, read=read)
     yield from _environment(config)
     yield from _home(config)
     yield from check_checkpoint(config)
