@@ -108,10 +108,6 @@ def test_the_layouts_with_experts_that_are_shown_can_be_trained() -> None:
         assert model_errors(parse(text, n_nodes=4, n_gpus_per_node=8).trainer.layout, "actor_train", **model) == []
 
 
-def test_layers_are_the_servers_own_business() -> None:
-    assert not model_errors(layout_of("d1m1p3"), "actor_gen", **MODEL)
-
-
 def test_the_vocabulary_must_be_divisible_by_tensor_parallelism() -> None:
     error = model_error("d1m2p1", vocab_size=50_257)
     assert "m2 must divide vocab_size=50257" in str(error)
@@ -143,13 +139,6 @@ def test_a_batch_smaller_than_the_ranks_of_the_reference_is_named() -> None:
     assert error.key == "dataset.train_bs_n_seqs"
     assert "32 sequences are fewer than the 64 data-parallel ranks of ref_inf:d64m1p1" in str(error)
     assert error.nearest == "64"
-
-
-def test_a_batch_smaller_than_the_ranks_of_the_trainer_is_named() -> None:
-    error = batch_error("d64m1p1", train_bs_n_seqs=8, group_size=5)
-    assert "40 sequences are fewer than the 64" in str(error)
-    assert error.nearest == "64"
-    assert batch_errors(layout_of("d64m1p1"), "actor_train", train_bs_n_seqs=64, group_size=5) == []
 
 
 def test_an_update_with_less_than_a_sequence_for_each_rank_is_named() -> None:
@@ -192,19 +181,6 @@ def test_minibatches_must_divide_the_batch() -> None:
     assert str(error) == (
         "ppo.ppo_n_minibatches=3: must divide 512 prompts x group_size=1 = 512 sequences; nearest: 2 or 4"
     )
-
-
-def test_the_batch_is_counted_in_sequences_not_in_prompts() -> None:
-    # A batch size that is the number of prompts, set by somebody who has multiplied it already, or has not.
-    assert batch_errors(layout_of("d32m1p1"), "actor_train", train_bs_n_seqs=4, group_size=8) == []
-    assert batch_errors(layout_of("d32m1p1"), "actor_train", train_bs_n_seqs=4, group_size=4) != []
-
-
-def test_sequences_must_be_dealt_out_evenly_over_the_trainers_gpus() -> None:
-    # A training batch that the number of trainer GPUs does not divide: each GPU's minibatch is the quotient.
-    error = batch_error("d3m1p1", train_bs_n_seqs=32, group_size=8)
-    assert "256 sequences must be a multiple of ppo_n_minibatches=1 x 3 = 3" in str(error)
-    assert error.nearest == "30 or 33"
 
 
 def test_inference_needs_a_sequence_for_each_rank_and_no_multiple() -> None:

@@ -379,20 +379,6 @@ def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_
     assert "algorithm.dynamic_sampling: true (the checkpoint has false): " in sampled
 
 
-def test_a_data_set_that_may_be_that_of_the_checkpoint_is_left_to_the_run(assets, tmp_path: Path) -> None:
-    path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
-    auto = ("recover_mode=auto", f"actor.path={assets.model}")
-    long = {"prompt": "9" * 60, "query_id": "long", "solutions": ["1"]}
-    rows = data.read_text()
-    data.write_text(rows + json.dumps(long) + "\n")
-    saved_with(path, data, *auto)
-    assert dry_run(path, *auto) == 0
-    data.write_text(rows)  # the one that was left out anyway is gone
-    assert dry_run(path, *auto) == 0
-    data.write_text(rows + json.dumps({**long, "prompt": "9" * 70}) + "\n")
-    assert dry_run(path, *auto) == 0
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_an_output_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

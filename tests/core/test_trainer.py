@@ -96,45 +96,6 @@ def test_a_cut_off_answer_scores_zero_after_bias_and_scaling_with_mask_no_eos_wi
     assert_close(run.trained_on("advantages"), [[0.5**0.5] * 2, [-(0.5**0.5)] * 3])
 
 
-def test_group_adv_norm_normalises_rewards_over_the_answers_of_each_group() -> None:
-    def group(*rewards: float) -> list[Answer]:
-        return [Answer(sampled=[-1.0] * (i + 1), reward=reward) for i, reward in enumerate(rewards)]
-
-    # Mean and standard deviation (of a sample) over answers, not tokens: (0.5, sqrt(0.5)), (4, 0), (4, 2).
-    step = Step(groups=[group(1.0, 0.0), group(4.0, 4.0), group(2.0, 4.0, 6.0)])
-    half = 0.5**0.5
-    expected = [[half], [-half, -half], [0.0], [0.0, 0.0], [-1.0], [0.0, 0.0], [1.0, 1.0, 1.0]]
-    run = train(step, group_adv_norm=True)
-    assert_close(run.trained_on("advantages"), expected)
-    assert_metrics(run, {"task_reward": (1 + 0 + 4 + 4 + 2 + 4 + 6) / 7})
-    plain = train(step, group_adv_norm=False)
-    assert plain.trained_on("advantages")[4:] == [[2.0], [4.0, 4.0], [6.0, 6.0, 6.0]]
-
-
-def test_adv_norm_whitens_advantages_over_the_trained_tokens() -> None:
-    # Advantages 5, 0, 0, 0, 0: mean 1, variance (16 + 4 * 1) / 5 = 4.
-    step = Step(groups=[[Answer(sampled=[-1.0], reward=5.0), Answer(sampled=[-1.0] * 4, reward=0.0)]])
-    run = train(step, adv_norm=True)
-    assert_close(run.trained_on("advantages"), [[2.0], [-0.5] * 4])
-    assert_close(run.gradient(), [[-2 / 5], [0.5 / 5] * 4])
-    assert_metrics(run, {"advantage": 1.0})
-    assert_close(train(step, adv_norm=False).trained_on("advantages"), [[5.0], [0.0] * 4])
-
-
-def test_tokens_outside_the_loss_mask_are_neither_trained_nor_counted() -> None:
-    answers = [
-        Answer(sampled=[-1.0, -2.0, -1.0], reward=1.0, untrained=frozenset({1}), prompt_tokens=3),
-        Answer(sampled=[-3.0, -3.0], reward=-2.0, prompt_tokens=1),
-    ]
-    run = train(Step(groups=[answers]), adv_norm=True)
-    # Advantages 1, 1, -2, -2: mean -0.5, standard deviation 1.5.
-    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-1.0, -1.0]])
-    assert_close(run.gradient(), [[-1 / 4, -1 / 4], [1 / 4, 1 / 4]])
-    assert_metrics(
-        run, {"n_tokens": 5, "n_valid_tokens": 4, "avg_prompt_len": 2.0, "avg_seq_len": 4.5, "no_eos_ratio": 0.0}
-    )
-
-
 # ---- critic
 
 
@@ -175,17 +136,6 @@ def test_the_change_of_the_critic_is_clipped_to_value_eps_clip() -> None:
     assert_metrics(
         run, {"critic_value_loss": 0.5 * (0.5625 + 0.81 + 2.25 + 0.5625) / 4, "critic_value_clip_ratio": 0.5}
     )
-
-
-def test_adv_norm_leaves_the_returns_of_the_critic_as_they_are() -> None:
-    step = Step(
-        groups=[[Answer(sampled=[-1.0], reward=6.0), Answer(sampled=[-1.0] * 4, reward=1.0)]],
-        values=[[1.0], [1.0] * 4],
-    )
-    # Advantages 5, 0, 0, 0, 0 as above; returns are the rewards.
-    run = train(step, disable_value=False, adv_norm=True)
-    assert_close(run.trained_on("advantages"), [[2.0], [-0.5] * 4])
-    assert_close(run.trained_on("returns", engine="critic"), [[6.0], [1.0] * 4])
 
 
 FIRST = two_by_two(8.0, -2.0, values=[[2.0, 4.0], [1.0, 4.0]])
@@ -242,12 +192,6 @@ def test_a_recovered_run_continues_with_the_same_value_statistics_minibatches_an
     assert "take 2" in run.events and "push 3" in run.events and list(run.metrics) == [3]
 
 
-def test_a_run_without_saved_statistics_starts_with_none() -> None:
-    run = train(SECOND, **WITH_VALUE_NORM)
-    # Values as they are: 7 - 0, 7 - 1/3; B: return 1 + 1, minus -1, 1
-    assert_close(run.trained_on("advantages"), [[7.0, 20 / 3], [3.0, 1.0]])
-
-
 class Counting(PolicyGradient):
     """An algorithm with a state of its own, which reads exactly what it saved."""
 
@@ -288,34 +232,6 @@ def test_kl_in_reward_is_subtracted_from_the_rewards_of_tokens_and_is_no_part_of
     assert "ref_kl" not in run.metrics[1]
 
 
-def test_kl_in_reward_is_not_normalised_with_the_group() -> None:
-    # Rewards 3 and 1 become sqrt(0.5) and -sqrt(0.5); then the penalties as above.
-    run = train(pair(3.0, 1.0, reference=REFERENCE), kl_ctl=0.5, group_adv_norm=True)
-    half = 0.5**0.5
-    assert_close(run.trained_on("advantages"), [[half - 0.25, half + 0.25], [0.75 - half, 1 - half, 1 - half]])
-    assert_metrics(run, {"task_reward": 2.0, "final_reward": 2.25})
-
-
-@pytest.mark.parametrize(
-    ("estimator", "advantages"),
-    [
-        # Penalties 0.5 * x^2 / 2: [0.25, 0.0625], [0.0625, 0, 1]
-        ("k2", [[1 - 0.3125, 1 - 0.0625], [2 - 1.0625, 1.0, 1.0]]),
-        # Penalties 0.5 * (e^-x - 1 + x)
-        (
-            "k3",
-            [
-                [1 - 0.5 * (math.exp(-1) + math.exp(0.5) - 1.5), 1 - 0.5 * (math.exp(0.5) - 1.5)],
-                [2 - 0.5 * (math.exp(-0.5) - 0.5 + math.exp(2) - 3)] + [2 - 0.5 * (math.exp(2) - 3)] * 2,
-            ],
-        ),
-    ],
-)
-def test_the_penalty_of_kl_in_reward_uses_the_chosen_estimator(estimator: str, advantages: PerAnswer) -> None:
-    run = train(pair(1.0, 2.0, reference=REFERENCE), kl_ctl=0.5, kl_estimator=estimator)
-    assert_close(run.trained_on("advantages"), advantages)
-
-
 FAR_REFERENCE = shifted(SAMPLED, [[-LN2, LN2], [0.0, -2 * LN2, 2 * LN2]])
 """log-ratios x to it: ln 2, -ln 2 and 0, ln 4, -ln 4."""
 
@@ -334,16 +250,6 @@ def test_kl_in_loss_is_k3_with_its_coefficient_and_changes_no_reward() -> None:
             "final_reward": 1.5, "advantage": 8 / 5,
         },
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("estimator", "slope"),
-    [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])],
-)
-def test_kl_in_loss_uses_the_chosen_estimator(estimator: str, slope: PerAnswer) -> None:
-    step = pair(1.0, 2.0, reference=FAR_REFERENCE)
-    run = train(step, kl_ctl=0.5, kl_in="loss", kl_estimator=estimator)
-    assert_close(run.gradient(), scaled(shifted([[-1.0] * 2, [-2.0] * 3], scaled(slope, 0.5)), 1 / 5))
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
@@ -400,13 +306,6 @@ def test_without_the_decoupled_loss_the_ratio_is_to_the_sampled_log_probabilitie
             "behave_approx_kl": 0.0, "behave_capped_ratio": 0.0,
         },
     )  # fmt: skip
-
-
-def test_with_one_minibatch_the_decoupled_loss_takes_the_old_policy_from_the_update_itself() -> None:
-    run = train(pair(1.0, -1.0, current=OLD), correction="decoupled", behave_imp_weight_cap=5.0)
-    assert run.passes == [] and "old_logprobs" not in run.field_names()
-    assert_close(run.gradient(), [[-2 / 5, -0.5 / 5], [1 / 5, 0.0, 1 / 5]])
-    assert_metrics(run, {"importance_weight": 1.0, "ppo_approx_kl": 0.0, "behave_approx_kl": LN8 / 5})
 
 
 def test_kl_in_reward_of_the_decoupled_loss_is_that_of_the_old_policy() -> None:
@@ -540,11 +439,6 @@ def test_metrics_are_means_over_the_minibatches() -> None:
     assert [update.loss for update in run.of("actor")] == pytest.approx(losses)
 
 
-def test_more_minibatches_than_sequences_make_one_of_each_sequence() -> None:
-    run = train(pair(1.0, 2.0), ppo_n_minibatches=4)
-    assert sorted(update.sequences for update in run.of("actor")) == [(0,), (1,)]
-
-
 # ---- versions, order, reports
 
 
@@ -604,12 +498,6 @@ def test_the_report_holds_the_figures_of_rollout_and_push_and_the_prompts_consum
     run = train(step, step)
     assert_metrics(run, {"rollout/in_flight": 3.0, "push/seconds": 4.0, "push/gigabytes": 5.0}, step=2)
     assert run.consumed == {1: ["0", "1"], 2: ["100", "101"]}
-
-
-def test_a_run_that_ends_within_an_epoch_counts_to_its_last_step(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    train(pair(1.0, 1.0), pair(1.0, 1.0), steps_of_an_epoch=19)
-    assert "Epoch 1/1 step 2/2 (global step 2) finishes." in caplog.text
 
 
 def test_the_log_holds_the_lines_of_a_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,11 +73,6 @@ def test_a_layout_trains_as_one_process_does(ranks, folder, one_process, layout)
     assert_same_steps(results, one_process["qwen2_tied"])
     assert [r["shard"] is not None for r in results] == [r["owner"] for r in results]
     torch.testing.assert_close(whole(results), whole(one_process["qwen2_tied"]), rtol=1e-5, atol=1e-5)
-
-
-def test_an_untied_model_with_query_norms_trains_the_same_at_tp2_pp2(ranks, folder, one_process):
-    results = ranks.run(actor_run, 4, LAYOUTS["tp2_pp2"], str(folder / "qwen3"))
-    assert_same_steps(results, one_process["qwen3"])
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), LAYOUTS["cp2"]], ids=["alone", "cp2"])
@@ -439,19 +432,3 @@ def fp8_run(rank: Rank, model: str) -> str:
 def test_8_bit_products_are_refused_where_there_are_none(ranks, folder):
     (message,) = ranks.run(fp8_run, 1, str(folder / "qwen2_tied"))
     assert "fp8=blockwise needs a GPU of compute capability 9.0" in message and "write fp8=false" in message
-
-
-def dropped(rank: Rank, model: str) -> bool:
-    with rank.joined(ParallelLayout()) as (parallel, device):
-        engine = make_engine(parallel, device, model)
-        engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=MAX_TOKENS)
-        held = [weakref.ref(engine), *map(weakref.ref, engine._model)]
-        del engine
-    gc.collect()
-    return all(ref() is None for ref in held)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_an_engine_that_nobody_uses_is_gone(ranks: RankPool, model_folders: Any, name: str) -> None:
-    """With its process groups, whose threads would pile up."""
-    assert ranks.run(dropped, 1, str(model_folders[name][0])) == [True]

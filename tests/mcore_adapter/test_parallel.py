@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from allocation import ParallelLayout
-from helpers.engine_cases import actor_run
 from helpers.mcore_ranks import Rank, RankPool
 
 
@@ -160,17 +156,3 @@ def test_waiting_for_a_rank_that_never_comes_ends(ranks: RankPool) -> None:
         assert "timeout" in ranks.run(wait_alone, 1)[0].lower()
     finally:
         ranks.close()  # torch counts the groups that it tried to make: this process no longer agrees with the others
-
-
-def threads_of_gloo(rank: Rank) -> list[str]:
-    names = [
-        (Path("/proc/self/task") / thread / "comm").read_text().strip() for thread in os.listdir("/proc/self/task")
-    ]
-    return [name for name in names if "gloo" in name]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])  # two classes of rotary embeddings
-def test_a_world_that_was_left_keeps_no_thread(ranks: RankPool, model_folders: Any, model: str) -> None:
-    ranks.run(actor_run, 2, ParallelLayout(tp=2), str(model_folders[model][0]))
-    assert ranks.run(threads_of_gloo, 2) == [[], []]

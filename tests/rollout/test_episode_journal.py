@@ -103,27 +103,6 @@ def test_what_was_known_takes_no_place_and_what_was_not_one_until_it_is_answered
     asyncio.run(main())
 
 
-def test_a_token_of_the_mock_generator_is_a_function_of_seed_and_place_however_often_it_stops(model: str) -> None:
-    async def main() -> None:
-        at_once = await MockGenerator(model).generate(request("a"))
-        slow = MockGenerator(model, seconds_per_token=0.001)
-        sampling = asyncio.create_task(slow.generate(request("a")))
-        await asyncio.sleep(0.02)
-        await slow.pause()
-        some = (await slow.partial())["a"]
-        await asyncio.sleep(0.02)
-        assert 0 < len(some.token_ids) == len((await slow.partial())["a"].token_ids) < 60
-        await slow.resume(1)
-        whole = await sampling
-        assert np.array_equal(whole.token_ids, at_once.token_ids) and whole.versions[-1] == 1
-        assert (whole.versions[: len(some.token_ids)] == 0).all()
-        again = await slow.generate(request("a", output=some))
-        assert np.array_equal(again.token_ids, at_once.token_ids)
-        assert again.versions.tolist() == some.versions.tolist() + [1] * (60 - len(some.token_ids))
-
-    asyncio.run(main())
-
-
 def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> None:
     async def main() -> None:
         router, experience = Router([MockGenerator(model, seconds_per_token=0.001)]), store()
@@ -145,68 +124,6 @@ def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> No
         assert np.array_equal(whole.token_ids, (await MockGenerator(model).generate(request("x", seed=2))).token_ids)
         await again.generate(request("once more", seed=2))
         assert counting.given[-1] == 0, "what one event holds is used once"
-
-    asyncio.run(main())
-
-
-def test_requests_of_a_group_that_are_sent_at_once_get_their_own_tokens_back(model: str) -> None:
-    """They differ in their seeds alone, and end in another order than they began."""
-    sampling = SamplingParams(max_new_tokens=60)
-    requests = [request(f"sample {seed}", seed, sampling=sampling) for seed in range(8)]
-
-    async def main() -> None:
-        whole = [await MockGenerator(model).generate(r) for r in requests]
-        lengths = [len(completion.token_ids) for completion in whole]
-        assert lengths != sorted(lengths) and min(lengths) < 30 < max(lengths)
-        slow, experience = MockGenerator(model, seconds_per_token=1.0), store()
-        journal = JournaledSampler(slow, experience, ID)
-        sampled = asyncio.gather(*(journal.generate(r) for r in requests))
-        await asyncio.sleep(30.5)
-        journal.record_partial(await slow.partial())
-        sampled.cancel()
-        counting = Counting(MockGenerator(model))
-        again = JournaledSampler(counting, restarted(experience), ID)
-        found = await asyncio.gather(*(again.generate(r) for r in requests))
-        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in whole]
-        assert counting.given_tokens == {
-            seed: c.token_ids[:30].tolist() for seed, c in enumerate(whole) if len(c.token_ids) > 30
-        }
-
-    run_virtual(main())
-
-
-def test_tokens_that_a_request_came_with_are_kept_while_its_generator_reports_none(model: str) -> None:
-    async def main() -> None:
-        slow, experience = MockGenerator(model, seconds_per_token=1.0), store()
-        before = JournaledSampler(slow, experience, ID)
-        running = asyncio.create_task(before.generate(request("a")))
-        await asyncio.sleep(10.5)
-        before.record_partial(await slow.partial())
-        running.cancel()
-        experience = restarted(experience)
-        journal = JournaledSampler(slow, experience, ID)
-        running = asyncio.create_task(journal.generate(request("b")))
-        await asyncio.sleep(5.5)
-        journal.record_partial({})
-        assert lens(experience) == [10]
-        journal.record_partial(await slow.partial())
-        assert lens(experience) == [15]
-        running.cancel()
-
-    run_virtual(main())
-
-
-def test_turns_of_one_seed_are_told_apart_by_their_order_although_they_ask_for_the_same(model: str) -> None:
-    async def main() -> None:
-        experience = store()
-        first = JournaledSampler(MockGenerator(model), experience, ID)
-        turns = [await first.generate(request("a", sampling=sampling)) for sampling in (GROUP_SAMPLING, SAMPLING)]
-        assert len(turns[0].token_ids) != len(turns[1].token_ids)
-        counting = Counting(MockGenerator(model))
-        again = JournaledSampler(counting, restarted(experience), ID)
-        assert all([same(await again.generate(request("b", sampling=s)), turn)
-                    for s, turn in zip((GROUP_SAMPLING, SAMPLING), turns, strict=True)])  # fmt: skip
-        assert not counting.given
 
     asyncio.run(main())
 

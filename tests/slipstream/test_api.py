@@ -15,7 +15,7 @@ from core.config.parsing.problems import ConfigError
 from core.monitoring.metrics import Journal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
-from slipstream.api import _arguments, _flags, _NewRows
+from slipstream.api import _arguments, _NewRows
 
 CHANGES: dict[str, Any] = {
     "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
@@ -73,31 +73,12 @@ def test_a_text_arrives_as_it_is(text: str, tmp_path: Path) -> None:
         assert value_of(config, "prompt.template") == text
 
 
-def test_texts_in_lists_paths_and_words_for_other_values_arrive(tmp_path: Path) -> None:
-    path, _ = with_values(tmp_path)
-    given = {
-        "wandb.tags": ["é 😀", "a, b"],
-        "actor.path": tmp_path / "model",
-        "ppo.kl_ctl": "1e-3",
-        "seed": "${group_size}",
-    }
-    config = slipstream.load_config(path, **given, **{"exp_ctrl.total_train_steps": "null"})
-    assert value_of(config, "wandb.tags") == ["é 😀", "a, b"] and config.actor.path == str(tmp_path / "model")
-    assert (value_of(config, "ppo.kl_ctl"), config.seed) == (1e-3, config.group_size)
-    assert value_of(config, "exp_ctrl.total_train_steps") is None
-
-
 def test_dotted_keys_of_a_mapping_are_overrides_too_and_arguments_win(tmp_path: Path) -> None:
     _, tree = with_values(tmp_path)
     config = slipstream.load_config({**tree, "ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, **{"ppo.kl_ctl": 0.25})
     assert (value_of(config, "ppo.kl_ctl"), value_of(config, "ppo.adv_norm")) == (0.25, False)
     with _arguments({"ppo.kl_ctl": 0.0, "ppo.adv_norm": False}, {"ppo.kl_ctl": 0.25}) as (_, words):
         assert words == ["ppo.adv_norm=false", "ppo.kl_ctl=0.25"], "none that another one replaces"
-
-
-def test_options_of_a_command_that_are_0_arrive() -> None:
-    options = {"seed": 0, "n_sampling": 0, "temperature": 0.5, "overwrite": True, "ignore_run": False, "config": None}
-    assert _flags(options) == ["--seed", "0", "--n_sampling", "0", "--temperature", "0.5", "--overwrite"]
 
 
 def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,9 +15,9 @@ import yaml
 from core.checks.algorithm import check_algorithm
 from core.checks.rules import load_config
 from core.config.presets import PRESETS
-from tools.chaos.__main__ import STEPS_BEFORE, Report, RunFailed, plan, run_killed
+from tools.chaos.__main__ import Report, RunFailed, plan, run_killed
 from tools.chaos.compare import Verdict, compare
-from tools.chaos.run import TARGETS, Leftovers, Trial, _config, targets_of
+from tools.chaos.run import Leftovers, Trial, _config, targets_of
 from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,15 +36,6 @@ def test_effects_of_tools_are_compared_by_the_ids_of_their_calls(tmp_path: Path)
     (trials[1].effects / "b").write_text("asked\n8")
     compare(*trials, verdict)
     assert verdict.problems == ["two: other effects: 0 missing, 1 more, 0 with another content"]
-
-
-@pytest.mark.parametrize("counts", [[6], [3, 3], [1] * 6])
-def test_the_runs_of_one_command_share_the_kinds_of_processes(counts: list[int]) -> None:
-    rng = random.Random(1)
-    plans = [plan(count, rng, targets_of(None), first=sum(counts[:i])) for i, count in enumerate(counts)]
-    killed = [kill.target for kills in plans for kill in kills]
-    assert sorted(killed) == sorted(["command", "driver", *TARGETS])
-    assert all(kills[0].after_step > STEPS_BEFORE for kills in plans), "there is a checkpoint to continue from"
 
 
 @pytest.mark.parametrize("algorithm", [None, "sft", "dpo", *PRESETS])
@@ -111,13 +101,6 @@ def test_losses_and_weights_of_the_critic_are_compared(
     assert verdict.losses_equal == (critic_loss == 0.25)
 
 
-def test_a_run_with_a_critic_has_its_loss(tmp_path: Path) -> None:
-    expected, found = (finished(tmp_path, name, critic_loss=None, critic_weight=2.0) for name in ("one", "other"))
-    verdict = Verdict(problems=[])
-    compare(expected, found, verdict)
-    assert verdict.problems == ["one: the metrics have no critic_loss"]
-
-
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:
     def start(folder: Path) -> subprocess.Popen[str]:
         """A process of a run in `folder` that names its segment in /dev/shm, and dies when it is told to."""
@@ -145,16 +128,3 @@ def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path
         living.communicate("die\n")
         for segment in segments:
             segment.unlink()
-
-
-def test_a_process_that_ends_while_it_is_listed_is_not_left_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leftovers = Leftovers(tmp_path)
-    leftovers._family.add(psutil.Process())
-
-    def ended(process: psutil.Process) -> list[str]:
-        raise psutil.NoSuchProcess(process.pid)
-
-    monkeypatch.setattr(psutil.Process, "cmdline", ended)
-    assert not [line for line in leftovers.found() if line.startswith("process")]

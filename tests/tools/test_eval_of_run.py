@@ -156,20 +156,6 @@ def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tm
         assert answers == {"2+2=": (expected[0], 0.5), "3+3=": (expected[1], -1.0)}
 
 
-def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
-    saved: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages[0].content }}=")
-    config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(noted(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
-    asked = arguments(saved, data, tmp_path / "out")
-    assert main(asked) == main(asked) == 0
-    template.write_text("{{ messages[0].content }}?")
-    assert main(asked) == BAD_INPUT
-    assert "chat_template_hash=" in capsys.readouterr().err
-
-
 def test_the_table_names_a_reward_that_is_not_the_default_and_two_rewards_are_not_compared(
     saved: Path, data: Path, tmp_path: Path, capsys
 ) -> None:

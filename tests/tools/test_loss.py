@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
 from core.config.experiments import PPOMATHConfig
 from core.experiments.ppo import case_settings
-from helpers.batches import algorithm, batch_of, by_answer
-from mcore_adapter.data.batch import PackedBatch
+from helpers.batches import batch_of, by_answer
 from tools.conformance.__main__ import one_token
 from tools.loss.__main__ import main
 from tools.loss.compute import compute
@@ -250,24 +248,6 @@ def test_what_is_no_pair_is_refused(changes: dict[str, Any], message: str) -> No
         compute({"algorithm": "dpo", "sequences": [one, {**one, "reward": 0, **changes}]})
     with pytest.raises(ValueError, match="settings: beta: Input should be greater than 0, got 0"):
         compute({"algorithm": "dpo", "settings": {"beta": 0}, "sequences": [one, {**one, "reward": 0}]})
-
-
-def test_a_saved_step_has_its_demonstrations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"demonstration_weight": 0.25}
-    inner = algorithm("mix", **settings)
-    saved = SavedSteps(folder=tmp_path / "batches", every=1, name="mix", settings=settings)
-    batch, fields = batch_of([1.0, 0.0])
-    fields |= {"old_logprobs": fields["rollout_logprobs"], "ages": torch.zeros(6, dtype=torch.int64)}
-    shown = PackedBatch(
-        token_ids=torch.zeros(5, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3, 5]),
-        loss_mask=torch.tensor([False, True, True, False, True]),
-        fields={"old_logprobs": torch.tensor([0.0, -0.5, -1.5, 0.0, -4.0])},
-    )  # fmt: skip
-    saved.save(1, inner, replace(batch, demonstrations=shown), fields)
-    assert main(["--from-run", str(tmp_path), "--step", "1"]) == 0
-    out = json.loads(capsys.readouterr().out)
-    assert out["metrics"]["demonstration_nll"] == pytest.approx(6.0 / 3)
-    assert out["grads"][-2:] == [pytest.approx([0.0, -0.25 / 3, -0.25 / 3]), pytest.approx([0.0, -0.25 / 3])]
 
 
 def test_demonstrations_have_their_share_of_the_loss() -> None:

@@ -95,22 +95,6 @@ def test_what_a_test_leaves_running_at_the_limit_is_killed(tree: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('id = "a"\nflie = "x"', "a: keys must be"),
-        ('id = "a"\nfile = "f"\nfind = "x"\nreplace = "y"\npromise = ""\ntests = ["t"]', "promise must not be empty"),
-        ('id = "a"\nfile = "f"\nfind = "x"\nreplace = "x"\npromise = "p"\ntests = ["t"]', "replace must differ"),
-        ('file = "f"', "an entry without id"),
-    ],
-)
-def test_a_malformed_entry_is_named(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/mutants.toml").write_text(f"[[mutant]]\n{text}\n")
-    with pytest.raises(CatalogueError, match=said):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("outcomes", "code", "last"),
     [
         (["killed"] * 19 + ["gone"], 0, "19 of 20 bugs killed (95.0%)"),

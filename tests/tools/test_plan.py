@@ -78,21 +78,6 @@ def test_a_spread_is_a_number_between_bounds(text: str, error: str, capsys: pyte
     assert end.value.code == 2 and f"argument --spread: {error}" in capsys.readouterr().err
 
 
-def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (tmp_path, tmp_path / "none" / "rates.json"):
-        assert main(["--calibrate", str(path)]) == 2
-        assert f"--calibrate {path}: cannot be written" in capsys.readouterr().err
-
-
-def test_simulated_faults_are_no_warnings(recipe: Path) -> None:
-    words = [sys.executable, "-m", "tools.plan", "--config", str(recipe), "--gpu", "H100", "--simulate", "8"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0 and "a server fails in step" in done.stdout
-    assert done.stderr == ""
-
-
 def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, error in (
         (["--gpu", "B300"], "--gpu B300: unknown"),
@@ -105,13 +90,6 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert main(["--config", str(recipe), *words]) == 2
         assert error in capsys.readouterr().err
-
-
-def test_a_number_of_gpus_that_equal_nodes_cannot_have_is_refused(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "17"]) == 2
-    assert capsys.readouterr().err == "error: --gpus 17: nodes have 8 GPUs each; write 16 or 24\n"
 
 
 def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

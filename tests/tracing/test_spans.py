@@ -59,26 +59,6 @@ def test_a_span_is_on_the_disk_when_it_ends_with_its_lane_details_and_error(tmp_
     assert push[2] - 60_000_000 < step[2] + step[3] < push[2] + 60_000_000  # one clock, in microseconds
 
 
-def test_spans_of_an_event_loop_are_written_soon_after(tmp_path: Path) -> None:
-    record_spans("rollout", tmp_path, limit_mib=1)
-
-    async def answers(*names: str) -> list[str]:
-        for name in names:
-            with span(name):
-                pass
-        await asyncio.sleep(1.5 * DELAY_SECONDS)
-        return [row[0] for row in written(tmp_path, "rollout")]
-
-    assert asyncio.run(answers("a", "b")) == ["a", "b"]
-    closed = asyncio.new_event_loop()
-    lost = closed.create_task(answers("of a loop that is closed"))
-    closed.call_soon(closed.stop)
-    closed.run_forever()
-    lost.cancel()
-    closed.close()
-    assert asyncio.run(answers("c"))[-1] == "c", "the next loop writes its own"
-
-
 def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_recording(tmp_path: Path) -> None:
     program = (
         "import asyncio, pathlib, tracing\n"
@@ -100,43 +80,6 @@ def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_record
     record_spans("rollout", tmp_path, limit_mib=1)
     asyncio.run(main())
     assert [row[0] for row in written(tmp_path, "rollout")] == ["y"]
-
-
-def test_a_loop_that_is_busy_keeps_few_spans_in_memory(tmp_path: Path) -> None:
-    record_spans("rollout", tmp_path, limit_mib=4)
-
-    async def main() -> int:
-        for _ in range(5500):
-            with span("x"):
-                pass
-        return len(written(tmp_path, "rollout"))
-
-    assert asyncio.run(main()) == 5000
-
-
-def test_a_file_that_cannot_be_put_aside_ends_the_recording_and_no_other_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_spans("rollout", tmp_path, limit_mib=1 / 1024)
-
-    def fails(*args: object) -> None:
-        raise OSError("a full disk")
-
-    async def main() -> None:
-        with span("waits"):
-            pass
-        monkeypatch.setattr(Path, "replace", fails)
-        await asyncio.to_thread(lambda: [add_span("of a thread", 1.0) for _ in range(100)])
-        with open(tmp_path / "precious", "wb"):
-            await asyncio.sleep(1.5 * DELAY_SECONDS)
-
-    asyncio.run(main())
-    assert (tmp_path / "precious").read_bytes() == b""
-    monkeypatch.undo()
-    record_spans("other", tmp_path, limit_mib=1)
-    with span("z"):
-        pass
-    assert [row[0] for row in written(tmp_path, "other")] == ["z"]
 
 
 def begun(folder: Path, monkeypatch: pytest.MonkeyPatch, *bursts: tuple[int, float]) -> list[list[int]]:
@@ -163,16 +106,6 @@ def test_frequent_spans_are_sampled_and_stand_for_all_of_them(tmp_path: Path, mo
     )
     assert 512 * 100 - 64 < sum(map(sum, steps)) <= 512 * 100
     assert steps[-1][-1] == pytest.approx(7300 / FREQUENT, rel=0.1)
-
-
-def test_spans_that_are_no_longer_frequent_are_all_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    burst, *slow = begun(tmp_path, monkeypatch, (20_000, 150.0), *[(10, 0.1)] * 30)
-    assert 500 < len(burst) < 1000
-    first, *others = [of for recorded in slow for of in recorded]
-    assert first == 64 and others == [1] * len(others) and len(others) >= 300 - 64
-    record_spans("rollout", tmp_path, limit_mib=0)
-    rare = begun(tmp_path, monkeypatch, *[(1, 0.01)] * 200)
-    assert rare == [[1]] * 200
 
 
 def test_the_oldest_half_is_dropped_beyond_the_limit_and_the_newest_is_kept(tmp_path: Path) -> None:

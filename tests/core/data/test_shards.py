@@ -18,12 +18,10 @@ from core.data.stored_batch import (
     Arrays,
     BatchWriter,
     RankBatch,
-    StoredBatch,
     StoredFields,
     Unit,
     Use,
     assemble,
-    cut,
     deal_minibatches,
     units_of,
 )
@@ -252,29 +250,6 @@ def test_readers_are_those_who_run_the_microbatches_of_this_limit() -> None:
     assert found == {20: cuts[35], 56: cuts[56]} and cuts[56] != cuts[500]
 
 
-def test_a_pass_without_updates_in_its_group_is_balanced_over_the_ranks() -> None:
-    planner = Planner(dp=2)
-    stored = store_batch(planner, 30)
-    assert stored.writer.stored.owners("ref") is None
-    whole_plan = planner.plan(stored.writer.stored.shape, 30)
-    use = Use(group="ref", planner=planner, trains=False, limits=PassLimits(30, 30))
-    pieces = cut(stored.writer.stored.shape, stored.minibatches, [use, *stored.uses]).pieces
-    for dp_rank in range(2):
-        run = {i for piece in pieces if ("ref", dp_rank) in piece.readers for i in piece.sequences.tolist()}
-        assert run == {i for microbatch in whole_plan[dp_rank] for i in microbatch}
-
-
-def test_sequences_that_two_engines_train_on_different_ranks_have_no_owner() -> None:
-    use = partial(Use, group="trainer", trains=True, limits=PassLimits(30, 30))
-    uses = [use(planner=Planner(dp=2, attention_cost=cost)) for cost in (0.0, 10.0)]
-    stored = store_batch(Planner(dp=2), 30)
-    shape = stored.writer.stored.shape
-    pieces = cut(shape, stored.minibatches, uses).pieces
-    assert any(len(piece.trainers) == 2 for piece in pieces)
-    both = StoredBatch(shape=shape, minibatches=stored.minibatches, pieces=pieces, tokens=[])
-    assert both.owners("trainer") is None
-
-
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), dp=st.integers(1, 4), pp=st.integers(1, 3), share=st.booleans())
 def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatches(
@@ -333,9 +308,3 @@ def test_results_of_ranks_come_together_in_the_order_of_the_batch() -> None:
     assert assemble([first], cu_seqlens).tolist() == [1.0, 2.0, 0.0, 6.0, 7.0, 8.0]
     second = (np.array([1]), np.array([5.0], np.float32))
     assert assemble([first, second], cu_seqlens).tolist() == [1.0, 2.0, 5.0, 6.0, 7.0, 8.0]
-
-
-def test_a_field_of_another_length_is_refused() -> None:
-    stored = store_batch(Planner(dp=1), 30)
-    with pytest.raises(ValueError, match="field advantages: 3 entries for 114 tokens"):
-        stored.writer.put_fields({"advantages": np.zeros(3, np.float32)}, {})

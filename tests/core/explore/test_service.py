@@ -386,12 +386,3 @@ def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: 
             await made.close()
 
     asyncio.run(main())
-
-
-def test_sets_are_called_after_their_files_or_folders(assets) -> None:
-    paths = ["a/aime24/test.jsonl", "b/amc23.jsonl", "c/amc23.jsonl", "math-ai/aime25", "d/train-00000.parquet"]
-    found = config_of(assets, paths).evaluation_sets
-    assert list(found) == ["aime24", "amc23", "amc23-2", "aime25", "train-00000"]
-    assert [one.path for one in found.values()] == paths
-    taken = config_of(assets, ["x/a.jsonl", "x/a-2.jsonl", "y/a.jsonl"]).evaluation_sets
-    assert list(taken) == ["a", "a-2", "a-3"], "no set takes the place of another"

@@ -158,43 +158,6 @@ def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
     assert running == [8, 4, 4]
 
 
-def test_a_second_push_that_reaches_a_generator_starts_the_count_of_its_restarts_anew(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
-    cluster = Cluster(tmp_path, [Actor() for _ in range(9)])
-    pool = make_pool(cluster, 1)
-    push = make_push(cluster, pool, Rollout(pool))
-
-    def serve(pushes: int) -> None:
-        for _ in range(pushes):
-            push.push(1)
-        pool.lose("generator-0", "died at its first request")
-
-    serve(1)
-    serve(1)
-    serve(2)
-    for _ in range(3):
-        serve(1)
-    with pytest.raises(LaunchError, match="no generator is left"):
-        push.push(1)
-
-
-def test_a_generator_that_ends_while_the_pool_is_closed_is_not_started_again(
-    clock: SimpleNamespace, tmp_path: Path
-) -> None:
-    cluster = Cluster(tmp_path, [Actor(close=None)])
-    pool = make_pool(cluster, 1)
-    rollout = Rollout(pool)
-
-    def closed() -> None:
-        rollout.lost = {"generator-0": "Session is closed"}
-        pool.look()
-
-    cluster.before_gather["close of the generators"] = closed
-    pool.close()
-    assert pool.failures() == ""
-
-
 def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:

@@ -48,27 +48,6 @@ def test_a_full_disk_is_one_clear_error_and_closing_afterwards_is_none() -> None
     journal.close()
 
 
-def test_a_row_that_the_disk_takes_in_parts_is_written_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "metrics.jsonl", continue_after=None)
-    whole = journal._file
-
-    class Reluctant:
-        """Takes three bytes at a time, as a nearly full disk may."""
-
-        def write(self, content: bytes) -> int:
-            return whole.write(content[:3])
-
-        def close(self) -> None:
-            whole.close()
-
-    journal._file = Reluctant()  # type: ignore[assignment]
-    journal.write(1, {"loss": 0.5})
-    journal.write(2, {"loss": 0.25})
-    journal.close()
-    rows = read_rows(tmp_path / "metrics.jsonl")
-    assert rows == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
-
-
 def test_an_error_of_writing_names_a_way_out_that_fits(tmp_path: Path) -> None:
     for folder, error, way_out in (
         (tmp_path, OSError(errno.ENOSPC, "No space left on device"), r"MiB left on its disk.*free disk space"),

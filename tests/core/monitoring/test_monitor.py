@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from core.monitoring import monitor as monitoring
-from core.monitoring.metrics import Histogram, Journal, read_rows, split_memory
+from core.monitoring.metrics import Histogram, split_memory
 from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
 from core.monitoring.screen import Screen
 
@@ -64,19 +64,6 @@ def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.Lo
     assert finished[2].endswith("Total time consumption: 59.000s. Estimated remaining time: 9.000s.")
     assert finished[3].endswith("Total time consumption: 66.000s. Estimated remaining time: 8.000s.")
     assert monitor.elapsed_seconds == 66.0
-
-
-AGES = Histogram(np.array([0, 0, 1, 16, 17, 32, 33, 1000]))
-
-
-def test_a_histogram_is_one_short_field_of_a_row(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "metrics.jsonl", continue_after=None)
-    journal.write(1, {"loss": 0.5, "staleness/ages": AGES})
-    journal.close()
-    (row,) = read_rows(tmp_path / "metrics.jsonl")
-    counts = {"0": 2, "1": 1, "16": 1, "17-32": 2, "33-64": 1, "513-1024": 1}
-    assert row == {"step": 1, "loss": 0.5, "staleness/ages": counts}
-    assert len(Histogram(np.arange(10**6)).as_json()) < 40
 
 
 def test_tensorboard_has_a_bin_for_every_age(tmp_path: Path) -> None:

@@ -20,10 +20,7 @@ from core.monitoring.samples import (
     shortened,
 )
 from core.monitoring.screen import Screen
-from rollout.data.prompts import PromptDataset
-from rollout.data.task_sets import TaskSet, TaskSets
 from rollout.evaluation import Episode
-from rollout.experience import episode_id, without_epoch
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 
@@ -54,21 +51,6 @@ def test_a_sample_has_text_reward_lengths_versions_and_its_row_holds_all_of_it()
         metrics={"num_turns": 2.0},
     )  # fmt: skip
     assert Sample.from_row({"step": 7, **sample.to_row()}) == sample
-
-
-def test_rows_of_two_sets_with_one_name_have_references_of_their_own() -> None:
-    stream = TaskSets([
-        TaskSet(name, PromptDataset([
-            Prompt(query_id="0", index=0, task="", text="", token_ids=np.array([0, 1]), solutions=(name,)),
-        ], seed=1))
-        for name in ("a/b", "c")
-    ])  # fmt: skip
-    references = {without_epoch(episode_id(prompt)): prompt.answers[0] for prompt in stream.prompts}
-    ids = [episode_id(stream.at(k)) for k in range(4)]
-    samples = choose_samples(
-        [[answer("0", 0.5)] for _ in ids], ids, spell, step=7, share=1.0, references=references
-    )  # fmt: skip
-    assert [sample.reference for sample in samples] == ["a/b", "c"] * 2
 
 
 def test_answers_of_an_evaluation_are_chosen_as_those_of_a_step() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from core.monitoring.health import NoSignal
 from core.monitoring.samples import Sample
-from core.monitoring.screen import COLUMNS, Screen, StepTable, duration
+from core.monitoring.screen import Screen, StepTable
 
 ROW: dict[str, Any] = {
     "reward/mean": 0.361, "reward/std": 0.21, "reward/right": 0.05, "groups/equal": 0.44, "answer_length/mean": 2.4,
@@ -129,11 +129,6 @@ def test_equal_rewards_within_groups_are_no_signal_without_a_critic(disable_valu
     for _ in range(8):
         watch.count({"reward/std": 0.5, "groups/equal": 1.0, "disable_value": disable_value, "n_seqs": 16.0})
     assert watch.is_due == is_due
-
-
-def test_times_are_for_people() -> None:
-    assert [duration(s) for s in (4.4, 65, 7265)] == ["4 s", "1 min 5 s", "2 h 1 min"]
-    assert len({column.title for column in COLUMNS}) == len(COLUMNS)
 
 
 def test_a_run_goes_on_when_the_reader_of_its_output_has_gone(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -96,46 +93,10 @@ def test_attempts_share_one_mlflow_run_and_steps_that_are_repeated_are_there_twi
     assert sorted(mlflow.histories()) == [[1], [1, 2, 3, 3, 4, 4, 5]]
 
 
-def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
-    mlflow: MLflow, caplog: pytest.LogCaptureFixture
-) -> None:
-    mlflow.attempt([1])
-    run_id = runs_of(mlflow.folder).get("mlflow")
-    assert run_id is not None
-    mlflow.module.MlflowClient(mlflow.uri).delete_run(run_id)
-    with caplog.at_level(logging.WARNING):
-        mlflow.attempt([2])
-    assert f"run {run_id} of this trial does not exist; starting a new one" in caplog.text
-    assert mlflow.histories() == [[2]]
-    mlflow.uri = f"file:{mlflow.folder / 'elsewhere'}"
-    mlflow.attempt([3])
-    assert mlflow.histories() == [[3]] and runs_of(mlflow.folder).get("mlflow") != run_id
-
-
 @pytest.mark.parametrize("uri", ["sqlite:////nowhere/m.db", "bogus://x"])
 def test_an_address_that_mlflow_cannot_use_is_an_error_of_its_key(mlflow: MLflow, uri: str) -> None:
     with pytest.raises(TrackerError, match=rf"^monitor\.mlflow_uri={uri}: .*; start the server, or correct"):
         MLflowSink(runs=runs_of(mlflow.folder), uri=uri, experiment="e", name="trial")
-
-
-OFFLINE = """
-import sys, psutil
-from pathlib import Path
-from core.monitoring.trackers import TrackedRuns, WandbSink
-folder = Path(sys.argv[1])
-sink = WandbSink(runs=TrackedRuns(folder / "runs.json"), folder=folder, mode="offline")
-sink.write(1, {"loss": 0.5})
-sink.close()
-for process in psutil.Process().children(recursive=True):  # as the end of an attempt does
-    process.kill()
-"""
-
-
-def test_an_offline_wandb_run_that_was_closed_does_not_miss_its_process(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
-    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
 
 
 def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +150,6 @@ def test_samples_are_a_table_of_the_wandb_run_and_ages_a_histogram(
     stored = json.loads(table.read_text())
     (row,) = (dict(zip(stored["columns"], row, strict=True)) for row in stored["data"])
     assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
-
-
-def test_every_attempt_of_a_run_continues_the_same_one(mlflow: MLflow, tmp_path: Path) -> None:
-    config = sft_config(f"monitor.mlflow_uri={mlflow.uri}")
-    for _ in range(2):
-        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"))
-        sink.write(1, {"loss": 1.0})
-        sink.close()
-    assert len(mlflow.histories()) == 1
 
 
 def test_an_address_without_a_server_is_one_line_that_names_the_key_and_hides_the_password(mlflow: MLflow) -> None:

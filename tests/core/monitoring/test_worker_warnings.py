@@ -60,11 +60,3 @@ def test_of_many_alike_the_first_three_are_shown_and_none_hides_others(
         "rollout: q0: skipped", "rollout: q1: skipped", f"rollout: q2: skipped (more of these: see {tmp_path})",
         "rollout: another",
     ]  # fmt: skip
-
-
-def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    show, path = WorkerWarnings(tmp_path), tmp_path / "rollout.log"
-    append(path, line("rollout", logging.WARNING, "long ago") + "x" * (2 << 20) + "\n")
-    append(path, line("rollout", logging.WARNING, "now"))
-    show()
-    assert caplog.messages == ["rollout: now"]

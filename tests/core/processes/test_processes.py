@@ -98,26 +98,6 @@ def test_a_process_that_does_not_answer_has_its_state_in_its_file(tmp_path: Path
         process.communicate()
 
 
-def test_a_process_that_writes_its_stacks_slowly_is_waited_for(tmp_path: Path, patient: None) -> None:
-    slow = """
-import os, signal
-def write(*unused):
-    with open(Path(sys.argv[2], "stacks", "rank-0.txt"), "a") as file:
-        for piece in ("File 1\\n", "Fi", "le 2", " and the last\\n"):
-            time.sleep(0.4 if piece == "le 2" else 0.15)
-            file.write(piece); file.flush()
-signal.signal(signal.SIGRTMIN, write)
-"""
-    process = start("rank-0", tmp_path, slow)
-    try:
-        collect_stacks(tmp_path, why="the test asks")
-        process.kill()  # as a driver is, after its stacks
-        assert (tmp_path / FOLDER / "rank-0.txt").read_text().endswith("File 1\nFile 2 and the last\n")
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "60"])  # SIGRTMIN would end it
     try:
@@ -129,24 +109,6 @@ def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Pa
     finally:
         stranger.kill()
         stranger.wait()
-
-
-LIBRARY = """
-import ctypes, signal
-handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-for taken in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-    ctypes.CDLL(None).signal(int(taken), handler)
-"""
-
-
-def test_a_library_that_takes_signals_as_llvm_does_takes_no_stacks(tmp_path: Path) -> None:
-    process = start("rank-0", tmp_path, LIBRARY)
-    try:
-        assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "running"}
-        assert "in hanging_here" in (tmp_path / FOLDER / "rank-0.txt").read_text()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_left_alone(tmp_path: Path) -> None:
@@ -165,49 +127,6 @@ def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_lef
         assert [child.status() for child in children] == [psutil.STATUS_SLEEPING] * 2
     finally:
         for one in (process, *children):
-            one.kill()
-        process.communicate()
-
-
-FORKS = """
-import os, time
-if os.fork() == 0:
-    time.sleep(100)
-time.sleep(1.1)
-import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})
-"""
-
-
-def test_a_forked_child_does_not_answer_in_the_place_of_its_parent(tmp_path: Path) -> None:
-    process = start("rollout", tmp_path, FORKS)
-    (child,) = psutil.Process(process.pid).children()
-    try:
-        collect_stacks(tmp_path, why="the test asks")
-        said = (tmp_path / FOLDER / "rollout.txt").read_text()
-        assert SLEEPS in said and "File " not in said
-        assert child.status() == psutil.STATUS_SLEEPING
-    finally:
-        for one in (process, child):
-            one.kill()
-        process.communicate()
-
-
-def test_a_child_with_a_name_of_its_own_is_asked_by_it_alone(tmp_path: Path) -> None:
-    code = SLEEPER.replace("exec(sys.argv[3])", "")
-    then = "import subprocess; child = subprocess.Popen([sys.executable, '-c', "
-    then += f"{code!r}, 'rank-0', sys.argv[2]], stdout=subprocess.PIPE); child.stdout.readline()"
-    process = start("driver", tmp_path, then)
-    (child,) = psutil.Process(process.pid).children()
-    stacks = tmp_path / FOLDER / "rank-0.txt"
-    try:
-        time.sleep(1.1)
-        assert collect_stacks(tmp_path, ["driver"], why="of the driver") == {"driver": "running"}
-        assert "in hanging_here" in (tmp_path / FOLDER / "driver.txt").read_text()
-        assert "in hanging_here" not in stacks.read_text()
-        collect_stacks(tmp_path, why="of all")
-        assert stacks.read_text().count("in hanging_here") == 1
-    finally:
-        for one in (process, child):
             one.kill()
         process.communicate()
 

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from core import quickstart
 from core.checks.rules import load_config
-from core.errors import first_line
 from core.monitoring.screen import Screen
 from core.processes.signals import SIGNALS, Interrupts
 from core.processes.supervise import DONE, EXIT_CODES, FAILED, GAVE_UP, INTERRUPTED, Attempt
@@ -68,12 +67,6 @@ def attempt(self):
     assert table.count("the driver was killed by SIGKILL") == 5
 
 
-def test_a_cause_that_is_a_sentence_stands_in_another_one_without_its_full_stop() -> None:
-    assert first_line(RuntimeError("The actor died before finishing this task.\nmore")).endswith("finishing this task")
-    assert first_line(RuntimeError("waiting ...")) == "waiting ..."
-    assert first_line(RuntimeError(".")) == "RuntimeError"
-
-
 def test_a_final_failure_and_success_are_not_tried_again() -> None:
     assert run("def attempt(self):\n    self.report(final=True, cause='bad row'); return 1", retries=5)[0] == FAILED
     body = "def attempt(self):\n    if self.number < 3: os._exit(1)\n    return 0"
@@ -81,22 +74,6 @@ def test_a_final_failure_and_success_are_not_tried_again() -> None:
     assert code == DONE
     assert "attempt 2: began with 0 steps done, reached 0" in said
     assert "the driver exited without a message (exit code 1)" in said
-
-
-def test_an_attempt_that_hangs_on_its_way_out_keeps_what_it_has_said() -> None:
-    """It is killed for its silence; whether another attempt may do better it has said before."""
-    body = """
-def attempt(self):
-    self.report(final=self.number == 2, cause=f"cause {self.number}")
-    while True:  # it is woken to write its stacks
-        os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    done = subprocess.run(
-        script(body, retries=3, driver_seconds=3), cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == FAILED, done.stdout + done.stderr
-    assert "Attempt 1 failed after step 0: cause 1; then the driver (stopped) sent no heartbeat" in done.stdout
-    assert "cause 2; then the driver (stopped) sent no heartbeat" in done.stdout.partition("took 2 attempts")[2]
 
 
 @pytest.mark.parametrize("then", ["os.kill(os.getpid(), signal.SIGSTOP)", "return 1"], ids=["stopped", "ended"])
@@ -152,18 +129,6 @@ def attempt(self):
     assert run(body, retries=1)[0] == DONE
 
 
-def test_the_end_of_an_orphan_is_not_taken_for_the_end_of_its_attempt() -> None:
-    body = """
-def attempt(self):
-    subprocess.run(["sh", "-c", "(sleep 0.2; exit 3) &"])
-    time.sleep(1.0)
-    print("came to its end")
-    return 0
-"""
-    code, said = run(body, retries=1)
-    assert code == DONE and said.count("came to its end") == 1
-
-
 @pytest.mark.parametrize("end", SIGNALS)
 @pytest.mark.parametrize("where", ["end_orphans", "logger.error"])
 def test_a_signal_between_two_attempts_ends_the_run(where: str, end: int) -> None:
@@ -180,23 +145,6 @@ def attempt(self):
     return 1
 """
     assert run(body, retries=1)[0] == INTERRUPTED
-
-
-def test_a_signal_between_two_attempts_is_not_sent_to_the_number_of_the_ended_driver() -> None:
-    body = """
-from core.processes import supervise
-original, kill = supervise.end_orphans, os.kill
-def interrupted(others):
-    os.kill = lambda number, sent: print("sent to", number)
-    signal.raise_signal(signal.SIGTERM)
-    os.kill = kill
-    original(others)
-supervise.end_orphans = interrupted
-def attempt(self):
-    return 1
-"""
-    code, said = run(body, retries=1)
-    assert code == INTERRUPTED and "sent to" not in said
 
 
 @pytest.mark.parametrize("end", SIGNALS)
@@ -303,43 +251,6 @@ def test_without_retries_there_is_one_attempt_with_its_exit_code_and_cause(end: 
     found, said = run(f"def attempt(self):\n    print('an attempt', flush=True)\n    {end}", retries=0)
     assert found == code and said.count("an attempt") == 1
     assert ("The run failed after step 0: the driver was killed by SIGKILL" in said) == ("kill" in end)
-
-
-def test_a_signal_that_is_lost_before_the_run_handles_signals_is_found_later() -> None:
-    """As in a destructor during an import, where Python prints the exception and goes on."""
-    body = """
-from core.processes.signals import Interrupts, raise_if_interrupted
-
-class Swallows:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0)
-
-def attempt(self):
-    Swallows()
-    with Interrupts():
-        raise_if_interrupted()
-    return 0
-"""
-    code, said = run(body, retries=0)
-    assert code == INTERRUPTED and "Exception ignored" in said
-
-
-def test_a_second_signal_does_not_interrupt_the_end_of_a_driver() -> None:
-    body = """
-import atexit
-
-def second():
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.05)
-    print("the exit handlers have ended", flush=True)
-
-def attempt(self):
-    atexit.register(second)
-    raise KeyboardInterrupt
-"""
-    code, said = run(body, retries=0)
-    assert code == INTERRUPTED and "the exit handlers have ended" in said and "KeyboardInterrupt" not in said
 
 
 @pytest.mark.parametrize("is_command", [True, False])
@@ -543,16 +454,6 @@ class Late:
 """
 
 
-def test_a_signal_while_the_interpreter_of_a_complete_attempt_ends_changes_no_exit_code() -> None:
-    body = f"""{AT_EXIT}
-def attempt(self):
-    sys.late = Late(os.getpid(), os.getppid())
-    return 0
-"""
-    code, said = run(body, retries=1)
-    assert code == DONE and "After the end" not in said
-
-
 def test_a_complete_attempt_that_crashes_on_its_way_out_is_not_repeated() -> None:
     body = f"""{AT_EXIT}
 def attempt(self):
@@ -561,12 +462,6 @@ def attempt(self):
 """
     code, said = run(body, retries=1)
     assert code == DONE and said.strip() == "After the end of training, the driver was killed by SIGINT."
-
-
-def test_a_complete_attempt_whose_exit_fails_is_complete_with_a_warning() -> None:
-    body = "import atexit\ndef attempt(self):\n    atexit.register(os._exit, 9)\n    return 0"
-    code, said = run(body, retries=1)
-    assert code == DONE and said.strip() == "After the end of training, the driver exited with code 9."
 
 
 @pytest.mark.parametrize("exit_", ["sys.exit(0)", "os._exit(0)"])

@@ -64,18 +64,6 @@ def test_as_many_as_asked_for_are_kept_and_step_ten_is_newer_than_step_nine(tmp_
         assert newest is not None and newest.name == "globalstep10"
 
 
-def test_checkpoints_that_counted_their_steps_otherwise_make_way_for_those_of_the_run_that_goes_on(
-    tmp_path: Path,
-) -> None:
-    for step in (99, 100):
-        dump(RecoverStore(tmp_path, IDENTITY), step)
-    # Batches of twice the size: the run goes on after step 50.
-    store = RecoverStore(tmp_path, RunIdentity(train_bs_n_seqs=16, group_size=4, n_nodes=1))
-    for step, kept in ((51, ["globalstep51"]), (52, ["globalstep51", "globalstep52"])):
-        dump(store, step)
-        assert names(tmp_path) == kept
-
-
 def test_begin_returns_before_the_write_is_done_and_the_next_one_waits_for_it(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     store, written = RecoverStore(tmp_path, IDENTITY), threading.Event()
@@ -178,17 +166,6 @@ def test_a_write_that_never_ends_costs_an_attempt_and_names_the_deadline(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = RecoverStore(tmp_path, IDENTITY)
-    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
-    monkeypatch.setattr("core.processes.signals._received", [(15, time.monotonic())])
-    with pytest.raises(KeyboardInterrupt), store:
-        store.wait()
-    assert names(tmp_path) == []
-
-
 def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(tmp_path: Path) -> None:
     with RecoverStore(tmp_path, IDENTITY) as store:
         begin(store, 2, engines=lambda folder: write_engine(folder) and (lambda stop: time.sleep(0.2)))
@@ -234,46 +211,6 @@ def test_ranks_that_still_write_leave_nothing_of_a_write_that_is_given_up(tmp_pa
     assert names(tmp_path) == []
 
 
-def test_a_disk_without_room_for_a_name_does_not_keep_what_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = os.rename
-
-    def full(source: Path, target: Path) -> None:
-        if ".removing-" in str(target):
-            raise OSError(errno.ENOSPC, "No space left on device", str(target))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", full)
-    store = RecoverStore(tmp_path, IDENTITY, keep=1)
-    for step in (1, 2):
-        dump(store, step)
-    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as failed:
-        begin(failed, 3, engines=lambda folder: write_engine(folder) and assert_set)
-        _ = 1 / 0
-    assert names(tmp_path) == ["globalstep2"]
-
-
-def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sealed, given_up = threading.Event(), threading.Event()
-
-    def held_back(folder: Path) -> int:
-        num_bytes = checkpoints.seal(folder)
-        sealed.set()
-        given_up.wait(60)
-        return num_bytes
-
-    monkeypatch.setattr("core.recovery.recover.seal", held_back)
-    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
-        begin(store, 3)
-        assert sealed.wait(60)
-        threading.Timer(0.2, given_up.set).start()  # by then the failed run waits for its writer
-        _ = 1 / 0
-    assert names(tmp_path) == []
-
-
 def test_an_interrupted_write_is_invisible_and_the_next_one_clears_it_away(tmp_path: Path) -> None:
     store = RecoverStore(tmp_path, IDENTITY)
     (tmp_path / ".writing-globalstep4-123").mkdir(parents=True)
@@ -295,13 +232,6 @@ def test_a_checkpoint_that_was_passed_over_is_replaced_by_the_next_of_its_step(t
     newest = store.newest()
     assert newest is not None and newest.name == "globalstep3"
     assert names(tmp_path) == ["globalstep2", "globalstep3"]
-
-
-def test_a_checkpoint_of_before_manifests_is_not_used(tmp_path: Path) -> None:
-    dump(RecoverStore(tmp_path, IDENTITY), 2)
-    (tmp_path / "globalstep2" / "COMMITTED").unlink()
-    (tmp_path / "globalstep2" / "manifest.json").unlink()
-    assert RecoverStore(tmp_path, IDENTITY).newest() is None
 
 
 def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path) -> None:
@@ -373,15 +303,3 @@ def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
     expected = {**files, "manifest.json": sealed["manifest.json"], ".COMMITTED": sealed["COMMITTED"]}
     assert before_rename == {**expected, ".": b"", "actor": b"", "actor/shards": b""}
     assert list(synced) == ["."], "the marker's new name is in the folder"
-
-
-def test_a_sealed_folder_that_was_renamed_has_its_new_name_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda a, b: (rename(a, b), events.append(f"rename to {b}")))
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(f"sync {os.readlink(f'/proc/self/fd/{fd}')}"))
-    (tmp_path / "writing").mkdir()
-    checkpoints.move_into_place(tmp_path / "writing", tmp_path / "done")
-    assert events == [f"rename to {tmp_path / 'done'}", f"sync {tmp_path}"]

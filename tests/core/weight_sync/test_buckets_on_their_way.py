@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 
 from core.weight_sync.calls import PushError, in_background
-from helpers.push_doubles import buckets, holds, paused, push, sender_of
+from helpers.push_doubles import buckets, holds, paused, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import BROADCAST
-from tracing import FOLDER, record_spans
 
 SOON = 0.3
 """In this many seconds a sender that did not wait would have gone on."""
@@ -110,19 +108,3 @@ def test_a_server_that_ends_after_its_answer_makes_the_push_fail_at_once(folder:
         with pytest.raises(PushError, match="bucket 1 of the weight push: .*[Cc]onnection"):
             sending.result(20)
         sender.close()
-
-
-def test_every_bucket_is_a_span_with_its_number_and_size(folder: Path, tmp_path: Path) -> None:
-    record_spans("trainer", tmp_path, limit_mib=1)
-    try:
-        with paused(1) as (_, servers):
-            sender = sender_of("nccl", folder)
-            sender.connect(servers)
-            report = push(sender, 1)
-            sender.close()
-    finally:
-        record_spans("nothing", tmp_path, limit_mib=0)
-    rows = [json.loads(line) for line in (tmp_path / FOLDER / "trainer.jsonl").read_text().splitlines()]
-    of_buckets = [row[-1] for row in rows if isinstance(row, list) and row[0] == "bucket"]
-    assert [one["number"] for one in of_buckets] == [1, 2, 3]
-    assert sum(one["bytes"] for one in of_buckets) == report.num_bytes

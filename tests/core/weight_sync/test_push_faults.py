@@ -82,18 +82,6 @@ def test_nothing_is_said_to_be_compared_where_nothing_was(folder: Path) -> None:
         assert doubles[1].bodies("/weights_checker") == []
 
 
-def test_the_group_counts_all_ranks_of_all_servers(folder: Path) -> None:
-    with paused(2, 1, 2) as (doubles, servers):
-        sender = sender_of("nccl", folder)
-        sender.connect(servers)
-        joined = [double.bodies("/init_weights_update_group")[0] for double in doubles]
-        assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 6), (3, 6), (4, 6)]
-        assert len({(body["group_name"], body["master_port"]) for body in joined}) == 1
-        push(sender, 1)
-        assert all(holds(double, 1) for double in doubles)
-        sender.close()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_flipped_bit_in_one_rank_is_found_where_checksums_are_compared(kind: str, rank: int, folder: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from helpers.saved_models import assert_same_bytes, convert, run_convert, tensors_of, write_checkpoint
 from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIG_CHANGES = {
     "unknown architecture": {"model_type": "gpt2"},
     "shapes": {"intermediate_size": 50},
@@ -354,8 +351,6 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("checkpoint without a shard", (".distcp", "cannot be read")),
         ("checkpoint without .metadata", (".metadata",)),
         ("checkpoint with a truncated common.pt", ("common.pt",)),
-        ("checkpoint with an empty common.pt", ("common.pt", "cannot be read: EOFError")),
-        ("checkpoint with a damaged header of common.pt", ("common.pt", "cannot be read: UnpicklingError")),
         ("checkpoint with a damaged metadata.json", ("metadata.json", "cannot be read")),
     ],
 )
@@ -397,10 +392,6 @@ def test_bad_input_is_one_error_and_nothing_is_written(
         (source / ".metadata").unlink()
     elif what == "checkpoint with a truncated common.pt":
         (source / "common.pt").write_bytes((source / "common.pt").read_bytes()[:100])
-    elif what == "checkpoint with an empty common.pt":
-        (source / "common.pt").write_bytes(b"")
-    elif what == "checkpoint with a damaged header of common.pt":
-        (source / "common.pt").write_bytes(b"\xff" + (source / "common.pt").read_bytes()[1:])
     elif what == "checkpoint with a damaged metadata.json":
         (source / "metadata.json").write_text("[]")
     else:
@@ -417,13 +408,3 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} == before
     if what == "output exists":
         assert [path.name for path in target.iterdir()] == ["mine"]
-
-
-def test_the_second_path_of_the_command_runs_from_anywhere(model_folders: Any, tmp_path: Path) -> None:
-    """test_convert_limits.py runs the first one."""
-    source, _ = model_folders["qwen2"]
-    path = ROOT / "mcore_adapter/tools/convert.py"
-    command = [sys.executable, path, "--checkpoint_path", source, "--output_path", tmp_path / "out"]
-    done = subprocess.run([*command, "--to-megatron"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n"), done.stderr
-    assert done.stderr == ""

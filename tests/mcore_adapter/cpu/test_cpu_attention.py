@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_adapter.cpu.attention import _plan, packed_causal_attention, rotary_thd, zigzag_attention
+from mcore_adapter.cpu.attention import packed_causal_attention, rotary_thd, zigzag_attention
 
 PACKINGS = {
     "many short, every length": [3, 17, 1, 9, 30, 2, 17, 16, 8, 25, 11, 1, 29],
@@ -62,21 +62,6 @@ def test_a_sequence_does_not_notice_its_neighbours() -> None:
         torch.testing.assert_close(parts[0], alone, rtol=0, atol=1e-6)
 
 
-def test_short_sequences_share_kernel_calls_and_padding_stays_small() -> None:
-    lens = torch.randint(10, 101, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    blocks = _plan(tuple(lens), 128)
-    assert len(blocks) < 40
-    assert sum(b.batch for b in blocks) == len(lens)
-    assert sum(lens) <= sum(b.batch * b.length for b in blocks) < 1.1 * sum(lens)
-
-
-def test_neighbours_of_equal_length_stay_in_place_where_they_are_many() -> None:
-    few = torch.randint(8, 10, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-    blocks = _plan((*few, *[12] * 100), 128)
-    assert [(b.length, b.batch) for b in blocks] == [(12, 100), (9, few.count(9)), (8, few.count(8))]
-    assert blocks[0].index is None and blocks[0].start == sum(few), "copying them costs more than it saves"
-
-
 @pytest.mark.parametrize("cp", [2, 4])
 def test_context_parallel_ranks_together_attend_like_one(cp: int) -> None:
     lens = [8, 24, 40, 16]
@@ -124,15 +109,3 @@ def test_bfloat16_is_rotated_in_float32_and_its_gradient_is_bfloat16() -> None:
     rotated.backward(rotated.detach())
     assert x.grad is not None and x.grad.dtype == torch.bfloat16
     torch.testing.assert_close(x.grad, x.detach(), rtol=0.01, atol=0)
-
-
-def test_rotations_of_other_packings_are_not_mixed_up() -> None:
-    x = torch.randn(12, 1, 8)
-    angles = torch.arange(12.0)[:, None, None, None].expand(12, 1, 1, 8).contiguous()
-    results = []
-    for lens in ([12], [6, 6], [12], [4, 8], [3, 9], [2, 10], [6, 6]):
-        cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-        results.append(rotary_thd(x, cu_seqlens, angles))
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[6])
-    assert not torch.equal(results[0], results[1])
-    assert torch.equal(results[0][:6], results[1][:6])

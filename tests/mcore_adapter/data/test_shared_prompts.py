@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -17,7 +16,7 @@ from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
 from mcore_adapter.cpu import attention
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention
-from mcore_adapter.data.batch import BatchShape, PackedBatch, prompt_units, shape_of
+from mcore_adapter.data.batch import PackedBatch, prompt_units, shape_of
 from mcore_adapter.data.packing import PackingLayout, SharedPromptParams, pack_microbatch
 
 CPU = torch.device("cpu")
@@ -81,17 +80,6 @@ def test_a_prompt_has_one_row_a_token_and_the_last_token_of_a_sequence_none() ->
     packed = pack_microbatch(batch, range(4), PackingLayout(share_prompts=True), device=CPU)
     assert packed.token_ids.tolist() == [[1, 2, 3, 5, 4, 9, 9]]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 4, 5, 8, 13]
-
-
-def test_gradients_of_shared_rows_are_the_sum_over_what_they_stand_for() -> None:
-    batch = grouped_batch([[1, 2, 3]], [(0, [5, 6]), (0, [7]), (0, [8, 9])], seed=1)
-    batch = replace(batch, loss_mask=batch.token_ids > 3)
-    params = pack_microbatch(batch, range(3), PackingLayout(share_prompts=True), device=CPU).packed_seq_params
-    assert isinstance(params, SharedPromptParams)
-    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(params.to_sequences, x)
-    y = torch.randn(len(params.source), 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(params.to_packed, y)
 
 
 def attended(inputs: list[torch.Tensor], attend: Any) -> list[torch.Tensor]:
@@ -162,16 +150,6 @@ def test_prompts_are_attended_with_their_completions_where_that_takes_less_time(
     assert params.planned_once(plan_trees) is params.planned_once(lambda _: None)
 
 
-def test_a_prompt_of_very_many_completions_gets_all_of_their_gradients_in_bfloat16() -> None:
-    """A number a row: where a row is a vector, index_add_ on the CPU does not round every sum."""
-    batch = grouped_batch([[1]], [(0, [2, 3])] * 400)
-    batch = replace(batch, loss_mask=batch.token_ids > 1)
-    params = pack_microbatch(batch, range(400), PackingLayout(share_prompts=True), device=CPU).packed_seq_params
-    x = torch.zeros(401, dtype=torch.bfloat16, requires_grad=True)
-    params.to_sequences(x).sum().backward()
-    assert x.grad[0].item() == 400
-
-
 @settings(max_examples=100, deadline=None)
 @given(batches, st.integers(1, 12), st.integers(1, 12))
 def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, limit: int, at_least: int) -> None:
@@ -190,16 +168,6 @@ def test_units_hold_one_prompt_each_and_respect_the_limit(batch: PackedBatch, li
     for unit, size in zip(units, sizes, strict=True):
         assert size <= (lens[unit[0]] if len(unit) == 1 else limit)
         assert size <= sum(lens[i] for i in unit)
-
-
-def test_a_completion_that_would_make_a_unit_too_large_begins_another() -> None:
-    """Prompts of 3 tokens, completions of 2, 2 and 1: the first two together would have 7."""
-    shape = BatchShape(
-        seq_lens=np.array([5, 5, 4]), prompt_lens=np.array([3, 3, 3]), prompt_ids=np.array([0, 0, 0])
-    )  # fmt: skip
-    assert prompt_units(shape, max_tokens=6) == ([[0], [1, 2]], [5, 6])
-    assert prompt_units(shape, max_tokens=7) == ([[0, 1], [2]], [7, 4])
-    assert prompt_units(shape, max_tokens=8) == ([[0, 1, 2]], [8])
 
 
 def mixed_batch() -> PackedBatch:
@@ -266,14 +234,6 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
 def test_sharing_prompts_changes_no_number(ranks, alone, layout, recompute, as_trees):
     folder, expected = alone
     assert_same_numbers(ranks.run(shared_run, layout.world_size, layout, folder, True, recompute, as_trees), expected)
-
-
-def test_sharing_prompts_changes_no_number_where_the_rotary_embedding_is_not_fused(ranks, tmp_path):
-    write_model("glm4", tmp_path / "model")
-    apart, shared = (
-        ranks.run(shared_run, 1, ParallelLayout(), str(tmp_path / "model"), share) for share in (False, True)
-    )
-    assert_same_numbers(shared, apart[0])
 
 
 def assert_same_numbers(shared: list[dict[str, Any]], expected: dict[str, Any]) -> None:

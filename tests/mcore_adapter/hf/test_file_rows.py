@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_adapter.hf.safetensors_folder import FileRows, write_all, write_rows
+from mcore_adapter.hf.safetensors_folder import FileRows, write_rows
 
 CONTENT = torch.arange(5 << 20, dtype=torch.float32).view(-1, 1024)
 BEGIN = 4097
@@ -62,40 +61,3 @@ def test_a_source_that_has_become_shorter_is_named(stored: FileRows, target) -> 
     os.truncate(stored.path, 10 << 20)
     with pytest.raises(OSError, match=f"{stored.path}: ends at byte {10 << 20}"):
         write_rows(target.fileno(), 0, stored, torch.float32)
-
-
-REFUSALS = (
-    errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ETXTBSY,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("answer", [0, *REFUSALS], ids=lambda answer: errno.errorcode.get(answer, "0"))
-def test_what_the_kernel_does_not_copy_is_read_and_written(
-    stored: FileRows, target, monkeypatch: pytest.MonkeyPatch, answer: int
-) -> None:
-    """A 0 in the middle of a file is what FUSE, NFS and files of unknown size answer."""
-    calls = []
-
-    def copy_file_range(source: int, target: int, count: int, begin: int, offset: int) -> int:
-        calls.append(count)
-        if len(calls) == 1:
-            content = os.pread(source, 1 << 20, begin)
-            return os.pwrite(target, content, offset)
-        if answer:
-            raise OSError(answer, os.strerror(answer))
-        return 0
-
-    monkeypatch.setattr(os, "copy_file_range", copy_file_range)
-    assert write_rows(target.fileno(), 0, stored, torch.float32) == CONTENT.nbytes
-    assert len(calls) == 2, "it is asked no more after that"
-    assert os.pread(target.fileno(), 1 << 30, 0) == CONTENT.numpy().tobytes()
-
-
-def test_what_the_kernel_did_not_write_at_once_is_written_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: write(file, bytes(content)[:3], offset))
-    with open(tmp_path / "file", "w+b", buffering=0) as file:
-        assert write_all(file.fileno(), 2, b"abcdefgh") == 8
-    assert (tmp_path / "file").read_bytes() == b"\0\0abcdefgh"

@@ -181,12 +181,6 @@ def test_buckets_stay_below_their_size_and_reach_rank_0_only(
         assert others == [{}] * len(answers[0])
 
 
-def test_a_parameter_larger_than_a_bucket_comes_alone(ranks: RankPool, model_folders: Any) -> None:
-    buckets = ranks.run(bucket_sizes, 1, ParallelLayout(), model_folders["qwen2"][0], 1)[0]
-    assert list(buckets[0]) == ["model.embed_tokens.weight"]
-    assert max(len(bucket) for bucket in buckets) == 3  # q, k and v are one Megatron parameter
-
-
 # From scratch
 
 
@@ -312,17 +306,6 @@ def test_a_full_disk_fails_on_every_rank_and_keeps_the_old_folder(
         assert str(target) in message and "could not be written" in message
     assert_same_bytes(tensors_of(source), tensors_of(target))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_folder_that_cannot_be_made_fails_on_every_rank(
-    ranks: RankPool,
-    model_folders: Any,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    target = tmp_path / "file" / "out"
-    for message in ranks.run(save_error, 2, ParallelLayout(pp=2), model_folders["llama"][0], target, 1 << 30):
-        assert str(target) in message
 
 
 def test_shards_are_cut_by_size_and_indexed(tmp_path: Path) -> None:

@@ -125,24 +125,6 @@ def limited(parallel: Any, device: Any, model: str, *, share: float) -> tuple[An
     )._recompute, size
 
 
-def near_the_limit(rank: Rank, model: str) -> list[tuple[str, ...]]:
-    """The choices before and after an update whose peak would let one layer less recompute, just below the limit."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        stats = Stats(patch)
-        auto, _ = limited(parallel, device, model, share=0.975)
-        auto.prepare(200, 1)
-        first = auto.choice
-        stats.used = lambda: first.activation_bytes * 0.97 / 2**30
-        auto.observe()
-        return [first.levels, auto.choice.levels]
-
-
-def test_a_choice_that_would_be_close_to_the_limit_is_not_made(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    ((first, second),) = ranks.run(near_the_limit, 1, str(tmp_path / "model"))
-    assert first == second and set(first) == {"qkv", "selective"}, "selective in all layers would just fit"
-
-
 def exceeded(rank: Rank, model: str) -> tuple[list[int], list[int]]:
     """Ranks of choices, and the first one, as a choice takes more than estimated and the one after it less."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
@@ -169,50 +151,6 @@ def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, tmp
     assert afresh <= first, "after microbatches of another size, all is chosen anew"
 
 
-def exceeded_at_last(rank: Rank, model: str) -> list[int]:
-    """Ranks of choices: two updates take less than estimated, and the choice that follows more than the limit."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        stats = Stats(patch)
-        auto, _ = limited(parallel, device, model, share=1.0001)
-        chosen = []
-        for ratio in (1.0, 0.9, 1.2, 1.2, 1.2, 1.2):
-            auto.prepare(200, 1)
-            chosen.append(sum(map(LEVELS.index, auto.choice.levels)))
-            stats.used = partial(float, ratio * activation_bytes(auto._shape, auto.choice.levels) / 2**30)
-            auto.observe()
-        return chosen
-
-
-def test_a_choice_that_exceeds_the_limit_is_corrected_however_many_there_were(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    ((first, second, less, more, *others),) = ranks.run(exceeded_at_last, 1, str(tmp_path / "model"))
-    assert first == second and less < first, "both corrections are used"
-    assert more > less and others[-1] >= others[0] >= more
-
-
-def measured_again(rank: Rank, model: str) -> tuple[list[tuple[str, ...]], list[float]]:
-    """Choices and corrections of updates that take 0.96 of the estimate, whatever is chosen."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        stats = Stats(patch)
-        auto, _ = limited(parallel, device, model, share=1.0001)
-        choices, corrections = [], []
-        for _ in range(4):
-            auto.prepare(200, 1)
-            choices.append(auto.choice.levels)
-            stats.used = partial(float, 0.96 * activation_bytes(auto._shape, auto.choice.levels) / 2**30)
-            auto.observe()
-            corrections.append(auto._correction)
-            assert auto.peak.measured == pytest.approx(0.96 * auto.peak.estimated)
-        return choices, corrections
-
-
-def test_the_same_peak_again_corrects_nothing_again(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    ((choices, corrections),) = ranks.run(measured_again, 1, str(tmp_path / "model"))
-    assert corrections == [pytest.approx(0.96)] * 4
-    assert choices == choices[:1] * 4, "a lower one would leave less than 5 % of the limit free"
-
-
 def exceeded_on_one_stage(rank: Rank, layout: ParallelLayout, model: str) -> list[bool]:
     """Whether updates are measured, as the first stage exceeds its limit in the third."""
     with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
@@ -231,24 +169,6 @@ def test_stages_agree_on_what_is_measured(ranks: RankPool, tmp_path: Any) -> Non
     layout = LAYOUTS["pp2"]
     first, second = ranks.run(exceeded_on_one_stage, layout.world_size, layout, str(tmp_path / "model"))
     assert first == second == [True, True, True, False, False]
-
-
-def all_recomputed(rank: Rank, model: str) -> list[bool]:
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        stats = Stats(patch)
-        stats.used = partial(float, 1000.0)
-        engine = make_engine(parallel, device, model, recompute="auto")
-        found = []
-        for _ in range(25):
-            step(engine)
-            found.append(engine._recompute._measures)
-        return found
-
-
-def test_where_nothing_fits_the_measurements_end(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    (measures,) = ranks.run(all_recomputed, 1, str(tmp_path / "model"))
-    assert not measures[-1]
 
 
 def test_the_documents_name_the_share_that_is_left_free() -> None:
@@ -280,41 +200,6 @@ def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, tmp_path: An
     assert before == pytest.approx(1.0)
     assert after <= 0.92 and larger <= 0.92
     assert levels == 0 and other <= 1.0, "microbatches of another size have the whole limit"
-
-
-def measured_twice(rank: Rank, model: str) -> dict[str, list[int]]:
-    """Levels in sum: before and after an update with fewer tokens that took half; before and after a failure that
-    follows an update which took half."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        stats = Stats(patch)
-
-        def choices(updates: list[tuple[int, float]], last: str) -> list[int]:
-            auto, _ = limited(parallel, device, model, share=1.0001)
-            for tokens, used in updates:
-                auto.prepare(tokens, 1)
-                before = sum(map(LEVELS.index, auto.choice.levels))
-                size = auto._correction * activation_bytes(auto._shape, auto.choice.levels)
-                stats.used = partial(float, used * size / 2**30)
-                auto.observe()
-            if last == "failure":
-                assert auto.retreat()
-            return [before, sum(map(LEVELS.index, auto.choice.levels))]
-
-        return {
-            "smaller": choices([(200, 1.0), (150, 0.5)], ""),
-            "failure": choices([(200, 1.0), (200, 1.0), (200, 0.5)], "failure"),
-        }
-
-
-def test_a_smaller_microbatch_says_nothing_about_the_estimate_and_a_failure_leads_to_more(
-    ranks: RankPool, tmp_path: Any
-) -> None:
-    write_model("qwen3", tmp_path / "model")
-    (found,) = ranks.run(measured_twice, 1, str(tmp_path / "model"))
-    before, after = found["smaller"]
-    assert before == after
-    before, after = found["failure"]
-    assert before < after
 
 
 def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:
@@ -369,30 +254,6 @@ def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(ra
     write_model("qwen3_moe", tmp_path / "model")
     ((same, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 6)
     assert same and 6 <= sum(map(LEVELS.index, levels)) < 20
-
-
-def test_an_update_that_never_fits_is_reported_as_before(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3_moe", tmp_path / "model")
-    ((repeatable, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 21)
-    assert repeatable and set(levels) == {"full"}
-
-
-def prepared(rank: Rank, model: str) -> list[int]:
-    """The tokens for which each of some updates had a choice."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        Stats(patch)
-        auto = make_engine(parallel, device, model, recompute="auto")._recompute
-        found = []
-        for tokens in (1000, 990, 1005, 600, 500, 32768):
-            auto.prepare(tokens, 1)
-            found.append(auto._shape.tokens)
-        return found
-
-
-def test_microbatches_of_nearly_the_same_size_share_a_choice(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    (tokens,) = ranks.run(prepared, 1, str(tmp_path / "model"))
-    assert tokens == [1024, 1024, 1024, 1024, 512, 32768]
 
 
 def on_host(rank: Rank, model: str) -> list[float]:

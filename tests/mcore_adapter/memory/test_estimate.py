@@ -71,86 +71,6 @@ def test_the_estimate_for_long_sequences_is_near_what_was_measured(
     assert estimate > 0.99 * measured, "with less, memory would run out"
 
 
-def test_the_backward_pass_of_a_layer_takes_what_its_mlp_computes_again_and_the_gradients() -> None:
-    tokens, hidden, width, queries = MLP_TOKENS, LONG["hidden_size"], LONG["intermediate_size"], 32 * 128
-    kept = 36 * (2 * hidden + queries)  # residuals, output of attention
-    again, gradients = hidden + 3 * width, width + 3 * hidden
-    expected = 2 * tokens * (kept + again + gradients)
-    one = shape(LONG, tokens, has_head=False)
-    assert at(one, ["linear"] * 36, "MLP of layer 35") == pytest.approx(expected)
-    # The MLP's input is gone; gradients of the output, of queries (twice in float32), keys and values for every query.
-    inputs, keys = hidden + 2 * queries, 8 * 128
-    attention = inputs + 3 * keys - hidden + (queries + 2 * keys) + 7 * queries + 3 * hidden
-    assert at(one, ["linear"] * 36, "attention of layer 35") == pytest.approx(2 * tokens * (kept + attention))
-
-
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(tp=2)], ids=str)
-def test_of_a_long_sequence_the_mlp_takes_what_a_chunk_of_it_does(layout: ParallelLayout) -> None:
-    tokens, hidden, width, queries = 131072, LONG["hidden_size"], 16 * LONG["intermediate_size"], 32 * 128
-    one = shape({**LONG, "intermediate_size": width}, tokens, has_head=False, layout=layout)
-    share = tokens / (layout.cp * layout.tp)  # the tokens of a rank, or their widths
-    chunk = MLP_TOKENS * (4 * width + hidden)  # input, both products, gradient; with tp=2, twice the tokens
-    linear = 36 * (2 * hidden + queries) + 3 * hidden  # residuals, output of attention; gradients
-    normed, keys = queries + 8 * 128, 8 * 128
-    if layout.cp > 1:  # context-parallel attention has copies of keys and values
-        linear += 36 * 2 * keys
-    gathered = 2 * hidden * tokens if layout.tp > 1 else 0  # the input of a linear layer, and its gradient
-    expected = 2 * (share * linear + chunk + gathered)
-    assert at(one, ["linear"] * 36, "MLP of layer 35") == pytest.approx(expected)
-    again = 2 * hidden + normed + 2 * queries + 2 * keys  # the MLP's input and attention: all but its own
-    expected = 2 * (share * (39 * hidden + again) + chunk + gathered)
-    assert at(one, ["full"] * 36, "MLP of layer 35") == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("level", ["linear", "full"])
-def test_chunks_take_less_but_not_in_8_bits_nor_where_a_norm_needs_the_output_again(level: Any) -> None:
-    wide = {**LONG, "intermediate_size": 4 * LONG["intermediate_size"]}
-    one = shape(wide, 4 * MLP_TOKENS)
-    plain, fp8, sandwich = (
-        activation_bytes(other, [level] * 36)
-        for other in (one, replace(one, fp8=True), replace(one, config=replace(one.config, post_norms=True)))
-    )
-    width = 2 * 4 * LONG["intermediate_size"]
-    assert fp8 - plain > 3 * MLP_TOKENS * 4 * width * 0.8
-    if level == "full":
-        assert sandwich > fp8
-    else:
-        assert sandwich - plain == pytest.approx(2 * 36 * 2 * 4 * MLP_TOKENS * LONG["hidden_size"])  # sums are kept
-
-
-@pytest.mark.parametrize(
-    ("ranks", "others"),
-    [(2, 2), (8, 8), (16, 8)],  # all ranks' tokens, up to as many ranks as a token has experts; else copies for experts
-)
-def test_tokens_of_other_ranks_take_memory_of_the_host_too(ranks: int, others: int) -> None:
-    one = shape(SLICE, 32768, layout=ParallelLayout(dp=ranks, ep=ranks))
-    routed = 32768 * (2 * (2048 + others * 2048) + 12 * 128)  # the MLP's input, other ranks' tokens, routing
-    layer = (128 << 20) + (128 << 20) + (256 << 20) + 2 * routed
-    four = activation_bytes(one, ["offload"] * 4 + ["linear"] * 2)
-    assert choose(one, four, host_limit_bytes=4.1 * layer).levels.count("offload") == 4
-    assert "full" in choose(one, four, host_limit_bytes=3.9 * layer).levels
-
-
-@pytest.mark.parametrize(
-    ("tp", "ep", "level", "beside"),
-    # Gradients of all ranks' tokens, those of a layer, where they take more than what is freed before them: of a copy,
-    # the width of the experts three times, or once where the halves are kept.
-    [(2, 4, "linear", 0), (1, 8, "linear", 0), (1, 2, "none", 0), (2, 4, "none", 4 * 2048 - 8 * 768)],
-)
-def test_a_rank_that_gathers_tokens_keeps_them_once_and_takes_their_gradients_when_others_are_gone(
-    tp: int, ep: int, level: Any, beside: int
-) -> None:
-    one = shape(SLICE, 32768, has_head=False)
-    gathers = replace(one, layout=ParallelLayout(tp=tp, dp=ep // tp, ep=ep))
-    alone = replace(one, layout=ParallelLayout(tp=tp, dp=ep // tp))
-    others = 32768 // tp * ep * 2048 * 2  # bytes of the tokens of all ranks
-    fewer = 2 * 3 * 128 * 768 * 2048 * (ep - 1) // ep  # of the gradients of experts
-    bytes_of = [activation_bytes(ranks, [level] * 6) for ranks in (gathers, alone)]
-    copies = 6 * 32768 // tp * ep * 8 * 8  # a weight and a row of each copy, of all ranks, kept by six layers
-    more = 6 * others + copies + 2 * 32768 // tp * beside
-    assert bytes_of[0] - bytes_of[1] == pytest.approx(more - fewer)
-
-
 @pytest.mark.parametrize(
     ("tokens", "levels", "measured"),
     [(32768, ["linear"] * 6, 10.78), (16384, ["qkv"] * 4 + ["selective"] * 2, 11.11)],  # GB, rows memory.*_activations
@@ -194,24 +114,6 @@ def test_layers_move_to_the_host_before_any_is_recomputed_as_a_whole() -> None:
     assert none.levels == ("full",) * 28
     few = choose(one, kept - 12 * layer, host_limit_bytes=2.5 * layer)
     assert few.levels.count("offload") <= 2 and few.levels[0] == "full" and few.fits
-
-
-def test_a_tensor_on_the_host_takes_a_power_of_two() -> None:
-    one = shape(DENSE, 32768)
-    held = 3 * (128 << 20)  # of a layer: three tensors of 96 MiB
-    five, six = (activation_bytes(one, ["offload"] * n + ["linear"] * (28 - n)) for n in (5, 6))
-    assert choose(one, five, host_limit_bytes=5.1 * held).levels.count("offload") == 5
-    assert "full" in choose(one, six, host_limit_bytes=5.9 * held).levels
-    assert choose(one, six, host_limit_bytes=6.1 * held).levels.count("offload") == 6
-
-
-def test_a_correction_scales_the_estimate() -> None:
-    one = shape(DENSE, 8192)
-    limit = activation_bytes(one, ["linear"] * 28)
-    assert choose(one, limit * 1.5, correction=1.5).levels == choose(one, limit).levels
-    roomier = choose(one, limit, correction=0.5)
-    assert roomier.levels != choose(one, limit).levels and roomier.fits
-    assert roomier.activation_bytes == activation_bytes(one, roomier.levels) / 2
 
 
 def test_ranks_that_share_the_tokens_or_the_widths_keep_half() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from allocation import ParallelLayout
-from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, policy_loss, random_batch, write_bfloat16
+from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
-from helpers.tiny_models import SHAPE
 from mcore_adapter.memory import host, recompute
 from mcore_adapter.memory.recompute import recompute_layers
 from mcore_adapter.settings import LEVELS, Level
@@ -107,13 +104,6 @@ def test_each_level_keeps_less_than_the_one_before(ranks: RankPool, model_folder
     assert all(more > less for more, less in zip(sizes, sizes[1:], strict=False)), kept
 
 
-def test_tokens_of_other_ranks_are_on_the_host_too(ranks: RankPool, model_folders: Any) -> None:
-    kept = ranks.run(kept_bytes, 2, EXPERT_LAYOUTS["dp2 ep2"], str(model_folders["qwen3_moe"][0]))
-    on_host = sum(of_rank["linear"] - of_rank["offload"] for of_rank in kept)
-    width = 32 + 4 * 16 + 32 + 32  # as above
-    assert on_host >= 0.9 * 4 * 4 * (width + 2 * 32) * random_batch().num_tokens
-
-
 def test_the_gradient_of_a_recomputed_product_takes_the_place_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     from mcore_adapter.cpu.device import CpuDevice
 
@@ -168,126 +158,6 @@ def test_chunks_of_tokens_change_neither_losses_nor_gradients(
             torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
-class Rows(TorchDispatchMode):
-    """The most rows [..., width] of what an operation returned, by phase."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__()
-        self.widths, self.most = widths, {"forward": 0, "backward": 0}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.size(-1) in self.widths:
-                self.most[phase] = max(self.most[phase], tensor.numel() // tensor.size(-1))
-        return result
-
-
-def rows_of_the_mlp(rank: Rank, model: str, chunk: int) -> dict[str, Any]:
-    """Return for each level the rows of the inner tensors that exist at once, and how often a layer's products are
-    computed in a step."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        patch.setattr(recompute, "MLP_TOKENS", chunk)
-        found: dict[str, Any] = {}
-        for level in ("linear", "offload", "full"):
-            engine = make_engine(parallel, device, model)
-            recompute_layers(engine._model, [level] * 4)
-            mlp = engine._model[0].decoder.layers[1].mlp
-            passed: dict[str, list[int]] = {"": [], "linear_fc1": [], "linear_fc2": []}
-            for name, lens in passed.items():
-                mlp.get_submodule(name).register_forward_pre_hook(lambda _, args, lens=lens: lens.append(len(args[0])))
-            with Rows((44, 88)) as rows:  # of one half and of both, and of no other tensor in `model`
-                engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=4096)
-            tokens, first, second = (sum(lens) for lens in passed.values())
-            tokens //= 2 if level == "full" else 1
-            found[level] = {share: most / tokens for share, most in rows.most.items()}, first / tokens, second / tokens
-            found["tokens"] = tokens
-        return found
-
-
-def test_inner_tensors_of_an_mlp_exist_for_a_chunk_at_a_time_and_are_computed_twice(
-    ranks: RankPool, tmp_path: Any
-) -> None:
-    from transformers import Qwen3Config
-
-    write_bfloat16(Qwen3Config(**{**SHAPE, "intermediate_size": 44, "head_dim": 16}), tmp_path / "model")
-    (whole,), (parts,) = (ranks.run(rows_of_the_mlp, 1, str(tmp_path / "model"), chunk) for chunk in (4096, 40))
-    for level, products in (("linear", 1), ("offload", 1), ("full", 2)):
-        assert whole[level] == ({"forward": 1, "backward": 1}, 2, products)
-        share = 40 / parts["tokens"]
-        assert share < 0.5 and parts[level] == ({"forward": share, "backward": share}, 2, products)
-
-
-class _AddsItself(torch.autograd.Function):
-    """x @ weight.T as TransformerEngine has it: the gradient goes to a buffer, which the first pass overwrites."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_first: bool) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.is_first = is_first
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        gradient = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        weight.main_grad.copy_(gradient if ctx.is_first else gradient + weight.main_grad)
-        weight.grad_added_to_main_grad = True
-        return grad @ weight, torch.full_like(weight, torch.nan), None
-
-
-class AddsItself(torch.nn.Module):
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight: Any = torch.nn.Parameter(torch.randn(rows, columns, dtype=torch.float64))
-        self.weight.main_grad, self.weight.grad_added_to_main_grad = torch.zeros_like(self.weight), False
-        self.is_first = True
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        output = _AddsItself.apply(x, self.weight, self.is_first)
-        self.is_first = False
-        return output, None
-
-
-@pytest.mark.parametrize("level", ["halves", "layer"])
-def test_a_weight_whose_layer_adds_its_gradient_is_reported_once_with_that_of_all_chunks(
-    monkeypatch: pytest.MonkeyPatch, level: Any
-) -> None:
-    monkeypatch.setattr(recompute, "MLP_TOKENS", 5)
-    monkeypatch.setattr(recompute, "_swiglu", gated)
-    torch.manual_seed(0)
-    mlp: Any = recompute.RecomputingMLP.__new__(recompute.RecomputingMLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.config, mlp.recompute = SimpleNamespace(fp8=None), level
-    mlp.linear_fc1, mlp.linear_fc2 = AddsItself(12, 4), AddsItself(4, 6)
-    reported = []
-    for weight in mlp.parameters():
-        weight.register_post_accumulate_grad_hook(lambda w: reported.append(w.main_grad.clone()))
-    x = torch.randn(13, 1, 4, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(13, 1, 4, dtype=torch.float64)
-    first, second = (weight.detach().clone().requires_grad_() for weight in mlp.parameters())
-    plain = gated(x @ first.t()) @ second.t()
-    expected = torch.autograd.grad(plain, (x, first, second), grad)
-    output, _ = mlp(x)
-    torch.testing.assert_close(output, plain)
-    output.backward(grad)
-    torch.testing.assert_close(x.grad, expected[0])
-    assert len(reported) == 2
-    for found in reported:
-        torch.testing.assert_close(found, expected[1] if found.shape == first.shape else expected[2])
-
-
-def test_products_in_8_bits_are_not_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "MLP_TOKENS", 5)
-    monkeypatch.setattr(recompute.MLP, "forward", lambda *_: "all at once")
-    mlp: Any = recompute.RecomputingMLP.__new__(recompute.RecomputingMLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.config, mlp.recompute, mlp.linear_fc2 = SimpleNamespace(fp8="e4m3"), "halves", SimpleNamespace()
-    with torch.no_grad():
-        assert mlp(torch.randn(13, 1, 4)) == "all at once"
-
-
 def test_gradients_of_chunks_are_summed_in_float32() -> None:
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     total: torch.Tensor | None = None
@@ -295,19 +165,6 @@ def test_gradients_of_chunks_are_summed_in_float32() -> None:
         total = recompute._add_gradient(total, torch.tensor([value], dtype=torch.bfloat16), weight)
     assert total is not None
     assert total.item() == 257
-
-
-def test_a_tensor_that_was_moved_holds_no_memory() -> None:
-    source, target = torch.arange(4.0), torch.empty(4)
-    target.untyped_storage().resize_(0)
-    recompute._move(source, target)
-    assert target.tolist() == [0, 1, 2, 3]
-    assert source.untyped_storage().nbytes() == 0
-
-
-def gated(halves: torch.Tensor) -> torch.Tensor:
-    gate, up = halves.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def logged_at_start(rank: Rank, model: str, level: Any, stacks: bool) -> list[str]:

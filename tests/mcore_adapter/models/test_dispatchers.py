@@ -3,7 +3,6 @@ what they compute meanwhile."""
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -146,15 +145,6 @@ def counted(rank: Rank, layout: ParallelLayout, model: str, recompute: Any) -> d
         return {**calls, "names": names, "microbatches": step["num_microbatches"], "layers": len(layers)}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_ranks_exchange_the_number_of_their_tokens_once_per_microbatch(
-    ranks: RankPool, model_folders: Any, recompute: str
-) -> None:
-    for result in ranks.run(counted, 2, EXPERT_LAYOUTS["dp2 ep2"], str(model_folders["qwen3_moe"][0]), recompute):
-        assert result["names"] == {"GatheringDispatcher"} and result["layers"] == 4
-        assert result["exchanges"] == result["microbatches"] > 1
-
-
 def stacked_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any]:
     from mcore_adapter.cpu.device import CpuDevice
 
@@ -172,133 +162,3 @@ def test_more_ranks_than_a_token_has_experts_use_the_dispatcher_of_megatron(
     results, expected = (ranks.run(stacked_run, n, layout, folder) for n, layout in ((4, four), (1, ParallelLayout())))
     assert_same_steps(results, expected)
     torch.testing.assert_close(whole(results), whole(expected), rtol=1e-5, atol=1e-5)
-
-
-class Recorded:
-    """A collective under way."""
-
-    def __init__(self, work: Any, name: str, events: list[str]) -> None:
-        self._work, self._name, self._events = work, name, events
-
-    def wait(self) -> None:
-        self._events.append(f"has {self._name}")
-        self._work.wait()
-
-
-def record_events(patch: pytest.MonkeyPatch, group: Any, top_k: int) -> list[str]:
-    """Record the collectives of `group`, real ones, and what is computed of experts."""
-    import torch.distributed as dist
-
-    from mcore_adapter.models import experts
-    from mcore_adapter.models.router import Router
-
-    events: list[str] = []
-
-    def collective(function: Any, what: str) -> Any:
-        def begin(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = function(output, tensor, *args, **kwargs)
-            if kwargs.get("group") is not group:
-                return work
-            width = {torch.int64: "sizes", torch.int32: "experts"}.get(tensor.dtype)
-            name = width or ("weights" if tensor.shape[1] == top_k else "tokens")
-            events.append(f"{what} {name}")
-            return Recorded(work, name, events)
-
-        return begin
-
-    def noted(function: Any, name: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(name(*args))
-            return function(*args, **kwargs)
-
-        return call
-
-    patch.setattr(dist, "all_gather_into_tensor", collective(dist.all_gather_into_tensor, "gather"))
-    patch.setattr(dist, "reduce_scatter_tensor", collective(dist.reduce_scatter_tensor, "sum"))
-    patch.setattr(Router, "forward", noted(Router.forward, lambda *_: "router"))
-    patch.setattr(experts, "spread", noted(experts.spread, lambda *_: "copies"))
-    of_weights = {2: "gradient of weights", 3: "product"}
-    patch.setattr(experts, "_product", noted(experts._product, lambda a, b, rows: of_weights[b.dim()]))
-    return events
-
-
-def recorded(rank: Rank, model: str, recompute: Any) -> list[str]:
-    """Record an update of one microbatch."""
-    from megatron.core import parallel_state
-
-    from mcore_adapter.cpu.device import CpuDevice
-
-    with pytest.MonkeyPatch.context() as patch, rank.joined(EXPERT_LAYOUTS["dp2 ep2"]) as (parallel, device):
-        patch.setattr(CpuDevice, "has_grouped_products", True)
-        engine = make_engine(parallel, device, model, recompute=recompute)
-        group = parallel_state.get_expert_model_parallel_group()
-        events = record_events(patch, group, engine.model_config.moe.top_k)
-        step = engine.train_step(random_batch(), policy_loss, max_tokens_per_mb=4096)
-        assert step["num_microbatches"] == 1
-        return events
-
-
-FORWARD = [
-    "gather tokens", "router", "gather experts", "has experts", "gather weights", "has tokens", "has weights",
-    "copies", "product", "product", "sum tokens", "has tokens",
-]  # fmt: skip
-GRADIENTS = [
-    "has tokens", "copies", "product", "sum weights", "gradient of weights", "product", "sum tokens",
-    "gradient of weights", "has tokens", "has weights",
-]  # fmt: skip
-KEPT = ["gather tokens", "copies", *GRADIENTS]
-UPDATES = {
-    "none": 4 * FORWARD + 4 * KEPT,
-    "linear": 4 * FORWARD + 4 * ["gather tokens", "copies", "product", *GRADIENTS],
-    "full": 4 * FORWARD + 4 * [*FORWARD, *KEPT],
-}
-"""What the four layers of the model do."""
-
-
-@pytest.mark.parametrize("recompute", UPDATES)
-def test_what_needs_no_exchange_is_computed_beside_it(ranks: RankPool, model_folders: Any, recompute: str) -> None:
-    """Tokens are gathered beside the router, the gradients of sums beside copies and what is computed again, and the
-    gradients of tokens are summed beside those of the first weights."""
-    for events in ranks.run(recorded, 2, str(model_folders["qwen3_moe"][0]), recompute):
-        assert events == ["gather sizes", "has sizes", *UPDATES[recompute]]
-
-
-def held_gradients(rank: Rank, keep_halves: bool) -> list[bool]:
-    """Return for each product of the backward pass whether the gathered gradient is still in memory."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    from mcore_adapter.models import experts
-
-    gathered: list[StorageWeakRef] = []
-    held: list[bool] = []
-    gather, product = dist.all_gather_into_tensor, experts._product
-
-    def watched_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gathered.append(StorageWeakRef(output.untyped_storage()))
-        return gather(output, *args, **kwargs)
-
-    def watched_product(*args: Any) -> Tensor:
-        # After wait() has returned, a thread of gloo may hold its own reference for a moment.
-        deadline = time.monotonic() + 1.0
-        while not gathered[0].expired() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        held.append(not gathered[0].expired())
-        return product(*args)
-
-    with pytest.MonkeyPatch.context() as patch, rank.joined(EXPERT_LAYOUTS["dp2 ep2"]):
-        leaves, (experts, grad) = own_part(rank, (7, 3), NUM_EXPERTS, torch.float32)
-        dispatcher = make_dispatcher(parallel_state.get_expert_model_parallel_group(), NUM_EXPERTS, K)
-        output = shared_output(dispatcher, leaves, experts, keep_halves=keep_halves)
-        patch.setattr(dist, "all_gather_into_tensor", watched_gather)
-        patch.setattr(experts, "_product", watched_product)
-        torch.autograd.grad(output, leaves, grad)
-    return held
-
-
-@pytest.mark.parametrize(("keep_halves", "held"), [(True, [False] * 4), (False, [True] + [False] * 4)])
-def test_the_gradients_of_all_ranks_are_dropped_when_they_are_copied(
-    ranks: RankPool, keep_halves: bool, held: list[bool]
-) -> None:
-    assert ranks.run(held_gradients, 2, keep_halves) == [held, held]

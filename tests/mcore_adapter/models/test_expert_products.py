@@ -81,31 +81,6 @@ def test_parts_of_the_experts_compute_parts_of_the_sum_and_of_every_gradient(
     assert_same(F.pad(summed[:-none], (0, 0, 0, none)), F.pad(expected, (0, 0, 0, none)), leaves, grad)
 
 
-def test_rows_of_a_part_are_those_of_its_experts_and_other_copies_have_none() -> None:
-    experts = uneven_experts()
-    experts[4] = NUM_EXPERTS
-    part = range(2, 5)
-    rows = sorted_rows(experts, NUM_EXPERTS, part=part)
-    rows = rows.first(int(rows.ends[-1]))
-    flat = experts.flatten().tolist()
-    expected = sorted((place for place, e in enumerate(flat) if e in part), key=lambda place: (flat[place], place))
-    assert rows.copies is not None and rows.of_copy is not None
-    assert rows.copies.tolist() == expected
-    assert rows.of_copy.flatten().tolist() == [expected.index(p) if p in expected else -1 for p in range(len(flat))]
-    assert rows.ends.tolist() == [sum(flat[p] <= e for p in expected) for e in part]
-    assert rows.copies.untyped_storage().nbytes() == 8 * len(expected), "kept until the backward pass"
-
-
-def test_given_rows_get_the_output_of_the_expert_whose_turn_it_is() -> None:
-    *leaves, grad = tensors(given=True)
-    x, weights, gate_up, down = leaves
-    counts = [19, 7, 8, 0, 4, 0]
-    rows = Rows(torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32))
-    parts = zip(x.split(counts), weights.split(counts), gate_up, down, strict=True)
-    expected = torch.cat([w[:, None] * one_expert(part, up, to) for part, w, up, to in parts])
-    assert_same(experts_output(x, weights, gate_up, down, rows), expected, leaves, grad)
-
-
 def test_a_rank_without_any_rows_has_gradients_of_zero() -> None:
     *leaves, _ = tensors(given=True)
     x, weights, gate_up, down = leaves[0][:0], leaves[1][:0], *leaves[2:]
@@ -113,14 +88,3 @@ def test_a_rank_without_any_rows_has_gradients_of_zero() -> None:
     assert output.shape == (0, HIDDEN)
     for grad, leaf in zip(torch.autograd.grad(output.sum(), (gate_up, down)), (gate_up, down), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
-
-
-def test_rows_are_sorted_by_expert_and_keep_the_order_of_tokens() -> None:
-    experts = uneven_experts()
-    rows = sorted_rows(experts, NUM_EXPERTS)
-    expected = sorted(range(TOKENS * K), key=lambda place: (int(experts.flatten()[place]), place))
-    assert rows.copies is not None and rows.of_copy is not None
-    assert rows.copies.tolist() == expected
-    assert [expected[row] for row in rows.of_copy.flatten().tolist()] == list(range(TOKENS * K))
-    assert rows.ends.dtype == torch.int32
-    assert rows.ends.tolist() == torch.bincount(experts.flatten(), minlength=NUM_EXPERTS).cumsum(0).tolist()

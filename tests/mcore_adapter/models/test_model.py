@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from allocation import ParallelLayout
-from helpers.engine_cases import make_engine, random_batch
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build, cases
 from helpers.tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
 
@@ -180,14 +179,6 @@ def test_logits_are_those_of_transformers(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}], ids=lambda o: o["recompute"])
-def test_recomputation_changes_no_gradient(ranks: RankPool, model_folders: Any, options: dict[str, Any]) -> None:
-    folder, _ = model_folders["qwen2_tied"]
-    plain, recomputed = (ranks.run(compute_gradients, 1, ParallelLayout(), folder, False, o)[0] for o in ({}, options))
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
-
-
 def test_bfloat16_weights_compute_in_bfloat16_as_transformers_does(ranks: RankPool, model_folders: Any) -> None:
     folder, model = model_folders["qwen2"]
     answers = ranks.run(compute_logits, 1, ParallelLayout(), folder, {"dtype": torch.bfloat16})
@@ -271,20 +262,3 @@ def test_a_model_that_the_layout_cannot_cut_is_an_error(
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **settings}))
     for message in ranks.run(build_error, layout.world_size, layout, tmp_path):
         assert all(word in message for word in words), message
-
-
-def tables_of_angles(rank: Rank, folder: Path) -> int:
-    """Return how many are kept after microbatches whose longest sequences have 5 to 39 tokens."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    with rank.joined(ParallelLayout()) as (parallel, device):
-        engine = make_engine(parallel, device, str(folder), train=False)
-        for longest in range(5, 40):
-            batch = random_batch(1, shortest=longest, longest=longest)
-            engine.logprobs(batch, max_tokens_per_mb=64)
-        return RotaryEmbedding.forward.cache_info().currsize
-
-
-def test_rotary_angles_are_kept_for_few_lengths(ranks: RankPool, model_folders: Any) -> None:
-    (kept,) = ranks.run(tables_of_angles, 1, model_folders["qwen2"][0])
-    assert kept == 5, "of 4, 8, 16, 32 and 64 positions: the last token needs none"

@@ -165,23 +165,6 @@ def test_a_template_that_always_opens_a_turn_trains_up_to_the_end_token(caplog: 
         trained(OPENS.replace("<|im_end|>", "").replace("<|im_start|>", "# "), *row)
 
 
-def test_the_mark_of_the_next_turn_is_trained_where_it_ends_an_answer() -> None:
-    template = CHATML.replace("<|im_end|>\n", "")  # as GLM-4
-    row = (ASK, said("assistant", "a"), ASK, said("assistant", "b"))
-    assert trained(template, *row, eos="<|im_start|>") == ["|user\\nhi|assistant\\n[[a|]]user\\nhi|assistant\\n[[b|]]"]
-
-
-def test_a_template_that_reads_parts_gets_parts() -> None:
-    parts = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
-    first = CHATML.replace("{{ m.content }}", "{{ m.content[0]['text'] }}")
-    strict = parts.replace("{{ part.text }}", "{{ part.text if part is mapping else raise_exception('no') }}")
-    for template in (parts, first, strict):
-        assert trained(template, said("system", "s"), ASK, said("assistant", "a")) == [
-            "|system\\ns|\\n|user\\nhi|\\n|assistant\\n[[a|]]"
-        ]
-    assert Encoder(tokenizer(parts)).render_prompt("1+1?", place="d:1")[0].startswith("<|im_start|>user\n1+1?")
-
-
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 def test_a_template_that_leaves_a_message_out_is_refused(role: str) -> None:
     template = CHATML.replace("{{ m.content }}", f"{{{{ m.content if m.role != '{role}' or 'probe' in m.content }}}}")
@@ -201,11 +184,6 @@ def test_a_template_that_changes_the_prompt_when_the_answer_follows_is_refused()
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %} (last){% endif %}")
     with pytest.raises(DatasetError, match="d:1: the chat template changes what stands before the assistant's turn"):
         trained(template, ASK, said("assistant", "a"))
-
-
-def test_a_call_that_no_tokenizer_takes_is_refused_with_its_row() -> None:
-    with pytest.raises(DatasetError, match=r"d:1: the chat template does not take it .*: 'utf-8' codec can't encode"):
-        trained(TOOLS, ASK, said("assistant", "", tool_calls=[called({"a": "\ud800"})]))
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +224,6 @@ def test_a_template_that_computes_with_huge_integers_is_stopped(text: str, tmp_p
         Encoder(load_tokenizer(tmp_path)).render_prompt("1+1?", place="d:1")
 
 
-def test_a_template_may_multiply() -> None:
-    text = "{{ 2**10 }} {{ 2**-1 }} {{ 3 * 4.5 }} {{ '-' * 3 }} {{ 2**3**2 }} " + CHATML
-    assert Encoder(tokenizer(text)).render_prompt("1+1?", place="d:1")[0].startswith("1024 0.5 13.5 --- 64 ")
-
-
 def test_one_time_is_written_into_all_rows_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (text,) = trained("{{ strftime_now('%f') }}" + CHATML, ASK, said("assistant", "a"), ASK, said("assistant", "b"))
@@ -265,8 +238,3 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
         DatasetError, match="token '<think>' has id 261, and the model has embeddings for vocab_size=261"
     ):
         encoder.tokenise(["a", "<think>"])
-
-
-def test_what_is_trained_is_shown_with_escapes_visible() -> None:
-    (text,) = trained(CHATML, said("user", "\x1b[31m" + "x" * 3000), said("assistant", "ü\n"))
-    assert "\\x1b[31mxxx" in text and "x [...] x" in text and text.endswith("[[ü\\n|]]") and len(text) < 1200

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.data import left_out
 from rollout.data.encoder import PromptFormat
-from rollout.data.left_out import check_lengths, count_left_out, num_surely_fitting
+from rollout.data.left_out import check_lengths, count_left_out
 from rollout.data.rows import Row
 from rollout.data.source import DatasetError
 
@@ -60,12 +58,6 @@ def test_empty_prompts_are_counted_apart_and_none_left_out_is_no_line(caplog: py
     assert caplog.messages == []
 
 
-def test_short_prompts_are_not_tokenised(tmp_path: Path) -> None:
-    check(tmp_path / "no tokenizer", rows("one " * 10), max_prompt_len=42)
-    with pytest.raises(DatasetError, match="prompts cannot be tokenised; the tokenizer of .*no tokenizer"):
-        check(tmp_path / "no tokenizer", rows("one " * 10), max_prompt_len=41)
-
-
 def test_a_dry_check_counts_as_the_run_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     words, prompts = words_model(tmp_path / "words"), rows(*["one " * 4] * 6, "one " * 20)
@@ -93,17 +85,3 @@ def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
     assert "d.jsonl: 5 of 10 prompts are left out: 5 with more" in caplog.text
     check(words, rows(*["one " * 30] * 3, *["one " * 4] * 3, *["one " * 30] * 4), max_prompt_len=4)
     assert "d.jsonl: 4 of a sample of 5 prompts (the data set has 10) are left out" in caplog.text
-
-
-def test_what_surrounds_a_prompt_counts_and_with_a_chat_template_none_fits_for_sure(tmp_path: Path) -> None:
-    def fitting(folder: Path, **format_: Any) -> int:
-        prompt_format = PromptFormat(**format_)
-        return num_surely_fitting(rows("x" * 100), model=folder, prompt_format=prompt_format, max_prompt_len=200)
-
-    assert fitting(tmp_path) == 1
-    assert fitting(tmp_path, template="{prompt}" + "y" * 100) == 0
-    (called,) = rows("x" * 100)
-    called = replace(called, messages=({"role": "assistant", "content": "", "tool_calls": ["y" * 300]},))
-    assert num_surely_fitting([called], model=tmp_path, prompt_format=PromptFormat(), max_prompt_len=200) == 0
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    assert fitting(tmp_path) == 0

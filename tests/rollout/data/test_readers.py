@@ -74,13 +74,6 @@ def test_a_json_file_may_hold_lines_a_list_under_a_key_or_one_row(tmp_path: Path
     assert [record.values for record in read_records(DataSource(path=str(path)))] == ROWS[:1]
 
 
-@pytest.mark.parametrize("other", ["rows.bin", "rows.jsonl", "rows.json"])
-@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
-def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: str, other: str) -> None:
-    write(tmp_path / name).rename(tmp_path / other)
-    assert len(scan_rows(tmp_path / other)) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -149,20 +142,6 @@ def test_a_small_file_of_a_large_row_is_refused(
     (tmp_path / name).write_bytes(gzip.compress((content % filling).encode()))
     with pytest.raises(DatasetError, match=rf"{name}{message}"):
         scan_rows(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "state",
-    ["{}", "[]", '{"_data_files": 5}']
-    + [f'{{"_data_files": [{entry}]}}' for entry in ("", "{}", '"."', '"../a"', '"/a"', '"a\\u0000"', '"\\ud800"')],
-)
-def test_a_damaged_saved_data_set_is_refused(tmp_path: Path, state: str) -> None:
-    (tmp_path / "state.json").write_text(state)
-    with pytest.raises(DatasetError, match=r"state.json: (_data_files must list files of this folder|not readable)"):
-        scan_rows(tmp_path)
-    (tmp_path / "dataset_dict.json").write_text(state.replace("_data_files", "splits"))
-    with pytest.raises(DatasetError, match=r"dataset_dict.json: (splits must list files of this folder|not readable)"):
-        scan_rows(tmp_path)
 
 
 def test_names_of_columns_are_logged_without_control_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

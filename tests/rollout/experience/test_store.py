@@ -346,18 +346,6 @@ def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stor
     run_virtual(main())
 
 
-def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(2):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
-            await trainer(store, endless(1), 0).take(0)
-
-    run_virtual(main())
-
-
 def test_a_lease_raises_the_error_of_fail_before_and_after(stores: Stores) -> None:
     async def main() -> None:
         store = stores.new()
@@ -403,12 +391,6 @@ def test_steps_are_leased_in_order_and_not_beyond_the_last(stores: Stores) -> No
             await lessee.take(1)
 
     run_virtual(main())
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for change, said in (({"max_staleness": -1}, "max_staleness=-1"), ({"over_age": "drop"}, "over_age='drop'")):
-        with pytest.raises(ValueError, match=said):
-            make_rules(**{"num_prompts": 1, "batch_size": 1, "max_staleness": 1, **change})
 
 
 def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) -> None:
@@ -616,49 +598,6 @@ def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does(stores:
         for number in (2, 1):
             finish(store, number, 0)
         assert names(await trainer(store, endless(2), 10**12).take(0)) == ["q1", "q2"]
-
-    run_virtual(main())
-
-
-def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
-    async def main() -> None:
-        store = MemoryExperience()
-        first = trainer(store, endless(1), 0, over_age="mask")
-        for number in range(3):
-            begin(store, number, 0)
-        finish(store, 2, 0)
-        await first.take(0)
-        answer = episode(0, 0, 0, 0)
-        answer.trajectories[0].loss_mask[3] = False  # between two turns
-        store.put(answer)
-        ((masked,),) = [e.trajectories for e in await first.take(1)]
-        assert not masked.loss_mask.any()
-        assert first.stats()["rollout/num_masked_tokens"] == 2
-        assert first.state_dict()["masked_tokens"] == 0, "not trained yet"
-        first.trained(2)
-        again = MemoryExperience()
-        again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
-        restored = trainer(again, endless(1), 0, over_age="mask")
-        restored.load_state_dict(first.state_dict())
-        finish(again, 1, 0, 0, 0, 2)
-        await restored.take(2)
-        assert restored.stats()["rollout/num_masked_tokens"] == 5
-
-    run_virtual(main())
-
-
-def test_ages_are_averaged_over_trajectories_whatever_their_groups(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(2):
-            begin(store, number, 1)
-        three = [*episode(0, 3).trajectories, *episode(0, 1).trajectories, *episode(0, 1).trajectories]
-        store.put(Episode(tags=Tags(**(vars(tags(0)) | summary(three))), trajectories=three))
-        finish(store, 1, 3)
-        lessee = trainer(store, endless(2), 10**12)
-        await lessee.take(0)
-        stats = lessee.stats()
-        assert (stats["staleness/mean"], stats["staleness/max"]) == (-2.0, -1.0), "tokens newer than the step"
 
     run_virtual(main())
 

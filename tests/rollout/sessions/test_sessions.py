@@ -235,23 +235,6 @@ def test_stop_texts_of_the_client_end_the_answer_and_what_follows_is_not_trained
     talk(lambda _: "Act\nObservation: made up<|im_end|>", program)
 
 
-def test_the_first_of_several_stop_texts_ends_the_answer() -> None:
-    bridge = Bridge(Encoder(TOKENIZER))
-    tokens = TOKENIZER.encode("one two three two", add_special_tokens=False)
-    for stop, text in ((["three", "two"], "one two"), (["four"], "one two three two"), (["o", "two"], "o")):
-        end, found = bridge.cut(tokens, stop)
-        assert (end, found) == first_cut(bridge, tokens, stop), stop
-        assert bridge.text(tokens[:end]).startswith(text)
-
-
-def first_cut(bridge: Bridge, tokens: list[int], stop: list[str]) -> tuple[int, str | None]:
-    """What Bridge.cut() returns, found token by token."""
-    for end in range(1, len(tokens) + 1):
-        if found := next((s for s in stop if s in bridge.text(tokens[:end])), None):
-            return end, found
-    return len(tokens), None
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -18,8 +18,7 @@ from helpers.embedded_models import (
     run,
     steps,
 )
-from rollout.inference.embedded.engine import TRIM_STEPS, Engine
-from rollout.inference.embedded.model import capacity_for, previous_capacity
+from rollout.inference.embedded.engine import Engine
 from rollout.types import Completion, GenerateRequest
 
 
@@ -203,22 +202,3 @@ def test_cache_memory_follows_what_runs_and_not_what_the_model_could_hold() -> N
     steps(engine, 98)
     assert engine.num_running == 4
     assert 4 * 128 * bytes_per_token <= engine.cache_bytes <= 4 * (128 + 96 + 64 + 32) * bytes_per_token
-
-
-def test_cache_memory_shrinks_when_fewer_requests_run(model: Any) -> None:
-    engine = engine_of(model, max_running=64)
-    engine.add([request(i, prompt(10, seed=i), max_new_tokens=40) for i in range(64)])
-    steps(engine)
-    most = engine.cache_bytes
-    for i in range(2 * TRIM_STEPS // 40 + 1):
-        engine.add([request(1000 + i, prompt(10, seed=i), max_new_tokens=40)])
-        steps(engine)
-    assert engine.cache_bytes < most / 8
-
-
-def test_capacities_waste_little_and_are_each_others_neighbours() -> None:
-    capacities = sorted({capacity_for(n) for n in range(1, 5000)})
-    for below, capacity in zip([0, *capacities], capacities, strict=False):
-        assert previous_capacity(capacity) == below
-        assert capacity_for(below + 1) == capacity == capacity_for(capacity)
-        assert capacity - below <= max(32, below // 4)

@@ -262,32 +262,6 @@ def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(folder: P
     play(script, folder)
 
 
-def test_a_generator_serves_several_event_loops(folder: Path, model: Any) -> None:
-    async def session(generator: EmbeddedGenerator, i: int) -> None:
-        r = request(i, prompt(9))
-        assert_same(await generator.generate(r), run(engine_of(model), [r])[0])
-
-    async def script(generator: EmbeddedGenerator) -> None:
-        await asyncio.gather(
-            *(asyncio.to_thread(asyncio.run, session(generator, i)) for i in range(1, 4)), session(generator, 0)
-        )
-
-    play(script, folder)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"dtype": "float16"}, "dtype='float16'"),
-        ({"interrupt": "stop"}, "interrupt='stop'"),
-        ({"max_running": 0}, "max_running=0"),
-    ],
-)
-def test_settings_that_do_not_exist_are_refused(folder: Path, setting: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EmbeddedGenerator(folder, **setting)
-
-
 @pytest.mark.parametrize("num_slots", [8, 2])
 def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_slots: int) -> None:
     requests = [request(i, prompt(5 + i), max_new_tokens=80, min_new_tokens=80) for i in range(4)]

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from helpers.embedded_models import (
     FAMILIES,
@@ -120,11 +119,6 @@ def test_stop_tokens_end_a_completion_but_not_before_min_new_tokens(qwen2: Any) 
         np.testing.assert_allclose(c.logprobs, expected.numpy(), atol=1e-4)
 
 
-def test_stop_tokens_outside_of_the_vocabulary_do_nothing(qwen2: Any) -> None:
-    (completion,) = run(engine_of(qwen2), [request(0, prompt(4), min_new_tokens=3, stop_token_ids=(VOCAB, 10**6))])
-    assert completion.finish_reason == "length"
-
-
 # Loading: what is not this model is an error, never a different model.
 
 
@@ -147,14 +141,6 @@ def test_a_missing_folder_a_truncated_file_and_absent_parameters_are_named(tmp_p
     file.unlink()
     with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
         EmbeddedGenerator(tmp_path)
-
-
-def test_weights_in_another_form_beside_the_model_are_not_read(tmp_path: Path) -> None:
-    write_model("qwen2", tmp_path)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    weights = ModelWeights(read_config(tmp_path), dtype=torch.float32)
-    weights.load_folder(tmp_path)
-    assert not weights.missing
 
 
 def test_tensors_of_another_model_are_refused_before_anything_changes(qwen2: Any) -> None:

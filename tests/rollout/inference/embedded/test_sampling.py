@@ -28,16 +28,6 @@ def test_uniforms_are_uniform_over_places_and_over_neighbouring_seeds() -> None:
     assert abs(np.corrcoef(many_seeds[:-1, 0], many_seeds[1:, 0])[0, 1]) < 0.02
 
 
-def test_a_uniform_number_depends_on_seed_and_place_alone() -> None:
-    seeds = np.array([3, 2**64 - 1, 0], dtype=np.uint64)
-    whole = uniforms(seeds, np.zeros(3, dtype=np.int64), 100)
-    part = uniforms(seeds[::-1], np.array([40, 10, 99]), 1)
-    assert part[:, 0].tolist() == [whole[2, 40], whole[1, 10], whole[0, 99]]
-    assert len(np.unique(whole)) == whole.size
-    assert (whole >= 0).all()
-    assert (whole < 1).all()
-
-
 @pytest.mark.parametrize(("vocab", "num_draws"), [(5, 40_000), (64, 40_000), (1000, 20_000), (50_257, 640)])
 def test_draws_follow_the_distribution(vocab: int, num_draws: int) -> None:
     torch.manual_seed(vocab)

@@ -81,33 +81,12 @@ def test_bytes_that_come_with_the_bucket_are_not_kept() -> None:
     assert server.model.norm.tolist() == [3] * 3 and not server.shared
 
 
-def test_copies_are_complete_when_a_bucket_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, memory, waited = Server(), holding(1), []
-
-    def wait(shared: Tensor) -> None:
-        waited.append((shared is memory, server.model.norm.tolist()))
-
-    monkeypatch.setattr(ipc, "wait_for_copies", wait)
-    assert server.receive(payload(0, 0), memory=memory)[0]
-    memory[:12] = bucket(2).flat
-    assert server.receive(payload(0, 0))[0]
-    assert waited == [(True, [1] * 3), (True, [2] * 3)]
-
-
 def test_a_bucket_that_cannot_be_loaded_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Tensor] = []
     monkeypatch.setattr(ipc, "wait_for_copies", waited.append)
     succeeded, message = Server().receive(payload(0, 0, "other"), memory=holding(1))
     assert not succeeded and "other is unknown. Weights are partially updated" in message
     assert len(waited) == 1, "copies that were queued before may still run"
-
-
-def test_all_streams_of_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    for on_gpu in (True, False):
-        ipc.wait_for_copies(SimpleNamespace(is_cuda=on_gpu, device="cuda:1"))  # type: ignore[arg-type]
-    assert waited == ["cuda:1"]
 
 
 def test_the_trainers_end_shares_memory_once_and_bytes_of_the_cpu_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

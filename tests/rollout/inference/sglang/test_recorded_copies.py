@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rollout.bucket import FlatBucket
-from rollout.inference.sglang.hooks import recorded_copies
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
 
 ROWS, PADDED, HIDDEN, EXPERTS, WIDTH = 5, 8, 6, 3, 4
@@ -109,24 +105,6 @@ def test_memory_that_was_released_gets_its_padding_again() -> None:
     assert model.loads == 1
 
 
-def test_a_bucket_in_another_order_is_loaded_by_the_model() -> None:
-    copies, model = RecordedCopies(), Model()
-    load(copies, model, 0)
-    other = Bucket(1, list(reversed(SIZES)))
-    other.load(copies, model)
-    alone = Model()
-    alone.load_weights(other.tensors())
-    assert model.loads == 2
-    assert all(map(torch.equal, model.values(), alone.values()))
-
-
-def test_a_bucket_may_lie_anywhere_in_a_piece_of_memory() -> None:
-    copies, model = RecordedCopies(), Model()
-    for seed, before in enumerate((0, 16, 64, 0)):
-        load(copies, model, seed, before=before)
-    assert model.loads == 1
-
-
 @pytest.mark.parametrize(
     ("dtypes", "shapes"),
     [([torch.float32], [(3, 2)]), ([torch.float64], [(HIDDEN,)]), ([torch.int32], [(HIDDEN,)])],
@@ -195,33 +173,6 @@ def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(
     assert model.loads == 3
 
 
-class Threaded(Model):
-    """Loads as SGLang loads DeepSeek on a CPU."""
-
-    def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        thread = threading.Thread(target=super().load_weights, args=(tensors,))
-        thread.start()
-        thread.join()
-
-
-def test_what_is_copied_in_another_thread_is_loaded_by_the_model_every_time() -> None:
-    copies, model = RecordedCopies(), Threaded()
-    for seed in range(3):
-        load(copies, model, seed)
-    assert model.loads == 3
-
-
-def test_a_tensor_that_the_model_skips_is_given_to_it_every_time() -> None:
-    class Skipping(Model):
-        def load_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-            super().load_weights([tensor for tensor in tensors if tensor[0] != "norm" or self.loads])
-
-    copies, model = RecordedCopies(), Skipping()
-    Bucket(0).load(copies, model)
-    load(copies, model, 1)
-    assert model.loads == 2
-
-
 def test_nothing_is_recorded_while_the_server_moves_parts_of_the_model() -> None:
     moves = True
     copies, model = RecordedCopies(lambda: moves), Model()
@@ -239,21 +190,6 @@ def test_the_copies_of_one_model_are_not_made_into_another() -> None:
         for model in models:
             load(copies, model, seed)
     assert [model.loads for model in models] == [1, 1]
-
-
-@pytest.mark.parametrize("before_norm", [lambda _, norm: norm, lambda _, norm: norm * 1], ids=["recorded", "not"])
-def test_the_memory_of_a_bucket_is_given_back_at_once(before_norm: Callable[[Model, Tensor], Tensor]) -> None:
-    copies, model = RecordedCopies(), Model(before_norm)
-    gc.disable()
-    try:
-        for seed in range(2):
-            given = Bucket(seed)
-            given.load(copies, model)
-            memory = weakref.ref(given.flat)
-            del given
-            assert memory() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.gpu
@@ -281,12 +217,3 @@ def test_a_bucket_that_failed_is_not_recorded() -> None:
     load(copies, model, 1)
     load(copies, model, 2)
     assert model.loads == 2
-
-
-def test_buckets_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_copies, "MOST_BUCKETS", 2)
-    copies, model = RecordedCopies(), Model()
-    for names in (["norm"], ["embedding"], ["0.gate"], ["norm"]):
-        Bucket(0, names).load(copies, model)
-    assert model.loads == 4
-    assert len(copies._recorded) == 2

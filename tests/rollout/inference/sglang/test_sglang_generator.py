@@ -101,23 +101,6 @@ def test_the_last_token_allowed_may_be_a_stop_token(folder: Path) -> None:
     run(use, folder)
 
 
-def test_a_completion_is_reported_until_it_is_handed_out(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        generator.submit([request("a", max_new_tokens=3)])
-        await double.until(at_the_server(1))
-        await double.step(3)
-        while (await generator.health()).num_running:
-            await asyncio.sleep(0)
-        (reported,) = (await generator.partial()).items()
-        ((name, completion),) = await generator.drain()
-        assert reported[0] == name == "a" and isinstance(completion, Completion)
-        assert reported[1].finish_reason == completion.finish_reason == "length"
-        assert reported[1].token_ids.tolist() == completion.token_ids.tolist() and len(completion.token_ids) == 3
-        assert await generator.partial() == {}
-
-    run(use, folder)
-
-
 def test_what_requests_have_is_reported_token_by_token_while_they_run(folder: Path) -> None:
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
         router = Router([generator])

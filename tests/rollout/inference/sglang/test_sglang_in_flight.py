@@ -91,12 +91,6 @@ def test_what_is_told_follows_what_the_request_came_with_and_is_finished_if_noth
     assert part.finish_reason == reason
 
 
-def test_a_request_of_which_nothing_is_told_has_what_it_came_with() -> None:
-    sampling = SamplingParams(max_new_tokens=10)
-    assert so_far(completion(4), None, sampling).token_ids.tolist() == [0, 1, 2, 3]
-    assert not len(so_far(EMPTY, None, sampling).token_ids)
-
-
 @pytest.mark.parametrize("broken", [None, float("nan"), float("-inf")])
 def test_an_answer_whose_logprobs_are_no_numbers_is_an_error(broken: float | None) -> None:
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7], [broken, 8]]}
@@ -116,13 +110,6 @@ def test_an_answer_with_fewer_logprobs_than_tokens_is_an_error_unless_it_was_abo
         read()
     meta["finish_reason"] = {"type": "abort"}
     assert read().token_ids.tolist() == [7, 8]
-
-
-def test_the_only_token_that_top_k_leaves_is_certain() -> None:
-    told = Sampled(np.zeros(2, np.int32), np.full(2, -0.7, np.float32), np.zeros(2, np.int32))
-    assert so_far(EMPTY, told, SamplingParams(max_new_tokens=9, top_k=1)).logprobs.tolist() == [0.0, 0.0]
-    greedy = SamplingParams(max_new_tokens=9, top_k=1, temperature=0.0)
-    assert (so_far(EMPTY, told, greedy).logprobs == told.logprobs).all()
 
 
 def test_a_request_that_the_server_has_finished_is_waited_for_until_its_answer_is_here() -> None:

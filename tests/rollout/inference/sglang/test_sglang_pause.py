@@ -201,25 +201,6 @@ def test_a_paused_server_is_healthy_while_its_scheduler_is_busy_with_weights(fol
     run(use, folder)
 
 
-def test_a_generator_that_could_not_go_on_keeps_its_version_and_its_requests(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
-        await generator.pause()
-        double.faults.refuse("/continue_generation", "still busy")
-        with pytest.raises(GeneratorCallError, match="still busy"):
-            await generator.resume(3)
-        assert (await generator.health()).version == 0
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=1)))
-        while not (await generator.health()).num_waiting:
-            await asyncio.sleep(0)
-        await generator.resume(4)
-        assert (await generator.health()).version == 4
-        await double.until(at_the_server(1))
-        await double.step()
-        check(await running, [4])
-
-    run(use, folder)
-
-
 @pytest.mark.parametrize("backwards", [False, True])
 def test_checksums_are_in_the_order_of_tensor_parallel_ranks(folder: Path, backwards: bool) -> None:
     async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:

@@ -24,7 +24,6 @@ from rollout.inference.sglang.arguments import EXIT_USAGE
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.hooks import main
 from rollout.inference.sglang.hooks.models import no_cache_scales
-from rollout.inference.sglang.hooks.scheduler import many_at_once
 from rollout.inference.sglang.hooks.table import SGLANG, hooks, reason_for
 from rollout.inference.sglang.server import SGLangServer, decode_graph_sizes, server_flags
 
@@ -43,22 +42,11 @@ def flags(model: dict[str, Any] = MODEL, **changes: Any) -> dict[str, Any]:
     return server_flags(settings(**changes), parse_config(model), port=1, nccl_port=2)
 
 
-def test_the_cuda_graphs_cover_what_may_run_at_once() -> None:
-    assert flags(max_running=512)["cuda_graph_max_bs_decode"] == flags(max_running=512)["max_running_requests"] == 512
-
-
 @pytest.mark.parametrize("max_running", [1, 7, 8, 64, 100, 256, 512, 1000, 4096])
 def test_graph_sizes_are_few_and_reach_the_last_request(max_running: int) -> None:
     sizes = decode_graph_sizes(max_running)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_running
     assert len(sizes) <= 20
-
-
-@pytest.mark.parametrize(("places", "free"), [(1, 1), (8, 1), (32, 4), (128, 13), (520, 52), (0, 0)])
-def test_a_tenth_of_the_places_makes_a_prefill_worth_it(places: int, free: int) -> None:
-    delayer = object()
-    info = {"local_prefillable": True, "running_batch": 3, "max_prefill_bs": 99, "max_running_requests": places}
-    assert many_at_once(delayer, **info) == ((delayer,), {**info, "max_prefill_bs": free})
 
 
 def test_admission_goes_by_no_clock_about_which_tensor_parallel_ranks_could_disagree() -> None:
