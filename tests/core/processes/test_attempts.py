@@ -118,6 +118,7 @@ def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weigh
     nothing_left(command)
 
 
+@pytest.mark.nightly  # two starts by new interpreters
 def test_temporary_files_of_an_attempt_are_private_and_removed_with_it_however_it_ends(
     assets, run_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

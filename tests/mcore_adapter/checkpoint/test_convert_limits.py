@@ -92,6 +92,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("large") / "hf", SHAPE)
 
 
+@pytest.mark.nightly
 def test_memory_is_at_most_twice_the_largest_tensor_and_a_buffer(large: Path, tmp_path: Path) -> None:
     allowance = 2 * LARGEST + BUFFER
     assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > 4 * allowance
@@ -154,6 +155,7 @@ def test_a_folder_is_replaced_or_stays_whatever_happens_between_the_renames(
     assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["out", expected]
 
 
+@pytest.mark.nightly
 def test_an_interrupted_conversion_leaves_nothing_that_looks_finished(large: Path, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "tools/convert.py", "--checkpoint_path", large, "--output_path", tmp_path / "out"]
     process = subprocess.Popen([*command, "--to-megatron"], cwd=tmp_path)

@@ -67,7 +67,7 @@ def chosen_by_limit(rank: Rank, layout: ParallelLayout, model: str) -> dict[str,
         return {"plain": plain, "steps": steps}
 
 
-@pytest.mark.parametrize("layout", ["one process", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("layout", ["one process", "pp2"])
 def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(ranks: RankPool, tmp_path: Any, layout: str) -> None:
     write_model("qwen3", tmp_path / "model")
     where = LAYOUTS[layout]

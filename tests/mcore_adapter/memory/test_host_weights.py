@@ -16,7 +16,7 @@ from helpers.saved_models import assert_same_bytes, tensors_of
 from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
-LAYOUTS = {"one process": ParallelLayout(), "dp2": ParallelLayout(dp=2), "tp2": ParallelLayout(tp=2)}
+LAYOUTS = {"dp2": ParallelLayout(dp=2), "tp2": ParallelLayout(tp=2)}
 
 
 @pytest.fixture(scope="module")
