@@ -283,3 +283,18 @@ def test_a_checkpoint_soon_after_a_restart_has_the_tokens_of_what_has_not_begun_
             assert tokens(await producer.save()) == tokens(state)
 
     run_virtual(main())
+
+
+def test_turns_of_one_seed_are_told_apart_by_their_order_although_they_ask_for_the_same(model: str) -> None:
+    async def main() -> None:
+        experience = store()
+        first = JournaledSampler(MockGenerator(model), experience, ID)
+        turns = [await first.generate(request("a", sampling=sampling)) for sampling in (GROUP_SAMPLING, SAMPLING)]
+        assert len(turns[0].token_ids) != len(turns[1].token_ids)
+        counting = Counting(MockGenerator(model))
+        again = JournaledSampler(counting, restarted(experience), ID)
+        assert all([same(await again.generate(request("b", sampling=s)), turn)
+                    for s, turn in zip((GROUP_SAMPLING, SAMPLING), turns, strict=True)])  # fmt: skip
+        assert not counting.given
+
+    asyncio.run(main())

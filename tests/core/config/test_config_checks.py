@@ -565,3 +565,16 @@ def test_all_problems_are_found_together(tmp_path: Path) -> None:
         "reward.function",
         "external_configs.cluster_config.fileroot",
     ]
+
+
+def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:
+    path, link = write_run(tmp_path), tmp_path / "model" / "special_tokens_map.json"
+    link.symlink_to(tmp_path / "run.yaml")
+    (message,) = problems(path)
+    assert "special_tokens_map.json: a link to run.yaml, outside of the model's folder; copy the file" in message
+    link.unlink()
+    snapshot = tmp_path / "cache" / "snapshots" / "abc"
+    shutil.copytree(tmp_path / "model", snapshot)
+    os.renames(snapshot / "tokenizer.json", tmp_path / "cache" / "blobs" / "def")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/def")
+    assert problems(path, f"actor.path={snapshot}") == []

@@ -171,3 +171,24 @@ def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(
     with pytest.raises(LaunchError, match=r"within generator.patience_seconds=60: generator-0: killed"):
         push.push(2)
     assert clock.seconds - began == pytest.approx(60.0, abs=1.0)
+
+
+def test_a_second_push_that_reaches_a_generator_starts_the_count_of_its_restarts_anew(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    cluster = Cluster(tmp_path, [Actor() for _ in range(9)])
+    pool = make_pool(cluster, 1)
+    push = make_push(cluster, pool, Rollout(pool))
+
+    def serve(pushes: int) -> None:
+        for _ in range(pushes):
+            push.push(1)
+        pool.lose("generator-0", "died at its first request")
+
+    serve(1)
+    serve(1)
+    serve(2)
+    for _ in range(3):
+        serve(1)
+    with pytest.raises(LaunchError, match="no generator is left"):
+        push.push(1)

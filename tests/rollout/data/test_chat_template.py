@@ -238,3 +238,14 @@ def test_a_token_without_an_embedding_is_refused(tmp_path: Path) -> None:
         DatasetError, match="token '<think>' has id 261, and the model has embeddings for vocab_size=261"
     ):
         encoder.tokenise(["a", "<think>"])
+
+
+def test_a_template_that_reads_parts_gets_parts() -> None:
+    parts = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    first = CHATML.replace("{{ m.content }}", "{{ m.content[0]['text'] }}")
+    strict = parts.replace("{{ part.text }}", "{{ part.text if part is mapping else raise_exception('no') }}")
+    for template in (parts, first, strict):
+        assert trained(template, said("system", "s"), ASK, said("assistant", "a")) == [
+            "|system\\ns|\\n|user\\nhi|\\n|assistant\\n[[a|]]"
+        ]
+    assert Encoder(tokenizer(parts)).render_prompt("1+1?", place="d:1")[0].startswith("<|im_start|>user\n1+1?")
