@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import termios
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -184,6 +186,48 @@ def test_ctrl_c_saves_and_the_same_command_continues_where_it_was(assets, run_co
     assert recover_checkpoints(second) == ["globalstep24", "globalstep25"]
 
 
+def test_further_ctrl_c_while_an_interrupted_run_shuts_down_change_nothing(assets, run_command) -> None:
+    config = ppo(
+        assets,
+        allocation_mode="mock.d1m1p1+d1m1p1",
+        recover_mode="auto",
+        exp_ctrl={"total_train_epochs": 10000, "save_freq_epochs": None},
+    )
+    command = run_command("ppo-math", config)
+    command.wait_for("global step 3)")
+    command.remember_family()
+    os.killpg(command.process.pid, signal.SIGINT)
+    command.wait_for("Dumped recover info to file.")
+    with suppress(ProcessLookupError):
+        while command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGINT)
+            time.sleep(0.05)
+    ended_by_signal(command)
+    assert command.output().count("Interrupted. ") == 1 and "KeyboardInterrupt" not in command.output()
+
+
+def test_a_storm_of_sigterm_saves_like_one(assets, run_command) -> None:
+    """As of process managers that repeat theirs until the process is gone."""
+    command = run_command(
+        "ppo-math",
+        ppo(
+            assets,
+            allocation_mode="mock.d1m1p1+d1m1p1",
+            recover_mode="auto",
+            exp_ctrl={"total_train_epochs": 10000, "save_freq_epochs": None},
+        ),
+    )
+    command.wait_for("global step 3)")
+    command.remember_family()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM) * 20:
+        with suppress(ProcessLookupError):
+            command.process.send_signal(number)
+        time.sleep(0.1)
+    last = ended_by_signal(command)
+    assert f"globalstep{last}" in recover_checkpoints(command)
+    assert command.output().count("Interrupted. Continue with: ") == 1
+
+
 def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -> None:
     config = {
         "experiment_name": "test",
@@ -263,16 +307,22 @@ class Failing(SingleTurnMathWorkflow):
 """
 
 
+@pytest.mark.parametrize(
+    ("on_error", "failed"),
+    [
+        ("skip", r"for 11 of the last 11 prompts, more than workflow\.max_error_share=0\.1 of 100 may"),
+        ("fail", r"4 times for one prompt \(workflow\.on_error=fail\)"),
+    ],
+)
 def test_a_workflow_that_always_fails_ends_the_run_without_another_attempt(
-    assets, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    assets, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: str, failed: str
 ) -> None:
     (tmp_path / "my_workflow.py").write_text(FAILING_WORKFLOW)
     monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{tmp_path}")
-    workflow = {"type": "my_workflow:Failing", "on_error": "fail"}
+    workflow = {"type": "my_workflow:Failing", "on_error": on_error}
     config = ppo(assets, allocation_mode="mock.d1m1p1+d1m1p1", recover_mode="auto", workflow=workflow)
     command = run_command("ppo-math", config)
     assert command.finish() == 1
-    failed = r"4 times for one prompt \(workflow\.on_error=fail\)"
     place = r"my_workflow\.py, line 12, in ask; traceback: \S+/master_worker\.log"
     message = rf"workflow\.type: the workflow failed {failed}; correct the cause, .* RuntimeError: env down \({place}\)"
     assert len(re.findall(rf"ERROR: {message}$", command.output(), re.MULTILINE)) == 1

@@ -158,6 +158,28 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
     assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
 
 
+def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
+    assets: Any, run_command: Any, tmp_path: Path
+) -> None:
+    broken, enough = tmp_path / "python", tmp_path / "enough"
+    broken.write_text(
+        f"#!/bin/sh\nfor i in $(seq 1200); do [ -e {enough} ] && break; sleep 0.1; done\n"
+        "echo 'no such kernel on this machine'\nexit 3\n"
+    )
+    broken.chmod(0o755)
+    actor = {"path": str(assets.model), "sglang": {"device": "cpu"}}
+    generator = {"sglang_python": str(broken)}
+    command = run_command(
+        "ppo-math", ppo(assets, allocation_mode="sglang.d1m1p1+d1m1p1", actor=actor, generator=generator)
+    )
+    command.wait_for("initialisation: waiting for generator-0, ")
+    enough.touch()
+    assert command.finish() == 1
+    last = command.output()[-1500:]
+    assert "generator-0: the SGLang server exited at start (exit code 3)" in last
+    assert "no such kernel on this machine" in last and "Traceback" not in last
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Supervised fine-tuning through the real command line, on two data-parallel ranks."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -61,6 +62,53 @@ def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed
     refused = run_command("sft", {**config, "seed": 2})
     assert refused.finish() == 2, refused.output()[-4000:]
     assert "seed: 2 (the checkpoint has 1)" in refused.output()
+
+
+def test_a_run_that_has_no_step_left_saves_its_model_if_there_is_none_and_does_not_end_earlier(
+    assets, run_command
+) -> None:
+    def run(*, lr: float = 1e-3, **control: int):
+        command = run_command(
+            "sft",
+            {
+                "allocation_mode": "d1m1p1",
+                "recover_mode": "auto",
+                "exp_ctrl": {"ckpt_freq_steps": 1, **control},
+                "model": {"path": str(assets.model), "optimizer": {"lr": lr}},
+                "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
+            },
+        )
+        return command, command.finish()
+
+    def output_of_this(command) -> str:
+        return command.output().rpartition("Current Configuration End")[2]
+
+    command, code = run(total_train_steps=6, total_train_epochs=2)
+    assert code == 0, command.output()[-4000:]
+    saved = command.checkpoints / "default" / "epoch2epochstep1globalstep6"
+    weights = (saved / "model.safetensors").read_bytes()
+    shutil.rmtree(command.checkpoints)
+    command, code = run(total_train_steps=6, total_train_epochs=2)
+    assert code == 0 and f"Training is complete. The model is in {saved}" in command.output()
+    assert (saved / "model.safetensors").read_bytes() == weights
+
+    recorded = (command.logs / "config.yaml").read_bytes()
+    command, code = run(total_train_steps=6, total_train_epochs=2)
+    says = "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=2 and exp_ctrl.total_train_st"
+    assert code == 0 and says in output_of_this(command) and f"The model is in {saved}" in output_of_this(command)
+    assert "Launching" not in output_of_this(command), "no process is started"
+    command, code = run(lr=1e-2, total_train_steps=6, total_train_epochs=2)
+    assert code == 2 and says in output_of_this(command) and "Launching" not in output_of_this(command)
+    assert "have no effect on a trial that is complete: model.optimizer.lr: 0.001 -> 0.01." in output_of_this(command)
+    assert (command.logs / "config.yaml").read_bytes() == recorded
+
+    command, code = run(total_train_steps=5, total_train_epochs=2)
+    assert code == 2
+    assert "exp_ctrl.total_train_steps: 5 must be at least 6, the step that the run continues from" in command.output()
+    command, code = run(total_train_epochs=1)
+    assert code == 1 and "Traceback" not in command.output()
+    assert "exp_ctrl.total_train_epochs: 1 epochs of 5 steps must be at least 6, the step that" in command.output()
+    assert (command.logs / "config.1.yaml").read_bytes() == recorded, "a changed configuration is not written over it"
 
 
 def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(assets) -> None:
