@@ -142,7 +142,7 @@ class RolloutService(BatchService):
             self._producer.begin_at(version, reason=str(change))
         if state["group_size"] != self._config.group_size:  # whether that is allowed was decided before
             logger.warning("group_size was %d: untrained completions are sampled again", state["group_size"])
-            self._experience.resample()
+            self._experience.resample(version)
 
     def _figures(self, version: int) -> dict[str, float]:
         """Return the figures of the producer. Raises RewardFailureError where most completions could not be scored for

@@ -215,9 +215,9 @@ class Experience(Protocol):
         """Continue where `state` was taken. Raises SchemaError where another release took it."""
         ...
 
-    def resample(self) -> None:
-        """Sample every ready episode again, and all that is in flight from its beginning. What they brought no longer
-        counts in success()."""
+    def resample(self, step: int) -> None:
+        """Sample every episode that steps from `step` on are to train again, from its beginning, ready or leased by a
+        trainer that is gone. What they brought no longer counts in success()."""
         ...
 
     def begin_at(self, step: int, *, num_opened: int) -> None:

@@ -695,7 +695,7 @@ def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
         workflow.version = 2
         second = make_producer(workflow)
         second.restore(state)
-        second.experience.resample()
+        second.experience.resample(2)
         async with second:
             after = await train(second, workflow, range(2, 5))
         assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))

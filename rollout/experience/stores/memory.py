@@ -257,7 +257,7 @@ class MemoryExperience:
             for name, rows in state.get("success", {}).items()
         }
 
-    def resample(self) -> None:
+    def resample(self, step: int) -> None:
         for id, episode in self._ready.items():
             self._count(episode.tags, -1)
             self._in_flight[id] = replace(episode.tags, fate="open")

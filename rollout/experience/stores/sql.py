@@ -463,7 +463,9 @@ class SQLExperience(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_schema(state.get("schema"))
 
-    def resample(self) -> None:
+    def resample(self, step: int) -> None:
+        if self._is_lessee and not self._settled:
+            self._settle(step)
         with self._transaction():
             reset = "fate = 'open', explorer = '', reward = NULL, value = NULL"
             self._execute(f"UPDATE episodes SET {reset} WHERE fate = 'ready'")

@@ -861,11 +861,31 @@ def test_an_episode_that_is_sampled_again_counts_once(stores: Stores) -> None:
         begin(store, number, 0)
         store.put(episode(number, 0, rewards=(reward,)))
     assert store.success("") == {"q0": (1, 1.0), "q1": (1, 0.5)}
-    store.resample()
+    store.resample(0)
     assert store.success("") == {}
     store.put(episode(1, 0, rewards=(0.25,)))
     assert store.success("") == {"q1": (1, 0.25)}
     assert stores.continued(store).success("") == {"q1": (1, 0.25)}
+
+
+def test_what_a_trainer_that_is_gone_leased_is_sampled_again_too(stores: Stores) -> None:
+    async def main() -> None:
+        store = stores.new()
+        for number in range(3):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        lessee = trainer(store, endless(1), 2)
+        for step in range(2):  # the second one is not acknowledged
+            await lessee.take(step)
+        again = stores.continued(store)
+        again.enroll("trainer")
+        again.resample(1)
+        assert [tags.id for tags in again.in_flight()] == ["q1", "q2"]
+        again.put(episode(1, 1, rewards=(0.5,)))
+        (taken,) = await trainer(again, endless(1), 2).take(1)
+        assert (taken.tags.id, [t.reward for t in taken.trajectories]) == ("q1", [0.5])
+
+    run_virtual(main())
 
 
 def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
