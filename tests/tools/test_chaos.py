@@ -98,7 +98,7 @@ def test_losses_and_weights_of_the_critic_are_compared(
     compare(expected, found, verdict)
     assert len(verdict.problems) == (problem is not None), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
-    assert verdict.losses_equal == (critic_loss == 0.25)
+    assert (verdict.compared, verdict.losses_equal) == (1, critic_loss == 0.25)
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:

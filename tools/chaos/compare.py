@@ -39,6 +39,8 @@ _COMPARED = (
 class Verdict:
     """The result of the comparisons so far."""
 
+    compared: int = 0
+    """Runs that were killed and compared with the undisturbed one."""
     lost: int = 0
     duplicated: int = 0
     losses_equal: bool = True
@@ -55,6 +57,7 @@ class Verdict:
 
 def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     """Compare prompts in their order, losses, and the tensors of the last checkpoint."""
+    verdict.compared += 1
     wanted = [(row["step"], row["prompts"]) for row in expected.rows("consumed.jsonl")]
     got = [(row["step"], row["prompts"]) for row in found.rows("consumed.jsonl")]
     wanted_counts = Counter(p for _, prompts in wanted for p in prompts)
