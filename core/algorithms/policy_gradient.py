@@ -1,6 +1,7 @@
 """Every policy-gradient algorithm: advantages, loss, aggregation, correction, KL and entropy as its settings choose.
 
-The names of algorithms are presets of these settings (presets.py). Configurations without algorithm.name are PPO.
+The names of algorithms are presets of these settings (core/config/presets.py). Configurations without algorithm.name
+are PPO.
 
 Demonstrations (expert data) beside rollouts are fine-tuned on in the same loss:
 

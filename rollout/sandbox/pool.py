@@ -40,7 +40,7 @@ LEVELS: tuple[Level, ...] = ("namespaces", "seccomp", "interpreter")
 """From the one in which most code runs."""
 Status = Literal["ok", "error", "timeout", "crashed"]
 _START_SECONDS = 60.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 30.0
 """A worker that has not answered this long after the time of a call is replaced."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

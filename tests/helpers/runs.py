@@ -92,7 +92,7 @@ def process_of(command, name: str) -> psutil.Process:
 
 
 def server_of(command, name: str) -> psutil.Process:
-    """The SGLang server of a generator: the first of its processes that run hooks.py."""
+    """The SGLang server of a generator: the first of its processes that run hooks/main.py."""
     children = process_of(command, name).children(recursive=True)
     return min((p for p in children if "hooks/main.py" in _command_line(p)), key=lambda p: p.create_time())
 

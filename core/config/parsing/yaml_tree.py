@@ -1,7 +1,8 @@
 """YAML files and `a.b.c=value` overrides as one tree with the location of each value.
 
-Values stay text here: only the schema determines whether `1e-6` is a number or `20250222` a name (load.py
-decides). Invariant: every node of a tree carries `where`, either file:line or the override it came from.
+Values stay text here: only the schema determines whether `1e-6` is a number or `20250222` a name
+(core/config/load.py decides). Invariant: every node of a tree carries `where`, either file:line or the override it came
+from.
 """
 
 from __future__ import annotations
