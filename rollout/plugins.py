@@ -52,6 +52,12 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "slipstream"
 
 
+def make_state_folder(folder: Path) -> None:
+    """Make a folder in state_folder(), both for this user alone: what lies there is trusted as this user's own."""
+    for one in (state_folder(), folder):
+        one.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
 def refuse_while_importing() -> None:
     """Raise RuntimeError where user code calls this while a run imports it, in this process or in one that it has
     started: each run would start the next one."""

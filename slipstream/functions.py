@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from rollout.plugins import functions_folder
+from rollout.plugins import functions_folder, make_state_folder
 
 _MODULE = '''"""{name}, by value, as slipstream was given it in Python {version}."""
 
@@ -55,7 +55,7 @@ def _by_value(found: Callable[..., object]) -> str:
     text = _MODULE.format(name=name, version=version, data=base64.b85encode(data).decode())
     module = f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     folder = functions_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_state_folder(folder)
     descriptor, new = tempfile.mkstemp(dir=folder)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)

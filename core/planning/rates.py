@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.planning.gpus import PlanError
@@ -181,9 +181,17 @@ def assumed_level(engine: Engine) -> Level:
 
 
 def update_seconds(
-    scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float, level: Level
+    scene: Scene,
+    engine: Engine,
+    calibration: Calibration,
+    *,
+    tokens: float,
+    length: float,
+    level: Level,
+    has_gradients: bool = True,
 ) -> float:
-    """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`."""
+    """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`. `has_gradients`:
+    data-parallel ranks exchange gradients and weights."""
     c, layout, config = calibration, engine.layout, engine.config
     ranks = layout.dp * layout.cp * layout.tp * layout.pp
     layer, experts = layer_operations(config)
@@ -200,7 +208,7 @@ def update_seconds(
     if engine.tokens / layout.cp * config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
         head *= 4 / 3  # logits are computed again
     microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
-    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens)
+    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens, has_gradients)
     launched = scene.minibatches * microbatches * config.num_layers / layout.pp * _launch_seconds(engine, c, level)
     forward = 1 / (3 + experts_again)
     passes = max(of_layers * forward, launched * _LAUNCHED_FORWARD)
@@ -229,7 +237,10 @@ def _has_narrow_heads(config: ModelConfig) -> bool:
 
 def pass_seconds(scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float) -> float:
     """Return the seconds of a pass without gradients over a batch."""
-    return 0.29 * update_seconds(scene, engine, calibration, tokens=tokens, length=length, level="none")
+    scene = replace(scene, minibatches=1)
+    return 0.29 * update_seconds(
+        scene, engine, calibration, tokens=tokens, length=length, level="none", has_gradients=False
+    )
 
 
 def layer_operations(config: ModelConfig) -> tuple[float, float]:
@@ -280,7 +291,7 @@ def elementwise_bytes(engine: Engine, level: Level) -> float:
     return engine.itemsize * config.num_layers * elements * again
 
 
-def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) -> float:
+def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float, has_gradients: bool) -> float:
     """Return the seconds of communication that no computation hides."""
     layout, config = engine.layout, engine.config
     rows = tokens / layout.dp / layout.cp * config.hidden_size * engine.itemsize
@@ -295,7 +306,7 @@ def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) 
         seconds += 2 * config.num_layers / layout.pp * rows / layout.tp * sent / link
     if layout.pp > 1:
         seconds += 2 * rows / layout.tp / (c.link if layout.world_size <= per_node else NODE_LINK)
-    if (size := layout.dp * layout.cp) > 1:  # gradients and weights: it slows the kernels that it runs beside
+    if has_gradients and (size := layout.dp * layout.cp) > 1:  # it slows the kernels beside it
         states = states_of(engine, 0)
         link = c.link if layout.world_size <= per_node else NODE_LINK
         seconds += (size - 1) / size * scene.minibatches * (states.gradients + states.weights) / link

@@ -30,7 +30,7 @@ import yaml
 
 from core.runs.checkpoints import State, is_checkpoint, recover_checkpoints
 from core.runs.paths import RunPaths
-from rollout.plugins import state_folder
+from rollout.plugins import make_state_folder, state_folder
 
 if TYPE_CHECKING:
     from core.config.common import CommonExperimentConfig
@@ -70,7 +70,7 @@ def remember(text: str) -> None:
     """Note that a run of this user wrote a configuration; nothing where this user has no folder for it."""
     with suppress(OSError, RuntimeError):  # no home, or none that can be written
         mark = _mark(text)
-        mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_state_folder(mark.parent)
         mark.touch()
 
 
@@ -78,7 +78,7 @@ def is_own(file: Path) -> bool:
     """Return whether a run of this user wrote `file`, and it was not changed since: one that came with a downloaded
     folder may name code to run."""
     try:
-        return _mark(file.read_text(encoding="utf-8")).exists()
+        return _mark(file.read_text(encoding="utf-8")).stat().st_uid == os.getuid()
     except (OSError, RuntimeError, UnicodeDecodeError):
         return False
 

@@ -52,6 +52,8 @@ class ToolsWorkflow:
             names = []
             for spec in tools:
                 if spec.startswith(_MCP):
+                    if tools.count(spec) > 1:
+                        raise ValueError(f"{spec} is listed twice; leave one out")
                     check_mcp(spec.removeprefix(_MCP))
                 else:
                     names.append((spec, spec if spec == "python" else function_tool(spec).name))

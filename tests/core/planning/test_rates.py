@@ -17,7 +17,7 @@ from core.planning.choice import proposals
 from core.planning.gpus import GPUS
 from core.planning.lengths import Lengths
 from core.planning.memory import plan_memory, plan_servers
-from core.planning.rates import calibration_of, decode_seconds, step_time, update_seconds, wave_seconds
+from core.planning.rates import calibration_of, decode_seconds, pass_seconds, step_time, update_seconds, wave_seconds
 from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, search
 from core.planning.simulation import simulate, world_of
@@ -194,3 +194,13 @@ def test_lengths_have_the_mean_that_is_given() -> None:
 
 def test_a_gpu_without_calibration_has_no_times() -> None:
     assert calibration_of("B200") is None
+
+
+def test_a_pass_without_gradients_exchanges_none_whatever_the_minibatches() -> None:
+    one = make_scene(SHAPES["1.5B"], ParallelLayout(dp=16))
+    took = [
+        pass_seconds(replace(one, minibatches=n), one.actor, CALIBRATION, tokens=1 << 20, length=4096) for n in (1, 16)
+    ]
+    assert took[0] == took[1]
+    alone = make_scene(SHAPES["1.5B"])
+    assert took[0] < pass_seconds(alone, alone.actor, CALIBRATION, tokens=1 << 20, length=4096) / 12

@@ -63,6 +63,8 @@ def test_the_recorded_configuration_is_known_as_that_of_this_user_until_it_is_ch
     write_record("ppo-math", recorded(config), paths, ["python"])
     file = paths.logs / "config.yaml"
     assert is_own(file)
+    state = tmp_path / "state/slipstream"
+    assert [oct(one.stat().st_mode & 0o777) for one in (state, state / "configs")] == ["0o700", "0o700"]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user's"))
     assert not is_own(file)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

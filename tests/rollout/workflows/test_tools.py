@@ -274,6 +274,8 @@ def test_two_tools_of_one_name_are_refused(module: Path) -> None:
     for other, name in (("own_tools:add", "add"), ("more_tools:add", "add"), ("more_tools:python", "python")):
         with pytest.raises(ValueError, match=f"and {other} both have a tool '{name}'; rename one"):
             ToolsWorkflow.Config(tools=["python", "own_tools:add", other])
+    with pytest.raises(ValueError, match="mcp:serve is listed twice"):
+        ToolsWorkflow.Config(tools=["mcp:serve", "mcp:serve"])
 
 
 def test_a_tool_of_an_mcp_server_has_a_name_of_its_own(module: Path) -> None:
