@@ -90,8 +90,17 @@ def hint(name: str, path: str) -> str | None:
     other systems know what the keys that are only renamed are called here."""
     if known := HINTS.get(path) or (HINTS.get(name) if "_" in name else None):
         return known
-    for key, target in ((key, target) for system in _tables() for key, target in system.keys.items()):
-        is_meant = key == path or ("_" in name and key.rpartition(".")[2] == name)
-        if is_meant and re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != name:
-            return f"write {target}"
+    renamed = [
+        (key, target)
+        for system in _tables()
+        for key, target in system.keys.items()
+        if re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != name
+    ]
+    suffixes = [f".{path}"]
+    if "_" in name and name != "experiment_name":  # which is a key here too
+        suffixes.append(f".{name}")
+    for suffix in suffixes:
+        meant = {target for key, target in renamed if f".{key}".endswith(suffix)}
+        if len(meant) == 1:
+            return f"write {meant.pop()}"
     return None

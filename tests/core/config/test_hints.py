@@ -7,7 +7,7 @@ import pytest
 
 from config_schema.section import all_keys
 from core.checks.rules import load_config
-from core.config.dialects.hints import HINTS
+from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS
 from core.config.parsing.problems import ConfigError
 from core.quickstart import main
@@ -57,6 +57,20 @@ def test_keys_of_other_trainers_are_answered_with_ours(given: str, meant: str) -
         load_config("ppo-math", None, [*REQUIRED, given])
     (problem,) = error.value.problems
     assert meant in problem.message and "did you mean" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("actor.ppo_epochs", "write ppo.actor_sample_reuse"),
+        ("critic.ppo_epochs", "write ppo.critic_sample_reuse"),
+        ("saver.freq_steps", "write exp_ctrl.save_freq_steps"),
+        ("actor.freq_steps", None),
+        ("wandb.experiment_name", None),
+    ],
+)
+def test_a_name_of_several_meanings_is_answered_by_its_section_or_not_at_all(path: str, said: str | None) -> None:
+    assert hint(path.rpartition(".")[2], path) == said
 
 
 def test_an_option_of_another_trainer_is_answered_with_a_key(capsys: pytest.CaptureFixture[str]) -> None:
