@@ -36,6 +36,7 @@ def config(assets, folder: Path) -> dict:
             },
         },
         staleness={"max_staleness": 0},
+        generator={"mock_seconds_per_token": 0.02},  # the kill comes between the first checkpoint and the end
         samples={"share": 0.0},
         exp_ctrl={"total_train_steps": NUM_STEPS, "total_train_epochs": 9},
     )  # fmt: skip
@@ -50,7 +51,7 @@ def test_each_set_has_its_settings_and_a_killed_run_continues_bit_for_bit(
     undisturbed = run_command("ppo-math", settings)
     killed = Command("ppo-math", settings, tmp_path / "killed")
     try:
-        killed.wait_for("step 3/")
+        killed.wait_for("Dumped recover info to file.")
         killed.process.send_signal(signal.SIGKILL)
         killed.process.wait()
         killed.stop()
