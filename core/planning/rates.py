@@ -181,18 +181,18 @@ def assumed_level(engine: Engine) -> Level:
 
 
 def update_seconds(
-    scene: Scene,
-    engine: Engine,
-    calibration: Calibration,
-    *,
-    tokens: float,
-    length: float,
-    level: Level,
-    has_gradients: bool = True,
+    scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float, level: Level
 ) -> float:
-    """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`. `has_gradients`:
-    data-parallel ranks exchange gradients and weights."""
-    c, layout, config = calibration, engine.layout, engine.config
+    """Return the seconds of one pass of updates over a batch of `tokens` in sequences of `length`."""
+    exchange = scene.minibatches * _exchange_seconds(scene, engine, calibration)
+    return _seconds(scene, engine, calibration, tokens, length, level, exchange)
+
+
+def _seconds(
+    scene: Scene, engine: Engine, c: Calibration, tokens: float, length: float, level: Level, exchange: float
+) -> float:
+    """Return the seconds of updates. `exchange`: those of the exchange of gradients and weights."""
+    layout, config = engine.layout, engine.config
     ranks = layout.dp * layout.cp * layout.tp * layout.pp
     layer, experts = layer_operations(config)
     experts_again = {"full": 1.0, "linear": 2 / 3, "offload": 2 / 3}.get(level, 0.0)
@@ -208,7 +208,7 @@ def update_seconds(
     if engine.tokens / layout.cp * config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
         head *= 4 / 3  # logits are computed again
     microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
-    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens, has_gradients)
+    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens) + exchange
     launched = scene.minibatches * microbatches * config.num_layers / layout.pp * _launch_seconds(engine, c, level)
     forward = 1 / (3 + experts_again)
     passes = max(of_layers * forward, launched * _LAUNCHED_FORWARD)
@@ -237,10 +237,7 @@ def _has_narrow_heads(config: ModelConfig) -> bool:
 
 def pass_seconds(scene: Scene, engine: Engine, calibration: Calibration, *, tokens: float, length: float) -> float:
     """Return the seconds of a pass without gradients over a batch."""
-    scene = replace(scene, minibatches=1)
-    return 0.29 * update_seconds(
-        scene, engine, calibration, tokens=tokens, length=length, level="none", has_gradients=False
-    )
+    return 0.29 * _seconds(replace(scene, minibatches=1), engine, calibration, tokens, length, "none", exchange=0.0)
 
 
 def layer_operations(config: ModelConfig) -> tuple[float, float]:
@@ -291,8 +288,8 @@ def elementwise_bytes(engine: Engine, level: Level) -> float:
     return engine.itemsize * config.num_layers * elements * again
 
 
-def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float, has_gradients: bool) -> float:
-    """Return the seconds of communication that no computation hides."""
+def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) -> float:
+    """Return the seconds of communication between layers that no computation hides."""
     layout, config = engine.layout, engine.config
     rows = tokens / layout.dp / layout.cp * config.hidden_size * engine.itemsize
     per_node = scene.n_gpus_per_node
@@ -306,11 +303,16 @@ def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float, 
         seconds += 2 * config.num_layers / layout.pp * rows / layout.tp * sent / link
     if layout.pp > 1:
         seconds += 2 * rows / layout.tp / (c.link if layout.world_size <= per_node else NODE_LINK)
-    if has_gradients and (size := layout.dp * layout.cp) > 1:  # it slows the kernels beside it
-        states = states_of(engine, 0)
-        link = c.link if layout.world_size <= per_node else NODE_LINK
-        seconds += (size - 1) / size * scene.minibatches * (states.gradients + states.weights) / link
     return seconds
+
+
+def _exchange_seconds(scene: Scene, engine: Engine, c: Calibration) -> float:
+    """Return the seconds in which data-parallel ranks exchange gradients and weights of an update, which slows the
+    kernels beside it."""
+    layout, states = engine.layout, states_of(engine, 0)
+    size = layout.dp * layout.cp
+    link = c.link if layout.world_size <= scene.n_gpus_per_node else NODE_LINK
+    return (size - 1) / size * (states.gradients + states.weights) / link
 
 
 def wave_seconds(servers: Servers, calibration: Calibration, *, running: int, prompt: int, answer: int) -> float:

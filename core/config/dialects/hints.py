@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from core.config.migrate import System, systems
+from core.config.migrate import systems
 
 _TIMELINE = "write monitor.timeline_mib, and see python -m tools.timeline"
 HINTS: Mapping[str, str] = {
@@ -81,8 +81,14 @@ HINTS: Mapping[str, str] = {
 
 
 @cache
-def _tables() -> list[System]:
-    return systems()
+def _renamed() -> list[tuple[str, str]]:
+    """Return the keys of other systems that are only renamed here, with our keys."""
+    return [
+        (key, target)
+        for system in systems()
+        for key, target in system.keys.items()
+        if re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != key.rpartition(".")[2]
+    ]
 
 
 def hint(name: str, path: str) -> str | None:
@@ -90,17 +96,11 @@ def hint(name: str, path: str) -> str | None:
     other systems know what the keys that are only renamed are called here."""
     if known := HINTS.get(path) or (HINTS.get(name) if "_" in name else None):
         return known
-    renamed = [
-        (key, target)
-        for system in _tables()
-        for key, target in system.keys.items()
-        if re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != name
-    ]
     suffixes = [f".{path}"]
     if "_" in name and name != "experiment_name":  # which is a key here too
         suffixes.append(f".{name}")
     for suffix in suffixes:
-        meant = {target for key, target in renamed if f".{key}".endswith(suffix)}
+        meant = {target for key, target in _renamed() if f".{key}".endswith(suffix)}
         if len(meant) == 1:
             return f"write {meant.pop()}"
     return None
