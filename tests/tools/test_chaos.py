@@ -98,7 +98,11 @@ def test_losses_and_weights_of_the_critic_are_compared(
     compare(expected, found, verdict)
     assert len(verdict.problems) == (problem is not None), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
-    assert (verdict.compared, verdict.losses_equal) == (1, critic_loss == 0.25)
+    assert verdict.summary == f"0 lost, 0 duplicated, losses bit-equal: {'yes' if critic_loss == 0.25 else 'no'}"
+
+
+def test_nothing_is_claimed_of_runs_that_were_not_compared() -> None:
+    assert Verdict(problems=["killed0 ended with exit code 1"]).summary == "nothing was compared, as a run failed"
 
 
 def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path: Path) -> None:

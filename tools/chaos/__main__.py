@@ -151,11 +151,7 @@ def main() -> int:
         print(problem)
     if given.workflow == "agent":
         print(f"{verdict.effects} effects of tools, each once; {verdict.repeated} calls made again with the same id")
-    if not verdict.compared:
-        print(f"{given.kills} kills: nothing was compared, as a run failed")
-        return 1
-    equal = "yes" if verdict.losses_equal else "no"
-    print(f"{given.kills} kills: {verdict.lost} lost, {verdict.duplicated} duplicated, losses bit-equal: {equal}")
+    print(f"{given.kills} kills: {verdict.summary}")
     return 0 if verdict.holds else 1
 
 

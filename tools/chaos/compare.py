@@ -54,6 +54,14 @@ class Verdict:
     def holds(self) -> bool:
         return not self.problems
 
+    @property
+    def summary(self) -> str:
+        """What was found, in one line."""
+        if not self.compared:
+            return "nothing was compared, as a run failed"
+        equal = "yes" if self.losses_equal else "no"
+        return f"{self.lost} lost, {self.duplicated} duplicated, losses bit-equal: {equal}"
+
 
 def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
     """Compare prompts in their order, losses, and the tensors of the last checkpoint."""
