@@ -432,3 +432,8 @@ def fp8_run(rank: Rank, model: str) -> str:
 def test_8_bit_products_are_refused_where_there_are_none(ranks, folder):
     (message,) = ranks.run(fp8_run, 1, str(folder / "qwen2_tied"))
     assert "fp8=blockwise needs a GPU of compute capability 9.0" in message and "write fp8=false" in message
+
+
+def test_an_untied_model_with_query_norms_trains_the_same_at_tp2_pp2(ranks, folder, one_process):
+    results = ranks.run(actor_run, 4, LAYOUTS["tp2_pp2"], str(folder / "qwen3"))
+    assert_same_steps(results, one_process["qwen3"])

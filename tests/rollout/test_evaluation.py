@@ -217,3 +217,24 @@ def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -
     with AnswerFile(tmp_path / "set" / "answers.jsonl") as file:
         file.add(answer)
         assert read_answers(tmp_path / "set" / "answers.jsonl") == [answer]  # as after a kill
+
+
+class CancelsItself(SingleTurnMathWorkflow):
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        raise asyncio.CancelledError
+
+
+class CancelsItsTask(SingleTurnMathWorkflow):
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return []
+
+
+@pytest.mark.parametrize("workflow", [CancelsItself, CancelsItsTask])
+def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(
+    workflow: type[SingleTurnMathWorkflow],
+) -> None:
+    found = asyncio.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
+    assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

@@ -15,7 +15,7 @@ from core.config.parsing.problems import ConfigError
 from core.monitoring.metrics import Journal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
-from slipstream.api import _arguments, _NewRows
+from slipstream.api import _arguments, _flags, _NewRows
 
 CHANGES: dict[str, Any] = {
     "seed": 0, "ppo.adv_norm": False, "ppo.kl_ctl": 0.0, "shuffle_dataset": False, "actor.optimizer.weight_decay": 0.0,
@@ -178,3 +178,22 @@ def test_a_failed_run_raises_the_cause_that_its_log_has(tmp_path: Path, monkeypa
         slipstream.train(path, trial_name="first")
     assert (caught.value.code, caught.value.cause) == (1, "no such thing (a.py, line 5)")
     assert issubclass(slipstream.ConfigError, ValueError)
+
+
+def test_texts_in_lists_paths_and_words_for_other_values_arrive(tmp_path: Path) -> None:
+    path, _ = with_values(tmp_path)
+    given = {
+        "wandb.tags": ["é 😀", "a, b"],
+        "actor.path": tmp_path / "model",
+        "ppo.kl_ctl": "1e-3",
+        "seed": "${group_size}",
+    }
+    config = slipstream.load_config(path, **given, **{"exp_ctrl.total_train_steps": "null"})
+    assert value_of(config, "wandb.tags") == ["é 😀", "a, b"] and config.actor.path == str(tmp_path / "model")
+    assert (value_of(config, "ppo.kl_ctl"), config.seed) == (1e-3, config.group_size)
+    assert value_of(config, "exp_ctrl.total_train_steps") is None
+
+
+def test_options_of_a_command_that_are_0_arrive() -> None:
+    options = {"seed": 0, "n_sampling": 0, "temperature": 0.5, "overwrite": True, "ignore_run": False, "config": None}
+    assert _flags(options) == ["--seed", "0", "--n_sampling", "0", "--temperature", "0.5", "--overwrite"]

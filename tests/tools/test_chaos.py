@@ -132,3 +132,10 @@ def test_what_a_run_leaves_behind_is_found_and_what_others_leave_is_not(tmp_path
         living.communicate("die\n")
         for segment in segments:
             segment.unlink()
+
+
+def test_a_run_with_a_critic_has_its_loss(tmp_path: Path) -> None:
+    expected, found = (finished(tmp_path, name, critic_loss=None, critic_weight=2.0) for name in ("one", "other"))
+    verdict = Verdict(problems=[])
+    compare(expected, found, verdict)
+    assert verdict.problems == ["one: the metrics have no critic_loss"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,15 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from helpers.eval_cases import arguments, write_rows
 from rollout.answer_file import Answer, read_answers
+from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
+from rollout.inference.embedded.generator import GeneratorError
+from rollout.inference.router import NoGeneratorError
 from rollout.inference.sglang.arguments import is_installed
-from rollout.rewards.pool import RewardPool
-from tools.eval.__main__ import BAD_INPUT, main
+from rollout.rewards.pool import RewardPool, RewardWorkerError
+from tools.eval.__main__ import BAD_INPUT, FAILED, main
+from tools.eval.data import EvalError
 from tools.eval.report import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,3 +281,61 @@ def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
     made_from = json.loads((tmp_path / "out" / "model" / "made_from.json").read_text())
     assert made_from["checkpoint"] == str(tmp_path / "run" / "actor")
     assert by_name(tmp_path / "out" / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
+
+
+def test_damaged_settings_are_named_and_may_be_overwritten(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    output = shutil.copytree(evaluated, tmp_path / "out")
+    few = ("--n_sampling", "0", "--num_questions", "1")
+    (output / "settings.json").write_text('{\n "model_path": "/mod')
+    assert main(arguments(model, data, output, *few)) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert f"error: {output / 'settings.json'} " in said and "or --overwrite" in said
+    (output / "notes.txt").write_text("mine")
+    assert main(arguments(model, data, output, "--overwrite", *few)) == BAD_INPUT
+    assert "holds no evaluation" in capsys.readouterr().err
+    (output / "notes.txt").unlink()
+    assert main(arguments(model, data, output, "--overwrite", *few)) == 0
+
+
+def test_an_evaluation_goes_on_with_the_same_server_arguments_and_ends_of_an_answer_only(
+    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
+) -> None:
+    assert main(arguments(model, data, evaluated, "--sglang", "quantization=fp8")) == BAD_INPUT
+    assert "sglang={'quantization': 'fp8'}: the answers in" in capsys.readouterr().err
+    assert main(arguments(model, data, evaluated, "--sglang", "mem_fraction_static=0.7")) == 0, "the same answers"
+    own, output = shutil.copytree(model, tmp_path / "model"), tmp_path / "out"
+    few = ("--n_sampling", "0")
+    assert main(arguments(own, data, output, *few)) == 0
+    generation = json.loads((own / "generation_config.json").read_text())
+    (own / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [1, 5]}))
+    assert main(arguments(own, data, output, *few)) == BAD_INPUT
+    assert "stop_token_ids=[0, 1, 5]: the answers in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GeneratorStartError("the server died"), FAILED),
+        (GeneratorCallError("HTTP 500"), FAILED),
+        (GeneratorGone("generator-0 is gone"), FAILED),
+        (NoGeneratorError("no generator is left"), FAILED),
+        (GeneratorError("the engine died"), FAILED),
+        (RewardWorkerError("did not start"), FAILED),
+        (OSError(errno.ENOSPC, "No space left on device"), FAILED),
+        (PermissionError(errno.EACCES, "Permission denied"), BAD_INPUT),
+        (EvalError("bad"), BAD_INPUT),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_while_running_is_one_line_and_not_called_bad_input(
+    error: Exception, code: int, model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tools.eval.run.start_generators", fail)
+    monkeypatch.setattr("tools.eval.run.RewardPool", lambda *args, **options: AsyncExitStack())
+    assert main(arguments(model, data, tmp_path)) == code
+    assert capsys.readouterr().err == f"error: {error}\n"

@@ -208,3 +208,17 @@ def test_a_wrong_workflow_reward_or_configuration_is_one_clear_error(
     assert main(arguments(saved, data, tmp_path / "out", *change)) == BAD_INPUT
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and says in error
+
+
+def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
+    saved: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}=")
+    config = tmp_path / "root/logs/user/e/t/config.yaml"
+    config.write_text(noted(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
+    asked = arguments(saved, data, tmp_path / "out")
+    assert main(asked) == main(asked) == 0
+    template.write_text("{{ messages[0].content }}?")
+    assert main(asked) == BAD_INPUT
+    assert "chat_template_hash=" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 from rollout.answer_file import Answer
 from tools.eval.__main__ import BAD_INPUT, main
-from tools.eval.compare import compare
+from tools.eval.compare import compare, setting_differences
 from tools.eval.report import pass_at_k, summarise, text_table, write_report
 
 
@@ -249,3 +249,46 @@ def test_sets_that_one_side_did_not_answer_are_left_out_and_named(tmp_path: Path
     assert main(["compare", str(a), str(b)]) == BAD_INPUT
     said = capsys.readouterr().err
     assert "no dataset in common" in said and "; begun: no answers in B; more: no answers in A; other: no q" in said
+
+
+@pytest.mark.parametrize(
+    ("paths", "hashes", "refused"),
+    [
+        (("a.jinja", "a.jinja"), ("1f", "2e"), "prompt_format.chat_template='hash 1f' in A and 'hash 2e' in B"),
+        (("a.jinja", "b.jinja"), ("1f", "1f"), None),
+        ((None, None), (None, None), None),
+        (("a.jinja", "b.jinja"), (), "prompt_format.chat_template='a.jinja' in A and 'b.jinja' in B"),
+    ],
+    ids=["changed", "moved", "none", "before hashes were kept"],
+)
+def test_chat_templates_are_compared_by_their_content(
+    paths: tuple[str | None, ...], hashes: tuple[str | None, ...], refused: str | None
+) -> None:
+    a, b = (
+        SETTINGS
+        | {"prompt_format": {**SETTINGS["prompt_format"], "chat_template": path}}
+        | ({"chat_template_hash": hashes[i]} if hashes else {})
+        for i, path in enumerate(paths)
+    )
+    assert list(setting_differences(a, b, sampled=True).refused) == ([refused] if refused else [])
+
+
+@pytest.mark.parametrize(
+    ("samples_a", "samples_b", "measures"),
+    [
+        ((8, 8), (8, 8), {"sample_pass@1", "pass@8"}),
+        ((8, 8), (8, 7), {"sample_pass@1"}),
+        ((7, 16), (16, 16), {"sample_pass@1"}),
+        ((16, 16), (16, 8), {"sample_pass@1", "pass@8"}),
+    ],
+)
+def test_pass_at_k_is_compared_where_every_question_of_both_has_k_samples(
+    samples_a: tuple[int, ...], samples_b: tuple[int, ...], measures: set[str], tmp_path: Path
+) -> None:
+    folders = []
+    for name, samples in (("a", samples_a), ("b", samples_b)):
+        answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
+        answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
+        folders.append(write(tmp_path / name, answers))
+    found = compare(*folders)
+    assert {d.measure for d in found.differences} == {"greedy_acc", "greedy_length"} | measures

@@ -129,3 +129,11 @@ def test_a_simulation_prints_what_faults_cost_and_draws(
     shown = capsys.readouterr().out
     assert "as planned" in shown and "at half speed" in shown
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"timeline.png", "simulation.png"}
+
+
+def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "rates.json"):
+        assert main(["--calibrate", str(path)]) == 2
+        assert f"--calibrate {path}: cannot be written" in capsys.readouterr().err

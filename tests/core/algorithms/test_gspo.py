@@ -111,3 +111,12 @@ def test_gspo_needs_no_critic_averages_over_sequences_and_keeps_groups_together(
     packed = batch_of([1.0, 0.0], lens=[2, 5])[0].to_packed()
     assert torch.equal(gspo.token_weights(packed), sequence_mean(packed))
     assert not gspo.weighs_alike and algorithm("grpo").weighs_alike
+
+
+def test_masked_tokens_change_nothing_even_when_their_inputs_are_far_off() -> None:
+    logprobs, old = inputs(0.1)
+    expected = loss_of(logprobs, old)[0]
+    dirty = torch.where(MASK, logprobs, -900.0).requires_grad_()
+    loss, _ = loss_of(dirty, old)
+    loss.backward()
+    assert loss.item() == expected.item() and dirty.grad is not None and not dirty.grad[~MASK].any()

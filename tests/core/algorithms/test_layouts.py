@@ -16,7 +16,7 @@ from helpers.batches import algorithm
 from helpers.engine_cases import make_engine, random_batch
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.tiny_models import write_model
-from mcore_adapter.data.batch import PAIR
+from mcore_adapter.data.batch import PAIR, sequence_mean, weigh_tokens
 
 LAYOUTS = {
     "tp2": ParallelLayout(tp=2), "cp2": ParallelLayout(cp=2), "pp2": ParallelLayout(pp=2), "dp2": ParallelLayout(dp=2),
@@ -244,3 +244,30 @@ def test_every_preset_and_correction_is_the_same_in_every_layout_cut_and_order(r
                 for case in every:
                     for steps in runs[case]:
                         assert_same(steps, whole[case][0])
+
+
+def test_one_process_computes_gspo_over_the_outputs_of_transformers(model: str, one_process: Runs) -> None:
+    """Each sequence alone through the Hugging Face model: loss and gradient norm of the mean over sequences."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).float()
+    batch, total, counted = one_advantage_each(), torch.zeros(()), 0
+    for i in range(batch.num_sequences):
+        one = batch.select([i])
+        if not one.loss_mask.any():
+            continue
+        logits = reference(one.token_ids[None]).logits[0, :-1].log_softmax(-1)
+        mask = one.loss_mask[1:]
+        own = logits.gather(1, one.token_ids[1:, None])[:, 0][mask]
+        old = own.detach() + one.fields["old_noise"][1:][mask]
+        s, advantage = (own - old).mean().exp(), one.fields["advantages"][0]
+        total = total + torch.maximum(-advantage * s, -advantage * s.clamp(1 - 0.02, 1 + 0.03))
+        counted += 1
+    loss = total / counted
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    assert counted == 11
+    first = one_process[GSPO][0][0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(grad_norm.item(), rel=1e-5)
+    assert weigh_tokens(batch, sequence_mean)[1].loss == pytest.approx(11, rel=1e-14)

@@ -578,3 +578,50 @@ def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -
     os.renames(snapshot / "tokenizer.json", tmp_path / "cache" / "blobs" / "def")
     (snapshot / "tokenizer.json").symlink_to("../../blobs/def")
     assert problems(path, f"actor.path={snapshot}") == []
+
+
+def test_what_no_environment_can_hold_and_a_pipe_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    for envs in ("{'A=B': x}", "{'': x}"):
+        (message,) = problems(path, f"external_configs.envs={envs}")
+        assert "external_configs.envs: " in message and "cannot be set" in message
+    (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
+    assert "dataset.path: fifo: a pipe or a device" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"eos_token_id": [0, 1]}', ""),
+        ("{}", ""),
+        ('{"eos_token_id": ', "generation_config.json: not valid JSON"),
+        ("[]", "generation_config.json: expected a json object, found list"),
+        ('{"eos_token_id": [0, null, "1"]}', "eos_token_id=[0, None, '1'] must be a token id or a list of them"),
+        ('{"eos_token_id": [0, 64]}', "eos_token_id=64, but vocab_size=64 in config.json"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said: str) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    assert [said in message for message in problems(path)] == ([True] if said else [])
+
+
+def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert problems(path, "actor.path=~/model") == []
+    assert "~nobody99/model: no such folder" in problems(path, "actor.path=~nobody99/model")[0]
+
+
+def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "dataset.path=/proc/self/mem")  # opens; every read is an EIO
+    assert message.endswith(
+        "/proc/self/mem: cannot read the data set: Input/output error; name a file of rows "
+        "(jsonl, json, csv, tsv, parquet or arrow)"
+    )
+
+
+def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
+    assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message

@@ -501,3 +501,68 @@ def test_whatever_the_text_the_answer_is_a_configuration_or_a_list_of_problems(
 def test_the_name_of_a_preset_may_be_the_section_and_in_any_case(word: str, tmp_path: Path) -> None:
     assert load(tmp_path, SMALLEST_PPO, word).algorithm_name == "grpo"
     assert load(tmp_path, f"{SMALLEST_PPO}algorithm: Dr.GRPO\n").algorithm_name == "dr_grpo"
+
+
+def test_missing_keys_are_named_all(tmp_path: Path) -> None:
+    found = errors(tmp_path, "mode: ray\n")
+    for key in ("experiment_name", "dataset.path", "actor.path"):
+        assert any(f"{key}: required" in line for line in found), (key, found)
+
+
+def test_the_place_of_a_default_is_not_the_override_of_another_key(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(SMALLEST_PPO)
+    loaded = load_config("ppo-math", tmp_path / "x.yaml", ["staleness.over_age=mask", "actor.sglang={a: 1}"])
+    assert loaded.where("staleness.over_age") == "override 'staleness.over_age=mask'"
+    assert loaded.where("staleness.max_staleness") == ""
+    assert loaded.where("actor.sglang.a") == "override 'actor.sglang={a: 1}'"
+    assert loaded.where("ppo.gen.top_p").endswith("x.yaml:6"), "a section of a file has a line"
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "much", "1,5"])
+def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, text: str) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"ppo.kl_ctl={text}")
+    assert f"must be a number, got '{text}'" in message
+
+
+@pytest.mark.parametrize("text", ["1", "ja", "''"])
+def test_only_true_and_false_are_truth_values(tmp_path: Path, text: str) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_adv_norm={text}")
+    assert "must be true or false" in message
+
+
+def test_a_name_may_look_like_a_number(tmp_path: Path) -> None:
+    assert load(tmp_path, SMALLEST_PPO, "trial_name=20250222").trial_name == "20250222"
+    assert load(tmp_path, SMALLEST_PPO, "trial_name=1e-6").trial_name == "1e-6"
+
+
+EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
+    f"x{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "message"),
+    [
+        (EMPTY_MERGES, 10, "unknown key; --help lists all keys"),
+        (LONG, 2, "stands for more than 100000 characters"),
+        ("".join(f"k{i}: 1\n" for i in range(200_000)), 1, "more than 100000 values"),
+        ("".join(f"k{i}: 1\n" for i in range(20_000)), 51, "19950 more keys are unknown"),
+    ],
+)
+def test_a_text_that_stands_for_too_much_ends_with_few_errors(
+    tmp_path: Path, text: str, count: int, message: str
+) -> None:
+    found = errors(tmp_path, SMALLEST_PPO + text)
+    assert len(found) == count and message in found[-1]
+
+
+def test_a_text_with_a_nul_is_refused(tmp_path: Path) -> None:
+    for override in ('dataset.path="a\\0b"', 'external_configs.envs={A: "\\0"}', 'prompt.chat_options={a: "\\0"}'):
+        (message,) = errors(tmp_path, SMALLEST_PPO, override)
+        assert message.endswith("must not hold a NUL character; remove it")
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
+    (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
+    assert message.endswith("trial_name: must have at most 128 characters")
+    load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")

@@ -20,7 +20,10 @@ from core.monitoring.samples import (
     shortened,
 )
 from core.monitoring.screen import Screen
+from rollout.data.prompts import PromptDataset
+from rollout.data.task_sets import TaskSet, TaskSets
 from rollout.evaluation import Episode
+from rollout.experience import episode_id, without_epoch
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 
@@ -179,3 +182,18 @@ def test_tensorboard_shows_the_text_of_a_sample_under_what_is_notable(tmp_path: 
     assert event.step == 7
     text = event.tensor_proto.string_val[0].decode()
     assert "reward 0.000" in text and "    ab\n\n    cde" in text
+
+
+def test_rows_of_two_sets_with_one_name_have_references_of_their_own() -> None:
+    stream = TaskSets([
+        TaskSet(name, PromptDataset([
+            Prompt(query_id="0", index=0, task="", text="", token_ids=np.array([0, 1]), solutions=(name,)),
+        ], seed=1))
+        for name in ("a/b", "c")
+    ])  # fmt: skip
+    references = {without_epoch(episode_id(prompt)): prompt.answers[0] for prompt in stream.prompts}
+    ids = [episode_id(stream.at(k)) for k in range(4)]
+    samples = choose_samples(
+        [[answer("0", 0.5)] for _ in ids], ids, spell, step=7, share=1.0, references=references
+    )  # fmt: skip
+    assert [sample.reference for sample in samples] == ["a/b", "c"] * 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -182,3 +185,48 @@ def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first
     TrackedRuns(paths.logs / "tracked_runs.json").put("wandb", "a1")
     assert open_trackers(config, paths) == []
     assert "wandb.mode=offline: no. Training continues without it; if the run was deleted, remove " in caplog.text
+
+
+def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
+    mlflow: MLflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow.attempt([1])
+    run_id = runs_of(mlflow.folder).get("mlflow")
+    assert run_id is not None
+    mlflow.module.MlflowClient(mlflow.uri).delete_run(run_id)
+    with caplog.at_level(logging.WARNING):
+        mlflow.attempt([2])
+    assert f"run {run_id} of this trial does not exist; starting a new one" in caplog.text
+    assert mlflow.histories() == [[2]]
+    mlflow.uri = f"file:{mlflow.folder / 'elsewhere'}"
+    mlflow.attempt([3])
+    assert mlflow.histories() == [[3]] and runs_of(mlflow.folder).get("mlflow") != run_id
+
+
+OFFLINE = """
+import sys, psutil
+from pathlib import Path
+from core.monitoring.trackers import TrackedRuns, WandbSink
+folder = Path(sys.argv[1])
+sink = WandbSink(runs=TrackedRuns(folder / "runs.json"), folder=folder, mode="offline")
+sink.write(1, {"loss": 0.5})
+sink.close()
+for process in psutil.Process().children(recursive=True):  # as the end of an attempt does
+    process.kill()
+"""
+
+
+def test_an_offline_wandb_run_that_was_closed_does_not_miss_its_process(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
+    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
+
+
+def test_every_attempt_of_a_run_continues_the_same_one(mlflow: MLflow, tmp_path: Path) -> None:
+    config = sft_config(f"monitor.mlflow_uri={mlflow.uri}")
+    for _ in range(2):
+        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"))
+        sink.write(1, {"loss": 1.0})
+        sink.close()
+    assert len(mlflow.histories()) == 1

@@ -505,3 +505,57 @@ def test_a_signal_right_after_training_is_complete_changes_nothing(
     with Interrupts():
         assert quickstart._attempt(config, paths, screen, Attempt(), []) == DONE
     assert len(said) == 1 and said[0].startswith("Training is complete.")
+
+
+def test_a_signal_between_two_attempts_is_not_sent_to_the_number_of_the_ended_driver() -> None:
+    body = """
+from core.processes import supervise
+original, kill = supervise.end_orphans, os.kill
+def interrupted(others):
+    os.kill = lambda number, sent: print("sent to", number)
+    signal.raise_signal(signal.SIGTERM)
+    os.kill = kill
+    original(others)
+supervise.end_orphans = interrupted
+def attempt(self):
+    return 1
+"""
+    code, said = run(body, retries=1)
+    assert code == INTERRUPTED and "sent to" not in said
+
+
+def test_a_signal_that_is_lost_before_the_run_handles_signals_is_found_later() -> None:
+    """As in a destructor during an import, where Python prints the exception and goes on."""
+    body = """
+from core.processes.signals import Interrupts, raise_if_interrupted
+
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+def attempt(self):
+    Swallows()
+    with Interrupts():
+        raise_if_interrupted()
+    return 0
+"""
+    code, said = run(body, retries=0)
+    assert code == INTERRUPTED and "Exception ignored" in said
+
+
+def test_a_second_signal_does_not_interrupt_the_end_of_a_driver() -> None:
+    body = """
+import atexit
+
+def second():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+    print("the exit handlers have ended", flush=True)
+
+def attempt(self):
+    atexit.register(second)
+    raise KeyboardInterrupt
+"""
+    code, said = run(body, retries=0)
+    assert code == INTERRUPTED and "the exit handlers have ended" in said and "KeyboardInterrupt" not in said

@@ -303,3 +303,41 @@ def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
     expected = {**files, "manifest.json": sealed["manifest.json"], ".COMMITTED": sealed["COMMITTED"]}
     assert before_rename == {**expected, ".": b"", "actor": b"", "actor/shards": b""}
     assert list(synced) == ["."], "the marker's new name is in the folder"
+
+
+def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RecoverStore(tmp_path, IDENTITY)
+    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
+    monkeypatch.setattr("core.processes.signals._received", [(15, time.monotonic())])
+    with pytest.raises(KeyboardInterrupt), store:
+        store.wait()
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed, given_up = threading.Event(), threading.Event()
+
+    def held_back(folder: Path) -> int:
+        num_bytes = checkpoints.seal(folder)
+        sealed.set()
+        given_up.wait(60)
+        return num_bytes
+
+    monkeypatch.setattr("core.recovery.recover.seal", held_back)
+    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
+        begin(store, 3)
+        assert sealed.wait(60)
+        threading.Timer(0.2, given_up.set).start()  # by then the failed run waits for its writer
+        _ = 1 / 0
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_of_before_manifests_is_not_used(tmp_path: Path) -> None:
+    dump(RecoverStore(tmp_path, IDENTITY), 2)
+    (tmp_path / "globalstep2" / "COMMITTED").unlink()
+    (tmp_path / "globalstep2" / "manifest.json").unlink()
+    assert RecoverStore(tmp_path, IDENTITY).newest() is None

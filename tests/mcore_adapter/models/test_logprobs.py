@@ -155,3 +155,9 @@ def test_peak_memory_is_that_of_a_chunk_not_of_all_logits():
         [sys.executable, "-c", MEMORY_PROGRAM, "2048"], capture_output=True, text=True, check=True, timeout=120
     )
     assert float(process.stdout) < 32
+
+
+def test_temperature_zero_is_refused():
+    hidden, weight, targets = problem()
+    with pytest.raises(ValueError, match="temperature=0"):
+        linear_logprobs(hidden, weight, targets, temperature=0.0)

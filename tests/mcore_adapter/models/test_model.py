@@ -262,3 +262,11 @@ def test_a_model_that_the_layout_cannot_cut_is_an_error(
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **settings}))
     for message in ranks.run(build_error, layout.world_size, layout, tmp_path):
         assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}], ids=lambda o: o["recompute"])
+def test_recomputation_changes_no_gradient(ranks: RankPool, model_folders: Any, options: dict[str, Any]) -> None:
+    folder, _ = model_folders["qwen2_tied"]
+    plain, recomputed = (ranks.run(compute_gradients, 1, ParallelLayout(), folder, False, o)[0] for o in ({}, options))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)

@@ -289,3 +289,9 @@ def test_a_skipped_update_leaves_the_correction_biases_where_they_are(ranks: Ran
     ((skipped, kept, kept_by_the_next),) = ranks.run(skipped_run, 1, str(model_folders["deepseek_v3"][0]))
     assert skipped["update_skipped"] == 1.0
     assert kept and not kept_by_the_next
+
+
+def test_the_auxiliary_loss_evens_the_load(ranks: RankPool, model_folders: Any) -> None:
+    run = partial(balance_run, moe_aux_loss_coeff=1.0, optimizer={"lr": 1e-2})
+    steps = ranks.run(run, 1, ParallelLayout(), str(model_folders["qwen3_moe"][0]))[0]["steps"]
+    assert steps[-1]["moe_aux_loss"] < steps[0]["moe_aux_loss"] - 0.01

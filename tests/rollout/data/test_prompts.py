@@ -266,3 +266,10 @@ def test_public_data_sets_are_read_as_they_are(name: str, num_rows: int) -> None
     rows = scan_rows(DATA / f"{name}.jsonl")
     assert len({row.query_id for row in rows}) == len(rows) == num_rows
     assert all(row.solutions[0].startswith("\\boxed{") for row in rows)
+
+
+def test_bytes_that_are_not_text_are_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"input": "x", "target": 1}\n{"input": "\xff\xfe", "target": 1}\n')
+    with pytest.raises(DatasetError, match=r"d\.jsonl:2: not UTF-8"):
+        scan_rows(path)

@@ -277,3 +277,24 @@ def test_hints_are_used_where_the_columns_exist_and_do_not_matter_elsewhere(tmp_
     for hint, prompt in (("ask", "q"), ("asked", "other")):
         (read,) = scan_rows(DataSource(path=str(path), hints=Fields(prompt=hint)))
         assert read.prompt == prompt
+
+
+@pytest.mark.parametrize("other", ["rows.bin", "rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_a_binary_file_under_another_name_is_recognised(tmp_path: Path, name: str, other: str) -> None:
+    write(tmp_path / name).rename(tmp_path / other)
+    assert len(scan_rows(tmp_path / other)) == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["{}", "[]", '{"_data_files": 5}']
+    + [f'{{"_data_files": [{entry}]}}' for entry in ("", "{}", '"."', '"../a"', '"/a"', '"a\\u0000"', '"\\ud800"')],
+)
+def test_a_damaged_saved_data_set_is_refused(tmp_path: Path, state: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DatasetError, match=r"state.json: (_data_files must list files of this folder|not readable)"):
+        scan_rows(tmp_path)
+    (tmp_path / "dataset_dict.json").write_text(state.replace("_data_files", "splits"))
+    with pytest.raises(DatasetError, match=r"dataset_dict.json: (splits must list files of this folder|not readable)"):
+        scan_rows(tmp_path)

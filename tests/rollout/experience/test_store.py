@@ -901,3 +901,42 @@ def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
     for one in (again, beside):
         one.close()
     assert len(list(tmp_path.iterdir())) == 3, "each process has a file of its own"
+
+
+def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
+    async def main() -> None:
+        store = stores.new()
+        for number in range(2):
+            begin(store, number, 0)
+            finish(store, number, 0)
+        with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
+            await trainer(store, endless(1), 0).take(0)
+
+    run_virtual(main())
+
+
+def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
+    async def main() -> None:
+        store = MemoryExperience()
+        first = trainer(store, endless(1), 0, over_age="mask")
+        for number in range(3):
+            begin(store, number, 0)
+        finish(store, 2, 0)
+        await first.take(0)
+        answer = episode(0, 0, 0, 0)
+        answer.trajectories[0].loss_mask[3] = False  # between two turns
+        store.put(answer)
+        ((masked,),) = [e.trajectories for e in await first.take(1)]
+        assert not masked.loss_mask.any()
+        assert first.stats()["rollout/num_masked_tokens"] == 2
+        assert first.state_dict()["masked_tokens"] == 0, "not trained yet"
+        first.trained(2)
+        again = MemoryExperience()
+        again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+        restored = trainer(again, endless(1), 0, over_age="mask")
+        restored.load_state_dict(first.state_dict())
+        finish(again, 1, 0, 0, 0, 2)
+        await restored.take(2)
+        assert restored.stats()["rollout/num_masked_tokens"] == 5
+
+    run_virtual(main())

@@ -267,3 +267,13 @@ def test_no_worker_survives_a_killed_parent_even_while_it_hangs(evil: str, tmp_p
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until_gone(pids)
+
+
+def test_a_long_error_arrives_whole_and_the_next_answers_are_scored(evil: str) -> None:
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score_many(make_prompt(), ["four", "raise at length", "sixsix"]) == [4.0, -1.0, 6.0]
+        error, _, place = pool.last_error.partition(" (")
+        assert len(error) > 5 * 10**6 and error.endswith("end'")
+        assert place.startswith("evil_rewards.py, line ") and place.endswith(", in score)")
+
+    with_pool(body, evil, num_workers=1, timeout_seconds=600)

@@ -390,3 +390,20 @@ def test_anthropic_and_responses_continue_their_conversations() -> None:
         )
 
     talk(lambda text: answers["<tool_response>" in text], program)
+
+
+def test_the_first_of_several_stop_texts_ends_the_answer() -> None:
+    bridge = Bridge(Encoder(TOKENIZER))
+    tokens = TOKENIZER.encode("one two three two", add_special_tokens=False)
+    for stop, text in ((["three", "two"], "one two"), (["four"], "one two three two"), (["o", "two"], "o")):
+        end, found = bridge.cut(tokens, stop)
+        assert (end, found) == first_cut(bridge, tokens, stop), stop
+        assert bridge.text(tokens[:end]).startswith(text)
+
+
+def first_cut(bridge: Bridge, tokens: list[int], stop: list[str]) -> tuple[int, str | None]:
+    """What Bridge.cut() returns, found token by token."""
+    for end in range(1, len(tokens) + 1):
+        if found := next((s for s in stop if s in bridge.text(tokens[:end])), None):
+            return end, found
+    return len(tokens), None

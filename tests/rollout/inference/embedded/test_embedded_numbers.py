@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.embedded_models import (
     FAMILIES,
@@ -152,3 +153,11 @@ def test_tensors_of_another_model_are_refused_before_anything_changes(qwen2: Any
         weights.update({"model.norm.weight": torch.ones(3)})
     assert "model.norm.weight" in weights.missing
     assert not weights.norm.any()
+
+
+def test_weights_in_another_form_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    write_model("qwen2", tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    weights = ModelWeights(read_config(tmp_path), dtype=torch.float32)
+    weights.load_folder(tmp_path)
+    assert not weights.missing
