@@ -540,3 +540,47 @@ def test_a_pass_that_ran_out_of_memory_is_repeated_in_smaller_microbatches_for_t
     assert {p.engine: p.max_tokens_per_mb for p in run.passes} == {"ref": 16, "critic": 64}
     assert [len(run.of("actor", step)) for step in (0, 1)] == [1, 1]
     assert run.state["memory"] == {"actor_train": 8, "ref_inf": 16}
+
+
+def test_tokens_outside_the_loss_mask_are_neither_trained_nor_counted() -> None:
+    answers = [
+        Answer(sampled=[-1.0, -2.0, -1.0], reward=1.0, untrained=frozenset({1}), prompt_tokens=3),
+        Answer(sampled=[-3.0, -3.0], reward=-2.0, prompt_tokens=1),
+    ]
+    run = train(Step(groups=[answers]), adv_norm=True)
+    # Advantages 1, 1, -2, -2: mean -0.5, standard deviation 1.5.
+    assert_close(run.trained_on("advantages"), [[1.0, 1.0], [-1.0, -1.0]])
+    assert_close(run.gradient(), [[-1 / 4, -1 / 4], [1 / 4, 1 / 4]])
+    assert_metrics(
+        run, {"n_tokens": 5, "n_valid_tokens": 4, "avg_prompt_len": 2.0, "avg_seq_len": 4.5, "no_eos_ratio": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantages"),
+    [
+        # Penalties 0.5 * x^2 / 2: [0.25, 0.0625], [0.0625, 0, 1]
+        ("k2", [[1 - 0.3125, 1 - 0.0625], [2 - 1.0625, 1.0, 1.0]]),
+        # Penalties 0.5 * (e^-x - 1 + x)
+        (
+            "k3",
+            [
+                [1 - 0.5 * (math.exp(-1) + math.exp(0.5) - 1.5), 1 - 0.5 * (math.exp(0.5) - 1.5)],
+                [2 - 0.5 * (math.exp(-0.5) - 0.5 + math.exp(2) - 3)] + [2 - 0.5 * (math.exp(2) - 3)] * 2,
+            ],
+        ),
+    ],
+)
+def test_the_penalty_of_kl_in_reward_uses_the_chosen_estimator(estimator: str, advantages: PerAnswer) -> None:
+    run = train(pair(1.0, 2.0, reference=REFERENCE), kl_ctl=0.5, kl_estimator=estimator)
+    assert_close(run.trained_on("advantages"), advantages)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])],
+)
+def test_kl_in_loss_uses_the_chosen_estimator(estimator: str, slope: PerAnswer) -> None:
+    step = pair(1.0, 2.0, reference=FAR_REFERENCE)
+    run = train(step, kl_ctl=0.5, kl_in="loss", kl_estimator=estimator)
+    assert_close(run.gradient(), scaled(shifted([[-1.0] * 2, [-2.0] * 3], scaled(slope, 0.5)), 1 / 5))

@@ -99,3 +99,14 @@ def test_an_empty_microbatch_has_no_loss() -> None:
     output = ModelOutput(logprobs=nothing.clone().requires_grad_())
     loss, metrics = DPO().loss(output, fields, Sequences(of_token=nothing.long(), count=0))
     assert loss.item() == 0.0 and all(value.item() == 0.0 for value in metrics.values())
+
+
+def test_exchanging_chosen_and_rejected_turns_the_gradient_round() -> None:
+    given = batch()
+    exchanged = given.with_fields(**{PAIR: -given.fields[PAIR]})
+    _, _, metrics = loss_of(DPO(), exchanged, CHANGES)
+    assert metrics["accuracy"] == 0.0 and metrics["margin"] == pytest.approx(-0.1 * sum(MARGINS) / 2, abs=1e-6)
+    at_start = torch.zeros_like(CHANGES)
+    _, grad, _ = loss_of(DPO(), given, at_start)
+    _, turned, _ = loss_of(DPO(), exchanged, at_start)
+    assert torch.equal(turned, -grad) and grad.any()

@@ -625,3 +625,11 @@ def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None
 def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
     assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
+
+
+def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
+    (message,) = problems(write_run(tmp_path), f"actor.path={'m' * 300}")
+    assert "actor.path: mmm" in message and ("no such folder" in message or "File name too long" in message)
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    (message,) = problems(tmp_path / "run.yaml", f"actor.path={tmp_path / 'odd'}")
+    assert "actor.path: odd/config.json: Is a directory; a model is a local Hugging Face folder" in message

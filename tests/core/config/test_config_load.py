@@ -566,3 +566,17 @@ def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None
     (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
     assert message.endswith("trial_name: must have at most 128 characters")
     load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, f"{SMALLEST_PPO}staleness:\n").staleness.max_staleness == 1
+
+
+def test_an_environment_variable_that_is_empty_is_an_empty_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    config = load(
+        tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"
+    )
+    assert (config.wandb.name, config.wandb.project) == ("", "ab")

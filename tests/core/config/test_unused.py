@@ -198,3 +198,10 @@ def test_ipo_smooths_no_labels(tmp_path: Path) -> None:
     assert not reported(config)
     config = load_config("dpo", path, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"]).config
     assert reported(config) == {"dpo.label_smoothing": "dpo.loss=ipo"}
+
+
+def test_a_model_without_a_tokenizer_may_have_a_chat_template(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    for file in (tmp_path / "model").glob("tokenizer*"):
+        file.unlink()
+    assert reported(load_config("ppo-math", path, ["prompt.system=s"]).config) == {}

@@ -259,3 +259,14 @@ def test_a_call_that_no_tokenizer_takes_is_refused_with_its_row() -> None:
 def test_a_template_may_multiply() -> None:
     text = "{{ 2**10 }} {{ 2**-1 }} {{ 3 * 4.5 }} {{ '-' * 3 }} {{ 2**3**2 }} " + CHATML
     assert Encoder(tokenizer(text)).render_prompt("1+1?", place="d:1")[0].startswith("1024 0.5 13.5 --- 64 ")
+
+
+def test_the_mark_of_the_next_turn_is_trained_where_it_ends_an_answer() -> None:
+    template = CHATML.replace("<|im_end|>\n", "")  # as GLM-4
+    row = (ASK, said("assistant", "a"), ASK, said("assistant", "b"))
+    assert trained(template, *row, eos="<|im_start|>") == ["|user\\nhi|assistant\\n[[a|]]user\\nhi|assistant\\n[[b|]]"]
+
+
+def test_what_is_trained_is_shown_with_escapes_visible() -> None:
+    (text,) = trained(CHATML, said("user", "\x1b[31m" + "x" * 3000), said("assistant", "ü\n"))
+    assert "\\x1b[31mxxx" in text and "x [...] x" in text and text.endswith("[[ü\\n|]]") and len(text) < 1200

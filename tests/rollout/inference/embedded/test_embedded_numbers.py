@@ -161,3 +161,8 @@ def test_weights_in_another_form_beside_the_model_are_not_read(tmp_path: Path) -
     weights = ModelWeights(read_config(tmp_path), dtype=torch.float32)
     weights.load_folder(tmp_path)
     assert not weights.missing
+
+
+def test_stop_tokens_outside_of_the_vocabulary_do_nothing(qwen2: Any) -> None:
+    (completion,) = run(engine_of(qwen2), [request(0, prompt(4), min_new_tokens=3, stop_token_ids=(VOCAB, 10**6))])
+    assert completion.finish_reason == "length"
