@@ -49,6 +49,7 @@ HINTS: Mapping[str, str] = {
     "name": "write experiment_name and trial_name",
     "num_rollout": "write exp_ctrl.total_train_steps",
     "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
+    "ppo_epochs": "write ppo.actor_sample_reuse",
     "ppo_mini_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
     "profiler_output_dir": _TIMELINE,
     "project": "write experiment_name, and wandb.project",
@@ -94,13 +95,17 @@ def _renamed() -> list[tuple[str, str]]:
 def hint(name: str, path: str) -> str | None:
     """Return what to write for the key `name` at the dotted `path`; None where nothing is known about it. The tables of
     other systems know what the keys that are only renamed are called here."""
-    if known := HINTS.get(path) or (HINTS.get(name) if "_" in name else None):
-        return known
-    suffixes = [f".{path}"]
-    if "_" in name and name != "experiment_name":  # which is a key here too
-        suffixes.append(f".{name}")
-    for suffix in suffixes:
-        meant = {target for key, target in _renamed() if f".{key}".endswith(suffix)}
-        if len(meant) == 1:
-            return f"write {meant.pop()}"
-    return None
+    if path in HINTS:
+        return HINTS[path]
+    if "." in path and (target := _only_target(path)):
+        return f"write {target}"
+    if "_" not in name or name == "experiment_name":  # which is a key here too
+        return None
+    target = _only_target(name)
+    return HINTS.get(name) or (f"write {target}" if target else None)
+
+
+def _only_target(names: str) -> str | None:
+    """Return our key for the keys of other systems that end with these names; None where they have several."""
+    targets = {target for key, target in _renamed() if f".{key}".endswith(f".{names}")}
+    return targets.pop() if len(targets) == 1 else None
