@@ -97,7 +97,7 @@ def hint(name: str, path: str) -> str | None:
     other systems know what the keys that are only renamed are called here."""
     if path in HINTS:
         return HINTS[path]
-    if "." in path and (target := _only_target(path)):
+    if target := _only_target(path):
         return f"write {target}"
     if "_" not in name or name == "experiment_name":  # which is a key here too
         return None
