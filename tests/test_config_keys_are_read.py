@@ -2,14 +2,14 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 import pytest
 
 from config_schema.section import Section, fields_by_key, sub_section
 from core.config.experiments import EXPERIMENTS
+from tests.helpers.source import source_files, tree
 
-ROOT = Path(__file__).resolve().parents[1]
 READERS = ("allocation", "model_specs", "tracing", "rollout", "mcore_adapter", "core", "tools")
 
 
@@ -22,13 +22,14 @@ def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str]
             yield from fields(below, f"{prefix}{key}.")
 
 
+@cache
 def attributes_read() -> set[str]:
     """Names that are loaded as `something.name` in any source file; assignments and definitions do not count."""
     return {
         node.attr
-        for folder in READERS
-        for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for package in READERS
+        for path in source_files(package)
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
 
