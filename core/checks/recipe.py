@@ -275,14 +275,19 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
-    if config.experience.store == "memory":
+    store, replay = config.experience.store, config.experience.replay
+    if store == "memory" and not replay.share:
         return
-    from rollout.experience import check_store  # imports numpy, which a dry run does without
+    from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
 
     try:
-        check_store(config.experience.store)
+        check_store(store)
     except PluginError as error:
         yield Problem(key="experience.store", message=str(error))
+    try:
+        make_priority(replay.priority, decay=replay.decay)
+    except PluginError as error:
+        yield Problem(key="experience.replay.priority", message=str(error))
 
 
 def _environment(config: ExperimentConfig) -> Iterator[Problem]:

@@ -137,6 +137,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         yield from reference_with_values(self.ref)
         yield from self._critic_rules() if self.uses_critic else ()
         yield from self._store_rules()
+        yield from self._replay_rules() if self.experience.replay.share else ()
 
     def _data_rules(self) -> Iterator[Violation]:
         if self.dataset.path and self.task_sets:
@@ -192,6 +193,26 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 ("synchronizer.offset", "synchronizer.interval", "staleness.max_staleness"),
                 f"interval + offset = {sync.interval + sync.offset} must be at most max_staleness + 1 = {longest}",
             )
+
+    def _replay_rules(self) -> Iterator[Violation]:
+        bound, of_new, key = self.replay_max_age, self.staleness.max_staleness, "experience.replay.max_age"
+        if bound == 0:
+            yield Violation(
+                (key, "staleness.max_staleness"),
+                "null stands for max_staleness=0, and replayed tokens are at least one step old; write a number",
+            )
+        elif bound > of_new and self.correction == "none":
+            yield Violation(
+                (key, "algorithm.correction"),
+                f"{bound} is above staleness.max_staleness={of_new}, and algorithm.correction=none weighs old tokens "
+                "as new ones; write algorithm.correction=decoupled, or a lower max_age",
+            )
+
+    @property
+    def replay_max_age(self) -> int:
+        """Largest age of replayed tokens in steps."""
+        given = self.experience.replay.max_age
+        return self.staleness.max_staleness if given is None else given
 
     def masked(self) -> Self:
         """Return the same without secrets, that of experience.path included."""

@@ -335,6 +335,38 @@ _APART = equals("mode", *APART)
 _SERVES = equals("mode", "serve")
 
 
+_REPLAYS = above("experience.replay.share", 0)
+
+
+class ReplayConfig(Section):
+    """Episodes that later steps train on again."""
+
+    share: float = key(
+        0.0, "Share of replayed prompts among those of a step, beside train_bs_n_seqs new ones. 0: none", ge=0, lt=1
+    )
+    priority: str = key(
+        "linear_decay",
+        "Which are replayed first. linear_decay: by version - decay * uses, highest first. use_count: those with the "
+        "fewest uses. Or a function as package.module:name. Groups with equal rewards never are",
+        needs=_REPLAYS,
+    )
+    decay: float = key(
+        2.0, "Versions that each use counts", ge=0,
+        needs=_REPLAYS & equals("experience.replay.priority", "linear_decay"),
+    )  # fmt: skip
+    cooldown: int = key(1, "Fewest steps between two uses of an episode", ge=1, needs=_REPLAYS)
+    max_uses: int | None = key(
+        None, "Most steps that train on an episode, the first included. null: no limit", ge=2, needs=_REPLAYS
+    )
+    max_age: int | None = key(
+        None,
+        "Largest age of replayed tokens in steps. null: staleness.max_staleness. More needs importance weights: "
+        "algorithm.correction other than none",
+        ge=1,
+        needs=_REPLAYS,
+    )
+
+
 class ExperienceConfig(Section):
     """Where episodes are kept."""
 
@@ -363,6 +395,7 @@ class ExperienceConfig(Section):
         "be trained within the staleness bound then is dropped as late. null: wait for whole batches",
         gt=0,
     )
+    replay: ReplayConfig = section(ReplayConfig, "Episodes that later steps train on again")
 
     @property
     def is_durable(self) -> bool:

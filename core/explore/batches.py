@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,14 +114,16 @@ class BatchService:
         await self._samples.written()
         assert self._unwritten is None, "write_samples() comes before the next take()"
         episodes = await self._lessee.take(version)
-        groups, ids = [], []
-        for id, members in groupby(episodes, key=lambda episode: episode.tags.group_id):
+        groups, ids, is_new = [], [], []
+        for id, of_group in groupby(episodes, key=lambda episode: episode.tags.group_id):
+            members = [*of_group]
             ids.append(id)
             groups.append([trajectory for episode in members for trajectory in episode.trajectories])
+            is_new.append(members[0].tags.uses == 1)
         batch = await asyncio.to_thread(pack_trajectories, groups, ids)
         if self._demonstrations is not None:
             batch = replace(batch, demonstrations=self._demonstrations.of_step(version))
-        self._unwritten = groups, ids, version + 1
+        self._unwritten = [*compress(groups, is_new)], [*compress(ids, is_new)], version + 1
         figures = self._lessee.stats() | batch.workflow_figures() | {ROLLOUT: peak_gib()}
         return batch, self._figures(version) | figures | batch.reward_figures(self._config.reward.threshold)
 

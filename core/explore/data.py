@@ -13,7 +13,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.left_out import LeftOut
 from rollout.data.prompts import PromptDataset, first_prompt
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
-from rollout.experience import Rules, make_rules
+from rollout.experience import Replay, Rules, make_priority, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -103,6 +103,19 @@ class RunData:
             steps_ahead=config.steps_ahead,
             num_epochs=config.exp_ctrl.total_train_epochs,
             num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
+            replay=self._replay(),
+        )
+
+    def _replay(self) -> Replay | None:
+        config, given = self._config, self._config.experience.replay
+        if not given.share:
+            return None
+        return Replay(
+            share=given.share,
+            priority=make_priority(given.priority, decay=given.decay),
+            max_age=config.replay_max_age,
+            cooldown=given.cooldown,
+            max_uses=given.max_uses,
         )
 
     def demonstrations(self) -> Demonstrations | None:

@@ -3,6 +3,7 @@
 from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import (
     Admission,
+    Choose,
     Experience,
     ExploreError,
     Lease,
@@ -12,10 +13,12 @@ from rollout.experience.base import (
     StalenessError,
     Status,
     StoreError,
+    Used,
 )
 from rollout.experience.episode import Episode, Event, Tags, episode_id, without_epoch
 from rollout.experience.filters import SpreadFilter
 from rollout.experience.lessee import Lessee
+from rollout.experience.replay import Replay, make_priority
 from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
@@ -27,6 +30,7 @@ __all__ = [
     "ENDLESS",
     "SELECTIONS",
     "Admission",
+    "Choose",
     "Episode",
     "Event",
     "Experience",
@@ -39,6 +43,7 @@ __all__ = [
     "MemoryExperience",
     "OldestFirst",
     "OverAge",
+    "Replay",
     "Rules",
     "SQLiteExperience",
     "Schedule",
@@ -49,8 +54,10 @@ __all__ = [
     "Status",
     "StoreError",
     "Tags",
+    "Used",
     "check_store",
     "episode_id",
+    "make_priority",
     "make_rules",
     "open_store",
     "without_epoch",

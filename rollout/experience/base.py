@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rollout.experience.episode import Episode, Event, Tags
+from rollout.types import PROMPT_VERSION
 
 OverAge = Literal["wait", "mask"]
 Opened = Literal["open", "known", "full"]
@@ -122,6 +123,29 @@ class Status:
     """Name of the trainer; empty: there has been none."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """An episode that earlier steps have trained on."""
+
+    tags: Tags
+    """`uses`: how many steps."""
+    last_step: int
+    """The last of them."""
+
+    @property
+    def version(self) -> int | None:
+        """Version that sampled its oldest token to train on. None: there is none."""
+        return min((v for v in self.tags.oldest if v != PROMPT_VERSION), default=None)
+
+
+class Choose(Protocol):
+    """Decides what a step replays."""
+
+    def __call__(self, candidates: Sequence[Used]) -> Sequence[str]:
+        """Return the ids of the episodes, in the order of the batch. `candidates`: in the order of their leases."""
+        ...
+
+
 class Experience(Protocol):
     """A store of episodes. Calls that do not wait return when what they did survives the end of this process."""
 
@@ -186,6 +210,11 @@ class Experience(Protocol):
         for another step than the next, and as fail()."""
         ...
 
+    def replay(self, step: int, choose: Choose) -> list[Tags]:
+        """Let a step that is leased train again on what `choose` returns of the episodes of earlier steps that have
+        values; return their tags. A repeated call for a step returns the same. Only runs that replay call it."""
+        ...
+
     def values(self, ids: Sequence[str]) -> list[Episode]:
         """Return episodes in the order of `ids`. Raises KeyError for one that has no value, or none any more."""
         ...
@@ -195,8 +224,7 @@ class Experience(Protocol):
         ...
 
     def prune(self, keep_steps: int) -> int:
-        """Drop the values of trained episodes, but those of the last `keep_steps` steps; return the number of values. A
-        store in memory keeps none."""
+        """Drop the values of trained episodes, but those of the last `keep_steps` steps; return their number."""
         ...
 
     def tags(self) -> list[Tags]:

@@ -57,7 +57,7 @@ class Tags:
     priority: float = 0.0
     """For selections that weigh episodes; those of rollout/experience/selection.py do not."""
     uses: int = 0
-    """Leases that were acknowledged."""
+    """Steps that train on it: that of its lease, and those that replay it."""
     fate: Fate = "open"
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
 from rollout.experience.episode import Episode, Tags
+from rollout.experience.replay import Replay
 from rollout.experience.rules import Rules
 from rollout.trajectories import turns
 from rollout.types import PROMPT_VERSION, Trajectory, lowest_right
@@ -34,14 +36,16 @@ class Lessee:
         self._right_at, self._timeout_seconds = right_at or {}, timeout_seconds
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
-        self._until_saved, self._keep_steps = until_saved, keep_steps
+        self._until_saved = until_saved
+        self._keep_steps = keep_steps if rules.replay is None else max(keep_steps, rules.replay.max_age)
         self._trained = self._saved = 0  # steps; the second: of the last checkpoint that state_dict() was called for
         self._masked: dict[int, int] = {}  # tokens by step, of leases that are not acknowledged
         self._num_masked = 0  # of acknowledged ones
         self._figures: dict[str, float] = {}
 
     async def take(self, step: int) -> list[Episode]:
-        """Return the episodes that `step` trains on; wait for them. Counts the steps before as trained.
+        """Return the episodes that `step` trains on, new ones and then those that it replays; wait for them. Counts the
+        steps before as trained.
 
         Raises ValueError on another step than the next, StalenessError, and the error of Experience.fail()."""
         if not self._rules.schedule.batch_of(step):
@@ -62,7 +66,14 @@ class Lessee:
             self._figures |= {"rollout/num_late": float(late), "rollout/num_missing": float(missing)}
         if self._rules.spread is not None:
             self._figures |= self._rules.spread.metrics(lease)
-        return episodes
+        return episodes if self._rules.replay is None else [*episodes, *self._replayed(self._rules.replay, lease)]
+
+    def _replayed(self, replay: Replay, lease: Lease) -> list[Episode]:
+        step, num_new = lease.step, len(lease.tags)
+        again = self._experience.replay(step, partial(replay.choose, step=step, num_new=num_new))
+        self._figures |= replay.metrics(again, step=step, num_new=num_new)
+        values = self._experience.values([tags.id for tags in again])
+        return [replace(episode, tags=tags) for episode, tags in zip(values, again, strict=True)]
 
     def trained(self, step: int) -> None:
         """Count all steps before `step` as trained."""

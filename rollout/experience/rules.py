@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import Admission, OverAge, Selection
 from rollout.experience.filters import SpreadFilter
+from rollout.experience.replay import Replay
 from rollout.experience.schedule import ENDLESS, Schedule
 from rollout.experience.selection import SELECTIONS
 
@@ -23,6 +24,8 @@ class Rules:
     max_staleness: int
     over_age: OverAge
     in_order: bool
+    replay: Replay | None = None
+    """What steps replay beside their new episodes. None: nothing."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -44,6 +47,7 @@ def make_rules(
     steps_ahead: int | None = None,
     num_epochs: int | None = None,
     num_steps: int | None = None,
+    replay: Replay | None = None,
 ) -> Rules:
     """Make the rules for a stream of `num_prompts` prompts an epoch, `batch_size` a step.
 
@@ -74,4 +78,5 @@ def make_rules(
         max_staleness=max_staleness,
         over_age=over_age,
         in_order=in_order,
+        replay=replay,
     )

@@ -7,6 +7,7 @@ acknowledged are ready again for the next trainer. sqlite.py and postgres.py con
     meta       next_step, num_opened, lessee, error, what curricula have settled; values are JSON
     episodes   the tags of every episode, the value of those that are ready or leased
     journals   the events of episodes in flight
+    replays    further steps that train on an episode
     success    view: finished episodes and mean reward of each prompt
 """
 
@@ -25,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 
 from rollout.experience.base import (
     Admission,
+    Choose,
     ExploreError,
     Lease,
     LesseeError,
@@ -32,6 +34,7 @@ from rollout.experience.base import (
     Selection,
     Status,
     StoreError,
+    Used,
 )  # fmt: skip
 from rollout.experience.episode import Episode, Event, Fate, Tags, mean_reward
 from rollout.experience.serial import (
@@ -72,6 +75,8 @@ CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('ope
 CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped', 'late');
 CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
 CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
+CREATE TABLE IF NOT EXISTS replays (step INTEGER, place INTEGER, id TEXT NOT NULL, PRIMARY KEY (step, place));
+CREATE INDEX IF NOT EXISTS replayed ON replays (id, step);
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event {blob} NOT NULL, PRIMARY KEY (id, key));
 """
 _GONE = "fate IN ('dropped', 'skipped', 'late')"
@@ -81,6 +86,8 @@ _OUTSTANDING = "fate IN ('open', 'ready')"
 _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 """The partial indices serve a query that has their own condition."""
 _KEPT = "fate = 'trained' AND value IS NOT NULL"
+_OF_REPLAYS = "(SELECT {} FROM replays WHERE replays.id = episodes.id)"
+_USED = f"tags, fate, version, step, {_OF_REPLAYS.format('count(*)')}, {_OF_REPLAYS.format('max(step)')}"
 _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
 _INSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key)"
@@ -299,9 +306,18 @@ class SQLExperience(ABC):
     def in_flight(self) -> list[Tags]:
         return self._tags(f"{_OPEN} ORDER BY number")
 
-    def _tags(self, where: str, values: Sequence[str] = ()) -> list[Tags]:
-        rows = self._execute(f"SELECT tags, fate, version FROM episodes WHERE {where}", values).fetchall()
-        return [replace(Tags(**json.loads(text)), fate=fate, version=version) for text, fate, version in rows]
+    def _tags(self, where: str, values: Sequence[str | int] = ()) -> list[Tags]:
+        return [used.tags for used in self._used(where, values)]
+
+    def _used(self, where: str, values: Sequence[str | int] = ()) -> list[Used]:
+        """Return the tags of episodes, with their uses, and the last steps that train on them."""
+        rows = self._execute(f"SELECT {_USED} FROM episodes WHERE {where}", values).fetchall()
+        found = []
+        for text, fate, version, step, replays, last in rows:
+            uses = replays + (fate in ("leased", "trained"))
+            tags = replace(Tags(**json.loads(text)), fate=fate, version=version, uses=uses)
+            found.append(Used(tags=tags, last_step=max(step or 0, last or 0)))
+        return found
 
     @property
     def by_version(self) -> Mapping[int, int]:
@@ -362,6 +378,7 @@ class SQLExperience(ABC):
         acknowledged, the others are returned."""
         with self._transaction():
             self._execute("UPDATE episodes SET fate = 'trained' WHERE fate = 'leased' AND step < ?", (step,))
+            self._execute("DELETE FROM replays WHERE step >= ?", (step,))
             self._return_leases()
         self._settled = True
 
@@ -418,25 +435,31 @@ class SQLExperience(ABC):
             dropped=self._tags(f"{_GONE} AND step = {step} ORDER BY number"),
         )
 
+    def replay(self, step: int, choose: Choose) -> list[Tags]:
+        with self._transaction():
+            if not self._replayed(step):
+                earlier = [*self._used(f"{_KEPT} AND step < ? ORDER BY step, place", (step,))]
+                earlier += self._used("fate = 'leased' AND step < ? ORDER BY step, place", (step,))
+                rows = [(step, place, id) for place, id in enumerate(choose(earlier))]
+                self._execute_many("INSERT INTO replays VALUES (?, ?, ?)", rows)
+            return [tag for id in self._replayed(step) for tag in self._tags("id = ?", (id,))]
+
+    def _replayed(self, step: int) -> list[str]:
+        return [id for (id,) in self._execute("SELECT id FROM replays WHERE step = ? ORDER BY place", (step,))]
+
     def values(self, ids: Sequence[str]) -> list[Episode]:
         episodes = []
         for id in ids:
-            row = self._execute("SELECT tags, fate, version, value FROM episodes WHERE id = ?", (id,)).fetchone()
-            if row is None or row[3] is None:
+            row = self._execute("SELECT value FROM episodes WHERE id = ?", (id,)).fetchone()
+            if row is None or row[0] is None:
                 raise KeyError(f"{self._name} has no value of episode {id}")
-            text, fate, version, value = row
-            tags = replace(Tags(**json.loads(text)), fate=fate, version=version)
-            episodes.append(Episode(tags=tags, trajectories=records_from_plain(Trajectory, loads(value))))
+            (tags,) = self._tags("id = ?", (id,))
+            episodes.append(Episode(tags=tags, trajectories=records_from_plain(Trajectory, loads(row[0]))))
         return episodes
 
     def ack(self, lease: Lease) -> None:
         with self._transaction():
-            for tags in lease.tags:
-                trained = _tags_to_text(replace(tags, uses=tags.uses + 1))
-                self._execute(
-                    "UPDATE episodes SET fate = 'trained', tags = ? WHERE id = ? AND fate = 'leased'",
-                    (trained, tags.id),
-                )
+            self._execute("UPDATE episodes SET fate = 'trained' WHERE fate = 'leased' AND step = ?", (lease.step,))
 
     def prune(self, keep_steps: int) -> int:
         with self._transaction():
@@ -473,8 +496,8 @@ class SQLExperience(ABC):
 
     def begin_at(self, step: int, *, num_opened: int) -> None:
         with self._transaction():
-            self._execute("DELETE FROM episodes")
-            self._execute("DELETE FROM journals")
+            for table in ("episodes", "replays", "journals"):
+                self._execute(f"DELETE FROM {table}")
             self._execute("DELETE FROM meta WHERE key LIKE 'settled %'")
             for key, value in (("next_step", step), ("num_opened", num_opened), ("behind_leased", num_opened)):
                 self._set_meta(key, value)

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from core.data.rollout_batch import pack_trajectories
 from helpers.postgres import PostgresServer
-from helpers.simulated_sampling import make_prompts, trajectory
+from helpers.stores import Anything, Stores, begin, episode, finish, names, tags
 from helpers.virtual_clock import run_virtual
 from rollout.experience import (
     Episode,
@@ -38,89 +38,14 @@ from rollout.experience import (
     StalenessAdmission,
     StalenessError,
     StoreError,
-    Tags,
     make_rules,
 )
-from rollout.experience.episode import summary
 from rollout.experience.lessee import mask_over_age
 from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
 from rollout.experience.stores.files import FileExperience
 from rollout.experience.stores.postgres import PostgresExperience
 from rollout.trajectories import turns
 from rollout.types import Completion, Trajectory
-
-
-class Stores:
-    """Makes stores of one kind, and continues one after the end of its process."""
-
-    def __init__(self, kind: str, folder: Path, server: PostgresServer | None = None) -> None:
-        self.server = server
-        self.kind, self._folder, self._numbers = kind, folder, count()
-
-    def new(self) -> Experience:
-        if self.kind == "memory":
-            return MemoryExperience()
-        if self.server is not None:
-            return PostgresExperience(self.server.database())
-        return SQLiteExperience(self._folder / f"{next(self._numbers)}.db")
-
-    def continued(self, store: Experience) -> Experience:
-        """The store as the next process has it, from the checkpoint of now."""
-        state = pickle.loads(pickle.dumps(store.state_dict()))
-        store.close()
-        again = MemoryExperience() if self.kind == "memory" else type(store)(path_of(store))
-        again.load_state_dict(state)
-        return again
-
-
-def path_of(store: Experience) -> str:
-    if isinstance(store, PostgresExperience):
-        return f"postgresql://slipstream@{store._name}"
-    return str(store._path)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    made = PostgresServer()
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
-    needed = request.getfixturevalue("server") if request.param == "postgres" else None
-    return Stores(request.param, tmp_path, needed)
-
-
-class Anything:
-    """Admits every episode."""
-
-    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
-        return True
-
-
-def begin(store: Experience, number: int, version: int) -> None:
-    assert store.open(tags(number, version), Anything()) == "open"
-
-
-def tags(number: int, version: int = 0) -> Tags:
-    id = f"q{number}"
-    return Tags(id=id, group_id=id, task="math", row=id, epoch=0, version=version)
-
-
-def episode(number: int, *versions: int, rewards: tuple[float, ...] = (1.0,)) -> Episode:
-    (prompt,) = make_prompts(1)
-    made = vars(trajectory(prompt, np.array(versions, dtype=np.int32)))
-    group = [Trajectory(**(made | {"query_id": f"q{number}", "reward": reward})) for reward in rewards]
-    return Episode(tags=Tags(**(vars(tags(number)) | summary(group))), trajectories=group)
-
-
-def finish(store: Experience, number: int, *versions: int) -> None:
-    store.put(episode(number, *versions))
-
-
-def names(episodes: list[Episode]) -> list[str]:
-    return [e.tags.id for e in episodes]
 
 
 def trainer(store: Experience, schedule: Schedule, max_staleness: int, *, over_age: OverAge = "wait") -> Lessee:
