@@ -79,3 +79,17 @@ def test_the_picture_compares_what_was_trained_with_what_was_finished(tmp_path: 
     assert len(lines) == 6 and all(line.get("points") for line in lines), "drawn and trained, of three figures"
     # Dropped: a prompt whose answers are all right, difficulty 0; the others have 0.5.
     assert "difficulty, KS 0.250" in text and "lengths, KS 0.000" in text
+
+
+def test_uses_that_replay_adds_are_counted_beside_the_balance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "experience.db"
+    fill(path, keep_steps=1)
+    store = SQLiteExperience(path)
+    for step in (1, 2):
+        assert len(store.replay(step, lambda candidates: ["q0"])) == 1
+    store.close()
+    assert main(["--path", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 replayed uses. Episodes by uses: 1 of 1, 1 of 3 " in shown and "The balance adds up." in shown

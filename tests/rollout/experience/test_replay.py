@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from core.config.parsing.problems import ConfigError
+from helpers.config_inputs import problems, write_run
 from helpers.stores import Stores, episode, names
 from helpers.stores import tags as opened
 from helpers.virtual_clock import run_virtual
@@ -135,3 +138,16 @@ def test_a_priority_that_cannot_be_used_is_named() -> None:
         make_priority("linear", decay=1.0)
     with pytest.raises(ValueError, match="returned 1 scores for 2 candidates"):
         replay(f"{__name__}:too_few").choose([used(0, version=5), used(1, version=5)], step=6, num_new=1)
+
+
+def test_settings_of_replay_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    run, share = write_run(tmp_path), "experience.replay.share=0.5"
+    (said,) = problems(run, share, "experience.replay.priority=linear")
+    assert "experience.replay.priority: unknown priority 'linear'" in said
+    uncorrected = "algorithm.correction=none"
+    assert problems(run, share, uncorrected) == [], "within the bound of new tokens"
+    with pytest.raises(ConfigError, match="9 is above staleness.max_staleness=1, and algorithm.correction=none weighs"):
+        problems(run, share, "experience.replay.max_age=9", uncorrected)
+    assert problems(run, share, "experience.replay.max_age=9") == []
+    with pytest.raises(ConfigError, match="replayed tokens are at least one step old; write a number"):
+        problems(run, share, "staleness.max_staleness=0")
