@@ -88,8 +88,8 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
             table.add_row(name, str(counts[name]))
     console.print(table)
     if replays := sum(max(tags.uses - 1, 0) for tags in episodes):
-        counts = Counter(tags.uses for tags in episodes if tags.uses)
-        uses = ", ".join(f"{number} of {count}" for count, number in sorted(counts.items()))
+        of_uses = Counter(tags.uses for tags in episodes if tags.uses)
+        uses = ", ".join(f"{number} of {count}" for count, number in sorted(of_uses.items()))
         console.print(f"{replays} replayed uses. Episodes by uses: {uses}")
     finished, trained = _finished(episodes)
     if trained:
