@@ -80,6 +80,7 @@ class TrajectoryBuilder:
         return GenerateRequest(
             request_id=f"{group_id}/{self._number}/{next(_request_numbers)}",
             group_id=group_id,
+            is_turn=True,
             prompt_ids=self.token_ids,
             sampling=sampling,
             seed=sample_seed(seed, prompt.epoch, prompt.index, self._number, self._turn),

@@ -58,6 +58,8 @@ class GenerateRequest:
     """Token i of the completion is a function of (weights, prompt, seed, i), whatever else is in the batch."""
     group_id: str = ""
     """Requests of one group share their prompt; a router keeps them together."""
+    is_turn: bool = False
+    """The next request may begin with this prompt and its answer: a generator that caches prefixes keeps both."""
     output: Completion | None = None
 
     def named(self, name: str) -> GenerateRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,11 +44,17 @@ class _Turn:
         return [t for turn in self.path for t in (*turn.added, *turn.completion.token_ids.tolist())]
 
 
-@dataclass(eq=False)
-class _Asked:
+@dataclass(eq=False, kw_only=True)
+class Asked:
     """One request and its answer; clients may ask for it again."""
 
+    id: str
+    """Of the answer."""
+    call: Call
+    body: Mapping[str, Any]
+    """The request as it came."""
     answer: asyncio.Task[Answer]
+    created: int
     was_lost: bool = False
     """The connection ended before the client had it."""
 
@@ -72,11 +79,11 @@ class Session:
         self._context = contextvars.copy_context()  # requests arrive in tasks of the server
         self._turns: list[_Turn] = []
         self._known: dict[str, _Turn] = {}  # by what was said up to and with the answer
-        self._asked: dict[str, list[_Asked]] = {}
+        self._asked: dict[str, list[Asked]] = {}
         self.error: Exception | None = None
         """Why the policy could not answer."""
 
-    def ask(self, call: Call, *, is_retry: bool) -> _Asked:
+    def ask(self, call: Call, body: Mapping[str, Any], *, is_retry: bool) -> Asked:
         """Begin to answer. A client that asks again, as its connection ended, gets the answer of before."""
         asked = self._asked.setdefault(call.name, [])
         lost = [one for one in asked if one.was_lost] or (asked[-1:] if is_retry else [])
@@ -84,8 +91,13 @@ class Session:
             lost[0].was_lost = False
             return lost[0]
         name = hashlib.blake2b(f"{call.name}/{len(asked)}".encode(), digest_size=12).hexdigest()
-        asked.append(_Asked(asyncio.create_task(self._answer(call, name), context=self._context.copy())))
+        answer = asyncio.create_task(self._answer(call, name), context=self._context.copy())
+        asked.append(Asked(id=name, call=call, body=body, answer=answer, created=int(time.time())))
         return asked[-1]
+
+    def find(self, id: str) -> Asked | None:
+        """Return the request with the answer `id`."""
+        return next((asked for of in self._asked.values() for asked in of if asked.id == id), None)
 
     def count(self, messages: Messages, tools: Any) -> int:
         """Return the number of tokens of a prompt."""
@@ -106,6 +118,7 @@ class Session:
         request = GenerateRequest(
             request_id=f"{group_id}/{name}/{id(self)}",
             group_id=group_id,
+            is_turn=True,
             prompt_ids=prompt_ids,
             sampling=sampling,
             seed=sample_seed(self._seed, prompt.epoch, prompt.index, self._number, int(name[:15], 16)),

@@ -37,6 +37,7 @@ from rollout.inference.sglang.arguments import SGLANG
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.disk import folder_call
 from rollout.inference.sglang.hooks.in_flight import ALIVE, Sampled
+from rollout.inference.sglang.hooks.scheduler import KEPT
 from rollout.inference.sglang.ipc import RELEASE, share, shared_call
 from rollout.inference.sglang.nccl import broadcast_call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -271,6 +272,8 @@ def generate_call(
         "return_logprob": True,
         "rid": rid,
     }
+    if request.is_turn:
+        params["custom_params"] = {KEPT: True}
     if seeded:
         params["sampling_seed"] = request.seed & (2**63 - 1)
     if sampling.temperature > 0 and sampling.top_p < 1.0:

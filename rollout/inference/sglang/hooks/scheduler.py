@@ -8,7 +8,7 @@ start or restart under newer ones, and do not stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 VERSION_KEY = "slipstream_version"
 """Name of the per-token versions in a response's meta_info."""
+KEPT = "slipstream_kept"
+"""Name of the custom parameter of requests whose answer the cache keeps for the next turn."""
 PREFILL_SHARE = 0.1
 """Share of a server's places that are free before prompts are admitted (BATCHED_PREFILLS in server.py)."""
 _DELAYER_INFO = (
@@ -24,8 +26,13 @@ _DELAYER_INFO = (
 """Values that a rank sends to the others about its prompts, in this order."""
 
 
+class _SamplingParams(Protocol):
+    custom_params: Mapping[str, object] | None
+
+
 class _Request(Protocol):
     extra_key: str | None
+    sampling_params: _SamplingParams
 
 
 class _Batch(Protocol):
@@ -83,18 +90,19 @@ class TokenVersions:
             for req in scheduler.waiting_queue:
                 req.extra_key = request.rid
 
+    def keep_or_drop_answer(
+        self, cache: object, req: _Request, is_insert: bool = True, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Keep the prompt in the cache, and the answer for the next turn where all of it is of one version, before
+        RadixCache.cache_finished_req. Full of other answers, the cache would search for the oldest of tens of thousands
+        at every step."""
+        is_kept = KEPT in (req.sampling_params.custom_params or {}) and req.extra_key == str(self.version)
+        return (cache, req), {**kwargs, "is_insert": is_insert and is_kept}
+
     def wait_for_device(self, result: object, *args: object, **kwargs: object) -> None:
         """Wait for the device after a pause: in_place leaves a forward pass running."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-
-
-def drop_answer(
-    cache: object, req: object, is_insert: bool = True, **kwargs: object
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Keep prompts but no answers in the cache, before RadixCache.cache_finished_req. A cache full of answers would
-    search for the oldest of tens of thousands at every step."""
-    return (cache, req), {**kwargs, "is_insert": False}
 
 
 def empty_prefix_cache(scheduler: _Scheduler) -> None:

@@ -22,7 +22,6 @@ from rollout.inference.sglang.hooks.sampling import Sampling, fp32_logits
 from rollout.inference.sglang.hooks.scheduler import (
     VERSION_KEY,
     TokenVersions,
-    drop_answer,
     gather_of_one,
     many_at_once,
 )
@@ -96,7 +95,7 @@ def hooks() -> Sequence[Hook]:
     radix, checker = "mem_cache.radix_cache.RadixCache.", "utils.weight_checker.WeightChecker."
     batch, without_gpu = "managers.schedule_batch.ScheduleBatch.", "experts of tokens without a GPU"
     rows += [
-        (radix + "cache_finished_req", "before", drop_answer, "a cache full of answers is searched at every step"),
+        (radix + "cache_finished_req", "before", tokens.keep_or_drop_answer, "answers are kept for a next turn alone"),
         (
             quantized + "get_quant_method",
             "around",

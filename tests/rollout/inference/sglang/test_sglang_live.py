@@ -158,6 +158,31 @@ def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
     assert with_generator(server, "in_place", ask) == [0, 399, 400, 0]
 
 
+def test_each_turn_of_a_conversation_computes_what_is_new_and_an_update_everything_once(
+    server: SGLangServer, models: Models
+) -> None:
+    async def converse(generator: SGLangGenerator) -> list[int]:
+        await update(generator, models, 1)
+        ids, computed, version = prompt_of(12, 96), [], 1
+        for turn in range(8):
+            if turn == 4:
+                version = 2
+                await update(generator, models, version)
+            turn_of = replace(request(f"turn{turn}", ids, max_new_tokens=96), is_turn=True)
+            answer = await generator._client.post(generate_call(turn_of, EMPTY, rid=f"turn{turn}", vocab_size=VOCAB))
+            meta = answer["meta_info"]
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+            expected = models.logprobs(version, ids, np.array(answer["output_ids"]))
+            np.testing.assert_allclose(logprobs, expected, atol=TOLERANCE)
+            computed.append(len(ids) - meta["cached_tokens"])
+            ids = [*ids, *answer["output_ids"], *prompt_of(100 + turn, 96)]
+        return computed
+
+    first, *rest = with_generator(server, "retract", converse)
+    assert first == 96 and rest.pop(3) > 4 * 2 * 96
+    assert max(rest) <= 96 + 1  # the last token of an answer may not have run
+
+
 def test_a_full_server_admits_prompts_when_a_tenth_of_its_places_is_free(server: SGLangServer) -> None:
     log = server.settings.log_file
     before = log.stat().st_size
