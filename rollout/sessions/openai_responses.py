@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollout.sessions import openai_chat
 from rollout.sessions.calls import Answer, Call, CallError
 from rollout.sessions.reading import messages_of, read, request_name, text_of, tools_of
+from rollout.sessions.session import Asked
 
 error_of = openai_chat.error_of
+_ID = "resp_"
+"""What ids of responses begin with."""
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -19,9 +24,9 @@ def read_call(body: Mapping[str, Any]) -> Call:
     for name in ("background", "include"):
         if body.get(name):
             raise CallError(f"{name}={body[name]!r} is not supported.", param=name)
-    for name in ("previous_response_id", "conversation"):
-        if body.get(name) is not None:
-            raise CallError(f"{name} is not supported: send the whole conversation as input.", param=name)
+    if body.get("conversation") is not None:
+        raise CallError("conversation is not supported: send previous_response_id.", param="conversation")
+    read(body, "previous_response_id", str, None)
     instructions = read(body, "instructions", str, None)
     messages = [{"role": "system", "content": instructions}] if instructions else []
     given = body.get("input")
@@ -35,6 +40,26 @@ def read_call(body: Mapping[str, Any]) -> Call:
         max_tokens=read(body, "max_output_tokens", int, None),
         name=request_name(body),
     )
+
+
+async def continued(call: Call, body: Mapping[str, Any], find: Callable[[str], Asked | None]) -> Call:
+    """Put the conversation up to previous_response_id, without its instructions, before the input of a request.
+    Raises CallError."""
+    before = find(name_of(id := body["previous_response_id"]))
+    if before is None:
+        code = "previous_response_not_found"
+        raise CallError(f"Previous response with id {id!r} not found.", param="previous_response_id", code=code)
+    await asyncio.wait([before.answer])
+    if before.answer.cancelled() or before.answer.exception() is not None:
+        raise CallError("previous_response_id: that response failed.", param="previous_response_id")
+    old, new = bool(before.body.get("instructions")), bool(body.get("instructions"))
+    messages = (*call.messages[:new], *before.call.messages[old:], before.answer.result().message, *call.messages[new:])
+    return replace(call, messages=messages)
+
+
+def name_of(id: str) -> str:
+    """Return the id of the answer that a response has."""
+    return id.removeprefix(_ID)
 
 
 def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
@@ -71,7 +96,7 @@ def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
 def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
     """Return the answer as a response."""
     length = answer.finish == "length"
-    response = _response(answer, body, created, status="incomplete" if length else "completed")
+    response = _response(answer.id, body, created, status="incomplete" if length else "completed")
     response["incomplete_details"] = {"reason": "max_output_tokens"} if length else None
     response["output"] = _items(answer)
     response["usage"] = {
@@ -84,9 +109,9 @@ def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[
     return response
 
 
-def _response(answer: Answer, body: Mapping[str, Any], created: int, *, status: str) -> dict[str, Any]:
+def _response(id: str, body: Mapping[str, Any], created: int, *, status: str) -> dict[str, Any]:
     return {
-        "id": f"resp_{answer.id}", "object": "response", "created_at": created, "status": status, "error": None,
+        "id": _ID + id, "object": "response", "created_at": created, "status": status, "error": None,
         "incomplete_details": None, "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
         "model": body.get("model", "policy"), "output": [], "parallel_tool_calls": True, "temperature": 1.0,
         "tool_choice": body.get("tool_choice", "auto"), "tools": body.get("tools") or [], "top_p": 1.0, "usage": None,
@@ -113,10 +138,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
     """Yield (event, data) of the answer as a stream."""
     done = answer_of(answer, body, created=created)
-    begun = _response(answer, body, created, status="in_progress")
-    events: list[dict[str, Any]] = [
-        {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
-    ]
+    events: list[dict[str, Any]] = []
     for index, item in enumerate(done["output"]):
         at = {"item_id": item["id"], "output_index": index}
         empty = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
@@ -124,8 +146,16 @@ def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Itera
         events += _parts(item, at)
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{done['status']}", "response": done})
-    for number, event in enumerate(events):
+    yield from begun(answer.id, body, created)
+    for number, event in enumerate(events, 2):
         yield event["type"], {**event, "sequence_number": number}
+
+
+def begun(id: str, body: Mapping[str, Any], created: int) -> Iterator[tuple[str | None, Any]]:
+    """Yield the events of a stream that come before the answer."""
+    response = _response(id, body, created, status="in_progress")
+    for number, name in enumerate(("response.created", "response.in_progress")):
+        yield name, {"type": name, "response": response, "sequence_number": number}
 
 
 def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from aiohttp import web
 
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
 from rollout.sessions.calls import Call, CallError
-from rollout.sessions.session import Session
+from rollout.sessions.session import Asked, Session
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class SessionServer:
         for path in _DIALECTS:
             app.router.add_post(path, self._post)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/responses/{id}", self._again)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
@@ -83,15 +83,37 @@ class SessionServer:
             call = _call_of(dialect, body)
             if request.path.endswith("/count_tokens"):
                 return web.json_response({"input_tokens": session.count(call.messages, call.tools)})
+            if body.get("previous_response_id") is not None and dialect is openai_responses:
+                call = await openai_responses.continued(call, body, session.find)
         except (CallError, json.JSONDecodeError) as error:
             return _refusal(dialect, error)
         if key := request.headers.get("Idempotency-Key"):
             call = replace(call, name=f"{call.name}/{key}")
         is_retry = key is not None or request.headers.get("x-stainless-retry-count", "0") != "0"
-        asked = session.ask(call, is_retry=is_retry)
+        asked = session.ask(call, body, is_retry=is_retry)
+        return await self._send(request, dialect, asked, is_stream=bool(body.get("stream")))
+
+    async def _again(self, request: web.Request) -> web.StreamResponse:
+        """Send a response once more, or the rest of its stream to a client that has lost the connection."""
+        id, after = request.match_info["id"], request.query.get("starting_after", "-1")
         try:
-            respond = self._stream if body.get("stream") else self._respond
-            return await respond(request, dialect, body, asked.answer)
+            asked = self._session_of(request).find(openai_responses.name_of(id))
+            if asked is None:
+                raise CallError(f"Response with id {id!r} not found.", code="not_found", status=404)
+            if not after.removeprefix("-").isdecimal():
+                raise CallError(f"starting_after must be a number, got {after!r}.", param="starting_after")
+        except CallError as error:
+            return _refusal(openai_responses, error)
+        is_stream = request.query.get("stream") == "true"
+        return await self._send(request, openai_responses, asked, is_stream=is_stream, after=int(after))
+
+    async def _send(
+        self, request: web.Request, dialect: ModuleType, asked: Asked, *, is_stream: bool, after: int = -1
+    ) -> web.StreamResponse:
+        try:
+            if is_stream:
+                return await self._stream(request, dialect, asked, after)
+            return await self._respond(request, dialect, asked)
         except ConnectionError:
             asked.was_lost = True
             return web.Response()  # nobody reads it
@@ -99,28 +121,28 @@ class SessionServer:
             if request.transport is None or request.transport.is_closing():
                 asked.was_lost = True
 
-    async def _respond(
-        self, request: web.Request, dialect: ModuleType, body: Mapping[str, Any], asked: asyncio.Task[Any]
-    ) -> web.StreamResponse:
-        await asyncio.wait([asked])
-        if (error := _error_of(asked)) is not None:
+    async def _respond(self, request: web.Request, dialect: ModuleType, asked: Asked) -> web.StreamResponse:
+        await asyncio.wait([asked.answer])
+        if (error := _error_of(asked.answer)) is not None:
             return _refusal(dialect, error)
-        response = web.json_response(dialect.answer_of(asked.result(), body, created=int(time.time())))
+        response = web.json_response(dialect.answer_of(asked.answer.result(), asked.body, created=asked.created))
         await response.prepare(request)
         await response.write_eof()
         return response
 
-    async def _stream(
-        self, request: web.Request, dialect: ModuleType, body: Mapping[str, Any], asked: asyncio.Task[Any]
-    ) -> web.StreamResponse:
-        """Write the answer as server-sent events: comments while it is sampled, then all of it. An error before the
-        first comment has its own status, as without a stream."""
+    async def _stream(self, request: web.Request, dialect: ModuleType, asked: Asked, after: int) -> web.StreamResponse:
+        """Write the answer as server-sent events, those after number `after`: comments while it is sampled, then all of
+        it. An error before the first comment has its own status, as without a stream."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        while not (await asyncio.wait([asked], timeout=_PING_SECONDS))[0]:
+        while not (await asyncio.wait([asked.answer], timeout=_PING_SECONDS))[0]:
             if not response.prepared:
                 await response.prepare(request)
+                if dialect is openai_responses:  # its client can come back, with this id
+                    after = await _write_events(
+                        response, openai_responses.begun(asked.id, asked.body, asked.created), after
+                    )
             await response.write(b": waiting\n\n")
-        error = _error_of(asked)
+        error = _error_of(asked.answer)
         if error is not None and not response.prepared:
             return _refusal(dialect, error)
         if not response.prepared:
@@ -128,8 +150,8 @@ class SessionServer:
         if error is not None:
             await response.write(_event("error", _error_body(dialect, _as_call_error(error))))
         else:
-            for event, data in dialect.stream_of(asked.result(), body, created=int(time.time())):
-                await response.write(_event(event, data))
+            answer = asked.answer.result()
+            await _write_events(response, dialect.stream_of(answer, asked.body, created=asked.created), after)
         await response.write_eof()
         return response
 
@@ -146,7 +168,7 @@ class SessionServer:
     async def _unknown(self, request: web.Request) -> web.Response:
         dialect = anthropic_messages if "anthropic-version" in request.headers else openai_chat
         paths = ", ".join(_DIALECTS)
-        message = f"There is no {request.method} {request.path}; there are POST {paths} and GET /v1/models."
+        message = f"There is no {request.method} {request.path}; there are POST {paths}, GET /v1/models and responses."
         return _refusal(dialect, CallError(message, status=404))
 
 
@@ -194,6 +216,15 @@ def _refusal(dialect: ModuleType, error: BaseException) -> web.Response:
     body = _error_body(dialect, refusal)
     # What failed here fails again: the clients of both vendors would retry 500.
     return web.json_response(body, status=refusal.status, headers={"x-should-retry": "false"})
+
+
+async def _write_events(response: web.StreamResponse, events: Iterable[tuple[str | None, Any]], after: int) -> int:
+    """Write the events whose numbers are above `after`; return the last number."""
+    for number, (event, data) in enumerate(events):
+        if number > after:
+            await response.write(_event(event, data))
+            after = number
+    return after
 
 
 def _event(name: str | None, data: Any) -> bytes:

@@ -87,10 +87,10 @@ class Client:
             body["max_output_tokens" if dialect is openai_responses else "max_tokens"] = self.rng.randint(1, 8)
         call = dialect.read_call(json.loads(json.dumps(body)))
         try:
-            asked = self.session.ask(call, is_retry=retry)
+            asked = self.session.ask(call, {}, is_retry=retry)
             if self.rng.random() < 0.1:  # the connection ended; the client asks again
                 asked.was_lost = True
-                assert self.session.ask(call, is_retry=False) is asked
+                assert self.session.ask(call, {}, is_retry=False) is asked
             message = copy.deepcopy((await asked.answer).message)
         except CallError:  # the context is full
             self.history = self.history[:1]

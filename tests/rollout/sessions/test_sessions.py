@@ -42,6 +42,11 @@ class Program:
             kind = response.content_type
             return response.status, await (response.json() if kind == "application/json" else response.text())
 
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._http.get(f"{self.url}/v1/{path}", headers={"Authorization": "Bearer secret"}) as response:
+            kind = response.content_type
+            return response.status, await (response.json() if kind == "application/json" else response.text())
+
     async def chat(self, *messages: Any, **others: Any) -> dict[str, Any]:
         status, body = await self.post("chat/completions", {"model": "gpt-x", "messages": list(messages), **others})
         assert status == 200, body
@@ -274,7 +279,8 @@ def test_what_cannot_be_done_is_refused_in_the_format_of_openai(body: dict[str, 
             "text.format='json_schema'",
         ),
         ("responses", {"include": ["message.output_text.logprobs"]}, "include=['message.output_text.logprobs']"),
-        ("responses", {"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+        ("responses", {"previous_response_id": "resp_1"}, "id 'resp_1' not found"),
+        ("responses", {"conversation": "conv_1"}, "send previous_response_id"),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not supported"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: type 'any' is not supported"),
     ],
@@ -324,7 +330,7 @@ def test_tokens_of_no_session_unknown_paths_and_failures_of_the_policy_have_thei
 
 def events(text: str) -> list[tuple[str | None, Any]]:
     found = []
-    for block in text.strip().split("\n\n"):
+    for block in text.strip().replace(": waiting\n\n", "").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
         found.append((lines.get("event"), lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])))
     return found
@@ -390,6 +396,52 @@ def test_anthropic_and_responses_continue_their_conversations() -> None:
         )
 
     talk(lambda text: answers["<tool_response>" in text], program)
+
+
+def test_a_response_continues_an_earlier_one_by_its_id_and_is_read_again() -> None:
+    answers = iter([f"Hm. {CALL}<|im_end|>", "three<|im_end|>"])
+
+    async def program(p: Program) -> None:
+        body = {"model": "m", "tools": [{"type": "function", **ADD["function"]}]}
+        _, first = await p.post("responses", {**body, "instructions": "Add.", "input": "1+2?"})
+        output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "3"}
+        again = {"previous_response_id": first["id"], "input": [output], "instructions": "Add."}
+        _, second = await p.post("responses", {**body, **again})
+        [parts] = p.trained()
+        assert [part for part in parts if part[0] == "["] == [f"[Hm. {CALL}<|im_end|>]", "[three<|im_end|>]"]
+        assert parts[0].count("Add.") == 1 and "<tool_response>\n3\n" in parts[2]
+        assert await p.get(f"responses/{first['id']}") == (200, first)
+        assert await p.get(f"responses/{second['id']}") == (200, second)
+        assert (await p.get("responses/resp_x"))[0] == 404
+        assert (await p.get(f"responses/{first['id']}?stream=true&starting_after=x"))[0] == 400
+
+    talk(lambda _: next(answers), program)
+
+
+def test_a_stream_of_a_response_that_broke_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.sessions.server._PING_SECONDS", 0.01)
+    slow = asyncio.Event()
+
+    class Slow(Scripted):
+        async def generate(self, request: Any) -> Any:
+            await slow.wait()
+            return await super().generate(request)
+
+    async def program(p: Program) -> None:
+        headers, body = {"Authorization": "Bearer secret"}, {"model": "m", "input": "?", "stream": True}
+        async with p._http.post(f"{p.url}/v1/responses", json=body, headers=headers) as broken:
+            seen = events((await broken.content.readuntil(b": waiting")).decode().removesuffix(": waiting"))
+        assert [name for name, _ in seen] == ["response.created", "response.in_progress"]
+        id = seen[0][1]["response"]["id"]
+        rest = asyncio.create_task(p.get(f"responses/{id}?stream=true&starting_after=1"))
+        await asyncio.sleep(0.05)
+        slow.set()
+        numbers = [e["sequence_number"] for _, e in events((await rest)[1])]
+        assert numbers == list(range(2, 2 + len(numbers))) and p.session.num_turns == 1
+        whole = events((await p.get(f"responses/{id}?stream=true"))[1])
+        assert whole[:2] == seen and whole[-1][1]["response"]["output"][0]["content"][0]["text"] == "late"
+
+    talk(lambda _: "", program, generator=Slow(TOKENIZER, lambda _: "late<|im_end|>"))
 
 
 def test_the_first_of_several_stop_texts_ends_the_answer() -> None:
