@@ -3,14 +3,14 @@
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
     python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
-    python -m tools.chaos --kills 12 --workflow agent     # turns with a tool, whose effects are counted outside the run
+    python -m tools.chaos --kills 12 --workflow agent     # turns of an environment, a tool with effects
 
-SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer or Ray's raylet at random
-moments, a part of them while a recover checkpoint is being written. The command is started again when it was killed
-itself; from everything else it recovers (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the
-same order, with the same losses, and the last checkpoint holds the same weights and optimizer moments, bit for bit;
-every tool call had its effect once (kills hit calls, too; a call that is made again has the same id); and no process
-and no file in /dev/shm was left.
+SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer, Ray's raylet or a process of
+environments at random moments, a part of them while a recover checkpoint is being written. The command is started again
+when it was killed itself; from everything else it recovers (recover_mode=auto). Exit code 0: every prompt was trained
+exactly once, in the same order, with the same losses, and the last checkpoint holds the same weights and optimizer
+moments, bit for bit; every tool call had its effect once (kills hit calls, too; a call that is made again has the same
+id); and no process and no file in /dev/shm was left.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tools import arguments
 from tools.chaos.agent import is_called
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.run import (
+    ENVIRONMENT,
     Leftovers,
     Trial,
     family,
@@ -169,7 +170,7 @@ def chaos(
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
-    targets = targets_of_jobs() if split else targets_of(algorithm)
+    targets = targets_of_jobs() if split else targets_of(algorithm, agent=agent)
     plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm, agent=agent)
@@ -234,7 +235,7 @@ def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.
                     raise RunFailed(f"{job.trial.name} did not finish:\n{job.trial.log_tail()}")
         recovered = f"; recoveries: {trial.recoveries}" if kills else ""
         report.log(f"{trial.name}: finished all {trial.steps} steps{recovered}")
-        if any(not kill.target.startswith("explore ") for kill in kills) and not trial.recoveries:
+        if any(not kill.target.startswith(("explore ", ENVIRONMENT)) for kill in kills) and not trial.recoveries:
             raise RunFailed(f"{trial.name}: no attempt continued from a checkpoint")
     finally:
         for job in jobs:

@@ -1,4 +1,5 @@
-"""The workflow of `python -m tools.chaos --workflow agent`: turns, and a tool with effects outside the run.
+"""The workflow of `python -m tools.chaos --workflow agent`: turns with an environment, and a tool with effects outside
+the run.
 
 An effect is a file, named by the id of its call and made once, as a service with idempotency keys does it. While a call
 runs there is a mark with the process that makes it, so that kills can hit it.
@@ -9,22 +10,42 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from config_schema.section import Section, key
+from rollout.environments.pool import EnvironmentPool
 from rollout.journal import call_id, recorded
-from rollout.trajectories import TrajectoryBuilder
+from rollout.trajectories import TrajectoryBuilder, sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
 
 _CALL_SECONDS = 0.05
 NUM_TURNS = 3
 
 
+class Game:
+    """An environment whose observations depend on its seed and on all actions before."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        """Begin; what is returned is not read."""
+        self._past = str(seed)
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Return a digit, and a reward of 0 or 1."""
+        self._past += action
+        number = _number_of(self._past)
+        return str(number % 10), float(number // 10 % 2), False
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
 class Agent:
-    """Three turns, with a call of the tool between two of them."""
+    """Three turns of a game, with a call of the tool between two of them."""
 
     class Config(Section):
         """What workflow.options may contain."""
@@ -36,6 +57,7 @@ class Agent:
     ) -> None:
         self._tokenizer, self._sampling, self._group_size, self._seed = tokenizer, sampling, group_size, seed
         self._effects = Path(options.effects)
+        self._games = EnvironmentPool(f"{__name__}:Game", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         """Return one trajectory for each sample."""
@@ -43,15 +65,22 @@ class Agent:
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> Trajectory:
         sample, said = TrajectoryBuilder(prompt, number=number), ""
-        for turn in range(NUM_TURNS):
-            completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
-            asked = self._tokenizer.decode(completion.token_ids)
-            said += asked
-            sample.sampled(completion, reward=float(len(asked) % 2))
-            if turn < NUM_TURNS - 1:
-                result = await recorded(f"tool {number}", lambda: self._call(asked), asked=asked)  # noqa: B023
-                sample.observed(self._tokenizer.encode(result, add_special_tokens=False))
+        async with self._games.open() as game:
+            await game.reset({}, sample_seed(self._seed, prompt.epoch, prompt.index, number))
+            for turn in range(NUM_TURNS):
+                completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
+                asked = self._tokenizer.decode(completion.token_ids)
+                said += asked
+                observation, reward, _ = await game.step(asked)
+                sample.sampled(completion, reward=reward)
+                if turn < NUM_TURNS - 1:
+                    result = await recorded(f"tool {number}", lambda: self._call(asked), asked=asked)  # noqa: B023
+                    sample.observed(self._tokenizer.encode(result + observation, add_special_tokens=False))
         return sample.build(float(sum(map(ord, said)) % 2))  # groups have both rewards
+
+    async def close(self) -> None:
+        """End the processes of the games."""
+        self._games.close()
 
     async def _call(self, asked: str) -> str:
         """Have the effect of this call, unless it is there, and return its result: digits."""
@@ -59,7 +88,7 @@ class Agent:
         mark = self._effects / f"{name}.{os.getpid()}.called"
         mark.touch()
         await asyncio.sleep(_CALL_SECONDS / 2)
-        result = str(int(hashlib.blake2b(asked.encode(), digest_size=2).hexdigest(), 16) % 100)
+        result = str(_number_of(asked) % 100)
         with (self._effects / "executions").open("a") as file:
             file.write(f"{name}\n")
         mark.write_text(f"{asked}\n{result}")
@@ -70,6 +99,10 @@ class Agent:
         await asyncio.sleep(_CALL_SECONDS / 2)
         mark.unlink(missing_ok=True)
         return result
+
+
+def _number_of(text: str) -> int:
+    return int(hashlib.blake2b(text.encode(), digest_size=2).hexdigest(), 16)
 
 
 def is_called(effects: Path) -> bool:

@@ -24,13 +24,16 @@ from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.demo.data import make_tokenizer, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = "environment"
+"""The one target from whose end a run continues without a checkpoint."""
 TARGETS = {
     "trainer rank": "ray::TrainerRank",
     "generator": "ray::GeneratorActor",
     "producer": "ray::RolloutActor",
     "raylet": "raylet",
+    ENVIRONMENT: "rollout.environments.worker",
 }
-"""Processes that can be killed, apart from the command and its driver: name, and the beginning of the command line."""
+"""Processes that can be killed, apart from the command and its driver: name, and what the command line begins with."""
 _OF_FILES = ("sft", "dpo")
 """Experiments without generators."""
 _MARK = "SLIPSTREAM_CHAOS"
@@ -52,7 +55,7 @@ class Trial:
     mode: str = "both"
     """Of the job; train: an explore job fills its store."""
     agent: bool = False
-    """Whether its workflow has turns and a tool with effects."""
+    """Whether its workflow has turns, an environment, and a tool with effects."""
 
     def explorer(self) -> Trial:
         """Return the explore job of a train job."""
@@ -175,10 +178,11 @@ def make_assets(folder: Path) -> None:
     )
 
 
-def targets_of(algorithm: str | None) -> list[str]:
+def targets_of(algorithm: str | None, *, agent: bool = False) -> list[str]:
     """Return what can be killed in a run of an algorithm."""
-    of_files = algorithm in _OF_FILES
-    return ["command", "driver", *(name for name in TARGETS if not of_files or name in ("trainer rank", "raylet"))]
+    if algorithm in _OF_FILES:
+        return ["command", "driver", "trainer rank", "raylet"]
+    return ["command", "driver", *(name for name in TARGETS if agent or name != ENVIRONMENT)]
 
 
 def targets_of_jobs() -> list[str]:
@@ -269,7 +273,7 @@ def find_target(command: subprocess.Popen[bytes], target: str) -> psutil.Process
             return next((child for child in started.children() if child.cmdline() == started.cmdline()), None)
         for process in family(started):
             words = process.cmdline()
-            if words and Path(words[0]).name.startswith(TARGETS[target]):
+            if any(Path(word).name.startswith(TARGETS[target]) for word in words[:4]):  # python -P -m MODULE
                 return process
     return None
 
