@@ -53,6 +53,16 @@ def test_a_model_learns_to_call_the_calculator_where_it_cannot_add(tmp_path: Pat
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("script", "least"), [("self_play.py", 0.9), ("textarena_game.py", 0.4)])
+def test_a_model_learns_to_play(script: str, least: float, tmp_path: Path) -> None:
+    """Minutes: against its frozen start, and above the warm-up (docs/agents.md)."""
+    if script == "textarena_game.py":
+        pytest.importorskip("textarena")
+    shares = [float(share) for share in re.findall(r"^step \d+: ([\d.]+)", run(script, tmp_path), re.MULTILINE)]
+    assert shares[-1] > max(least, shares[0])
+
+
+@pytest.mark.nightly
 def test_training_from_python_ends_with_a_model_that_answers(tmp_path: Path) -> None:
     output = run("train_from_python.py", tmp_path)
     before, after = map(float, re.findall(r"loss of the warm-up: ([\d.]+) -> ([\d.]+)", output)[0])
