@@ -82,7 +82,7 @@ class RolloutProducer:
         self._version = self._num_finished = 0
         self._again: deque[Tags] = deque()  # in flight in the store that this run started with
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by id
         self._running = False
         self._failure: Exception | None = None
         counted = ("num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped")
@@ -98,17 +98,27 @@ class RolloutProducer:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._running = False
-        for task in self._tasks:
+        tasks = [*self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def set_version(self, version: int) -> None:
         """Start the prompts that weights of `version` allow."""
         if version < self._version:
             raise ValueError(f"set_version({version}): the weights are at version {self._version} already")
         self._version, self._num_finished = version, 0
+        self._end_late()
         self._again.extend(self._experience.adopt())
         self._start_prompts()
+
+    def _end_late(self) -> None:
+        """Stop the episodes that a step has given up, which nothing trains on."""
+        running = self._tasks.keys() & self._journals.keys()
+        for id in running - {tags.id for tags in self._experience.in_flight()}:
+            logger.debug("prompt %s is late: its sampling ends", id)
+            self._tasks[id].cancel()
+            self._journals.pop(id).end()
 
     @property
     def num_finished(self) -> int:
@@ -197,7 +207,7 @@ class RolloutProducer:
                 logger.debug("prompt %d (%s) is admitted at version %d", self._dataset.position, tags.id, self._version)
                 self._dataset.seek(self._dataset.position + 1)
             task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id, prompt)))
-            self._tasks.add(task)
+            self._tasks[tags.id] = task
             task.add_done_callback(partial(self._on_task_end, tags.id))
 
     def _is_full(self) -> bool:
@@ -277,9 +287,9 @@ class RolloutProducer:
     def _on_task_end(self, id: str, task: asyncio.Task[None]) -> None:
         """Fail the store when the task of an episode has ended in any other way than _run_episode has planned:
         otherwise its step would wait for the episode forever."""
-        self._tasks.discard(task)
+        del self._tasks[id]
         if task.cancelled():
-            if not self._running:
+            if not self._running or id not in self._journals:
                 return
             error: BaseException = RuntimeError("the task of a prompt was cancelled from outside of the producer")
         elif (raised := task.exception()) is None:

@@ -48,7 +48,7 @@ def completions_from_wire(wire: Wire) -> list[tuple[str, Completion | Exception]
     return [*wire["errors"], *zip(wire["names"], records_from_plain(Completion, wire["done"]), strict=True)]
 
 
-@spanned(leave_out=("submit", "drain", "endpoint", "health", "partial"))
+@spanned(leave_out=("submit", "abort", "drain", "endpoint", "health", "partial"))
 class GeneratorActor:
     """One generator replica. A plain class; GeneratorPool makes the Ray actor of it."""
 
@@ -76,6 +76,9 @@ class GeneratorActor:
 
     async def submit(self, requests: list[GenerateRequest]) -> None:
         self._generator.submit(requests)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._generator.abort(request_ids)
 
     async def drain(self) -> Wire:
         """Return what has ended since the last call, as completions_to_wire; an exception concerns its request
@@ -140,6 +143,7 @@ class ActorGenerator(Routed):
         self._flushing: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Cancelling it aborts the request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._pending[request.request_id] = future
@@ -148,7 +152,12 @@ class ActorGenerator(Routed):
         self._outbox.append(request)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._receive())
-        return await future
+        try:
+            return await future
+        finally:
+            if future.cancelled():
+                self._pending.pop(request.request_id, None)
+                self._actor.send(GeneratorActor.abort, [request.request_id])
 
     async def _flush(self) -> None:
         """Hand over what came in this turn. Requests that are refused fail, all that came together."""

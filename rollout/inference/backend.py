@@ -276,6 +276,10 @@ class Replica(Generator, Protocol):
         """Take many requests at once; drain() returns their completions."""
         ...
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests from submit() that nobody waits for any more. Unknown ids are passed over."""
+        ...
+
     async def drain(self) -> Sequence[tuple[str, Completion | Exception]]:
         """Return (request_id, completion or the request's error) of requests that have ended since the last call; waits
         for one."""

@@ -811,3 +811,32 @@ def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() ->
                 await producer.take(0)
 
     run_virtual(main())
+
+
+def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
+    async def main() -> None:
+        class Slow(CallWorkflow):
+            ended = 0
+
+            async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+                try:
+                    await asyncio.sleep(1000.0 if (prompt.index, prompt.epoch) == (1, 0) else 0.0)
+                    return await super().run(prompt, generator)
+                except asyncio.CancelledError:
+                    self.ended += 1
+                    raise
+
+        workflow = Slow()
+        async with make_producer(workflow, 2, batch_size=2, max_staleness=0) as producer:
+            selection = producer._rules.selection
+            lease = await producer.experience.lease(selection, 0, "trainer", timeout_seconds=5.0)
+            assert ([tags.row for tags in lease.tags], [tags.fate for tags in lease.dropped]) == (["q0"], ["late"])
+            assert workflow.ended == 0 and producer.stats()["rollout/num_in_flight"] == 1
+            workflow.version = 1
+            producer.set_version(1)
+            await settle()
+            assert workflow.ended == 1 and producer.stats()["rollout/num_in_flight"] == 2, "those of the next step"
+            assert len(await producer.take(1)) == 2
+            producer.check()
+
+    run_virtual(main())

@@ -85,9 +85,15 @@ class MockGenerator:
         """Take many requests at once; `drain` hands out their completions."""
         together = [[r] for r in requests] if self._seconds_per_token else [list(requests)]
         for some in together:
-            task = asyncio.get_running_loop().create_task(self._run(some))
+            task = asyncio.get_running_loop().create_task(self._run(some), name=some[0].request_id)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests from submit() without a completion. Unknown ids are passed over."""
+        for task in self._tasks:
+            if task.get_name() in request_ids:
+                task.cancel()
 
     async def _run(self, requests: list[GenerateRequest]) -> None:
         for request in requests:

@@ -149,9 +149,15 @@ class SGLangGenerator:
         for request in requests:
             check_request(request, vocab_size=self._vocab_size, max_length=self._max_length)
         for request in requests:
-            task = asyncio.get_running_loop().create_task(self._run(request))
+            task = asyncio.get_running_loop().create_task(self._run(request), name=request.request_id)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests from submit() without a completion. Unknown ids are passed over."""
+        for task in self._tasks:
+            if task.get_name() in request_ids:
+                task.cancel()
 
     async def drain(self) -> list[tuple[str, Completion | Exception]]:
         """Return (request_id, completion or error) of requests from submit() that have ended since the last call. Waits
