@@ -8,9 +8,12 @@ runs side by side.
     python -m tools.samples RUN --step 10 --against 200            # two steps side by side
     python -m tools.samples RUN --against OTHER_RUN                # two runs side by side
     python -m tools.samples RUN --step 1..100 --json > some.jsonl  # the rows that are left, for other programs
+    python -m tools.samples RUN --store                            # every answer that its experience store still has
+    python -m tools.samples experience.db --tokenizer MODEL        # a store by its path, also postgresql://...
 
 RUN is the log folder of a run, {fileroot}/logs/<user>/<experiment>/<trial>, or any folder above it with one run. The
-files are those of samples.share; see docs/configuration.md.
+files are those of samples.share; see docs/configuration.md. A store has the answers of episodes that are ready, and of
+trained steps while it keeps their tokens (docs/experience.md).
 """
 
 from __future__ import annotations
@@ -20,19 +23,34 @@ import json
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from core.monitoring.samples import Sample, headline, read_samples, shortened
+from core.monitoring.samples import Decode, Sample, choose_samples, headline, read_samples, shortened
+from core.runs.record import CONFIG, settings_of
 from rollout.data.source import printable
+from rollout.experience import Episode, Experience, StoreError, Tags
+from rollout.plugins import PluginError
 from tools.arguments import BadRequest, integer, program, run_with, step_range
+from tools.experience.ledger import open_store
 
 Keep = Callable[[Sample], bool]
+
+
+class _Source(NamedTuple):
+    """Where samples are read."""
+
+    title: str
+    read: Callable[[range | None], Iterable[Sample]]
+    """Yields them by step: at least those of a range of steps, or of the last one."""
+
 
 _OPERATORS = {
     "<=": operator.le,
@@ -52,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         if arguments.against is None:
-            _show(*_chosen(_folder(arguments.run), arguments.step, arguments), arguments, console)
+            _show(*_chosen(_source(arguments.run, arguments), arguments.step, arguments), arguments, console)
         else:
             _compare(arguments, console)
-    except BadRequest as error:
+    except (BadRequest, PluginError, StoreError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
@@ -65,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("tools.samples"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
+    parser.add_argument("run", metavar="RUN", help="log folder of a run, or an experience store")
+    parser.add_argument("--store", action="store_true", help="read the run's experience store, not samples.jsonl")
+    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="folder of the model; default: the run's")
     parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")
     parser.add_argument("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
     parser.add_argument(
@@ -102,19 +122,69 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
 
 
-def _folder(path: Path) -> Path:
-    """Return the folder with samples.jsonl at or below `path`. Raises BadRequest unless there is exactly one."""
-    return run_with(path, "samples.jsonl", without="samples.share=0 writes none")
+def _source(run: str, arguments: argparse.Namespace) -> _Source:
+    """Return the samples of a run or a store. Raises BadRequest, and as open_store()."""
+    path, kind = Path(run).expanduser(), ""
+    if "://" in run:
+        kind = "postgres"
+    elif path.is_file():
+        kind = "sqlite"
+    elif any(path.glob("episodes-*.jsonl")):
+        kind = "file"
+    if kind:
+        return _of_store(run, argparse.Namespace(run=None, store=kind, path=run), arguments.tokenizer)
+    if arguments.store:
+        folder = run_with(path, CONFIG, without="a run writes it at its start")
+        model = arguments.tokenizer or Path(str(settings_of(folder).get("actor.path", "")))
+        return _of_store(_name(folder), argparse.Namespace(run=folder, store="", path=""), model)
+    folder = run_with(path, "samples.jsonl", without="samples.share=0 writes none; --store reads the run's store")
+    return _Source(_name(folder), lambda steps: read_samples(folder))
 
 
-def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) -> tuple[list[Sample], str]:
+def _name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def _of_store(title: str, named: argparse.Namespace, model: Path | None) -> _Source:
+    from rollout.data.tokenizer import load_tokenizer  # takes seconds
+
+    if model is None:
+        raise BadRequest(f"{title}: name the folder of the model that sampled it with --tokenizer")
+    store, tokenizer = open_store(named), load_tokenizer(model)
+    return _Source(title, partial(_stored, store, lambda tokens: str(tokenizer.decode(tokens))))
+
+
+def _stored(store: Experience, decode: Decode, steps: range | None) -> Iterator[Sample]:
+    """Yield every answer of a store that has its tokens. Its step is that of its lease, or the first one that may have
+    it."""
+    by_step: dict[int, list[Tags]] = {}
+    for tags in store.tags():
+        if tags.fate in ("ready", "leased", "trained"):
+            by_step.setdefault(tags.due + 1, []).append(tags)
+    for step in sorted(by_step.keys() & {*steps}) if steps else sorted(by_step, reverse=True):
+        kept = [episode for tags in by_step[step] for episode in _values(store, tags)]
+        groups, ids = [episode.trajectories for episode in kept], [episode.tags.id for episode in kept]
+        if groups:
+            yield from choose_samples(groups, ids, decode, step=step, share=1.0)
+            if steps is None:
+                return
+
+
+def _values(store: Experience, tags: Tags) -> list[Episode]:
+    try:
+        return store.values([tags.id])
+    except KeyError:  # its tokens are dropped
+        return []
+
+
+def _chosen(source: _Source, steps: range | None, arguments: argparse.Namespace) -> tuple[list[Sample], str]:
     """Return the samples of a run that the conditions keep, of its last step where no step is given, and among which
     they were searched."""
     keep = _conditions(arguments)
     samples: list[Sample] = []
     sets: set[str] = set()
     try:
-        for sample in read_samples(folder):
+        for sample in source.read(steps):
             sets |= {"training"} if not sample.evaluation else {"evaluation", sample.evaluation}
             if not _is_of(sample, arguments.of):
                 continue
@@ -128,7 +198,7 @@ def _chosen(folder: Path, steps: range | None, arguments: argparse.Namespace) ->
         where = f" of steps {steps[0]} to {steps[-1]}" if steps else ""
         if arguments.of is not None:
             where += f" of --of {arguments.of}; there are some of {', '.join(sorted(sets)) or 'nothing'}"
-        raise BadRequest(f"{folder}: there are no samples{where}")
+        raise BadRequest(f"{source.title}: there are no samples{where}")
     kept = [s for s in samples if all(k(s) for k in keep)]
     order: dict[str, Callable[[Sample], float]] = {
         "step": lambda s: s.step,
@@ -216,18 +286,18 @@ def _marked(text: str, arguments: argparse.Namespace, style: str = "") -> Text:
 def _compare(arguments: argparse.Namespace, console: Console) -> None:
     """Show two steps of a run, or two runs, in two columns: the same answer to the same prompt in a row where both have
     it, otherwise in the order of each side."""
-    run = _folder(arguments.run)
+    run = _source(arguments.run, arguments)
     if re.fullmatch(r"\d+(\.\.\d+)?", arguments.against):
         if arguments.step is None:
             raise BadRequest(f"--against {arguments.against}: which steps beside these? Add --step N")
         sides = (run, arguments.step), (run, step_range(arguments.against))
     else:
-        sides = (run, arguments.step), (_folder(Path(arguments.against)), arguments.step)
-    left, right = (_chosen(folder, steps, arguments)[0] for folder, steps in sides)
+        sides = (run, arguments.step), (_source(arguments.against, arguments), arguments.step)
+    left, right = (_chosen(source, steps, arguments)[0] for source, steps in sides)
     rows, common = _pairs(left, right)
     table = Table(show_lines=True, expand=True)
-    for (folder, _), samples in zip(sides, (left, right), strict=True):
-        table.add_column(Text(_title(folder, samples)), ratio=1)
+    for (source, _), samples in zip(sides, (left, right), strict=True):
+        table.add_column(Text(_title(source, samples)), ratio=1)
     for pair in rows[: arguments.limit or None]:
         table.add_row(*("" if sample is None else _cell(sample, arguments) for sample in pair))
     console.print(table)
@@ -257,9 +327,9 @@ def _pairs(left: Sequence[Sample], right: Sequence[Sample]) -> tuple[list[tuple[
     return both + rest, len(both)
 
 
-def _title(folder: Path, samples: Sequence[Sample]) -> str:
+def _title(source: _Source, samples: Sequence[Sample]) -> str:
     mean = f", mean reward {sum(s.reward for s in samples) / len(samples):.3f}" if samples else ""
-    return f"{folder.parent.name}/{folder.name}: {_steps(samples)}, {len(samples)} answers{mean}"
+    return f"{source.title}: {_steps(samples)}, {len(samples)} answers{mean}"
 
 
 def _steps(samples: Sequence[Sample]) -> str:

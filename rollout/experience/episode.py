@@ -59,6 +59,13 @@ class Tags:
     uses: int = 0
     """Steps that train on it: that of its lease, and those that replay it."""
     fate: Fate = "open"
+    step: int | None = None
+    """Of its lease; in a SQL store also that of the first lease after it was dropped."""
+
+    @property
+    def due(self) -> int:
+        """The step that leases it, as far as is known: the first one that may."""
+        return self.version if self.step is None else self.step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from core.monitoring.samples import Sample, SampleFile, Turn
+from helpers.chat_tokenizer import chat_tokenizer
+from helpers.stores import Anything, episode, tags
+from rollout.experience import open_store
 from tools.samples import main
 
 
@@ -165,3 +168,35 @@ def test_a_bad_argument_is_one_line(
     with pytest.raises(SystemExit) as end:
         main([str(logs), *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "file"])
+def test_a_store_shows_every_answer_whose_tokens_it_has(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "store", tmp_path / "model"
+    chat_tokenizer().save_pretrained(model)
+    store = open_store(kind, str(path))
+    for number, version in ((0, 0), (1, 2), (2, 2)):
+        assert store.open(tags(number, version), Anything()) == "open"
+        store.put(episode(number, version, rewards=(0.0, 1.0)))
+    assert store.open(tags(3, 2), Anything()) == "open", "it is sampled"
+    store.close()
+    given = [str(path), "--tokenizer", str(model), "--json"]
+
+    def shown(*arguments: str) -> list[tuple[int, str, float]]:
+        assert main([*given, *arguments]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return [(row["step"], row["episode"], row["reward"]) for row in rows]
+
+    assert shown() == [(3, "q1", 0.0), (3, "q1", 1.0), (3, "q2", 0.0), (3, "q2", 1.0)], "the last step"
+    assert shown("--step", "1..9", "--reward", ">0") == [(1, "q0", 1.0), (3, "q1", 1.0), (3, "q2", 1.0)]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "config.yaml").write_text(
+        f"actor: {{path: {model}}}\nexperience: {{store: {kind}, path: {path}}}\n", encoding="utf-8"
+    )
+    given = [str(logs), "--store", "--json"]
+    assert len(shown("--best")) == 1
+    assert main([str(path)]) == 2
+    assert "name the folder of the model that sampled it with --tokenizer" in capsys.readouterr().err

@@ -8,7 +8,7 @@ Each process appends to a file of its own. An episode that a file has is not sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -18,7 +18,7 @@ from typing import IO, NoReturn
 from rollout.experience.base import Admission, LesseeError, Opened, StoreError
 from rollout.experience.episode import Episode, Tags
 from rollout.experience.stores.memory import MemoryExperience
-from rollout.experience.text import to_row
+from rollout.experience.text import from_row, to_row
 
 _ANY_VERSION = 2**31
 
@@ -29,23 +29,32 @@ class FileExperience(MemoryExperience):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self._folder = Path(path)
+        self._file: IO[bytes] | None = None
+        self._done: dict[str, Tags] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # where the row of an episode begins
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._done = {tags.id: tags for tags in self._stored()}
-            self._file = self._own_file()
+            for file in self._folder.glob("episodes-*.jsonl"):
+                self._read(file)
         except (OSError, ValueError) as error:
             raise StoreError(f"experience.path={path}: {error}; name a folder of such files, or a new one") from error
 
-    def _own_file(self) -> IO[str]:
+    def _read(self, path: Path) -> None:
+        begin = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._add_row(Tags(**json.loads(line)["tags"]), path, begin)
+                begin += len(line)
+
+    def _add_row(self, tags: Tags, path: Path, begin: int) -> None:
+        self._done[tags.id], self._places[tags.id] = tags, (path, begin)
+
+    def _own_file(self) -> IO[bytes]:
         for number in count():
             with suppress(FileExistsError):
-                return open(self._folder / f"episodes-{number}.jsonl", "x", encoding="utf-8")
+                return open(self._folder / f"episodes-{number}.jsonl", "xb")
         raise AssertionError("count() does not end")
-
-    def _stored(self) -> Iterator[Tags]:
-        for path in self._folder.glob("episodes-*.jsonl"):
-            with path.open(encoding="utf-8") as file:
-                yield from (Tags(**json.loads(line)["tags"]) for line in file if line.endswith("\n"))
 
     def open(self, tags: Tags, admission: Admission) -> Opened:
         if tags.id in self._numbers:
@@ -64,12 +73,14 @@ class FileExperience(MemoryExperience):
             return
         tags = replace(episode.tags, version=self._in_flight[id].version, fate="ready")
         try:
-            self._file.write(json.dumps(to_row(tags, episode.trajectories), default=str) + "\n")
+            self._file = self._file or self._own_file()
+            begin = self._file.tell()
+            self._file.write(json.dumps(to_row(tags, episode.trajectories), default=str).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             raise StoreError(f"experience.path={self._folder}: {error}; free space on its disk") from error
         self._count(tags)
-        self._done[id] = tags
+        self._add_row(tags, Path(self._file.name), begin)
         self._end(id, tags)
         self._dropped.clear()
 
@@ -79,5 +90,15 @@ class FileExperience(MemoryExperience):
     def enroll(self, lessee: str) -> NoReturn:
         raise LesseeError(f"{lessee!r} cannot lease: experience.store=file is for explore jobs; write sqlite")
 
+    def values(self, ids: Sequence[str]) -> list[Episode]:
+        return [self._value(*self._places[id]) for id in ids]
+
+    def _value(self, path: Path, begin: int) -> Episode:
+        with path.open("rb") as file:
+            file.seek(begin)
+            tags, trajectories = from_row(json.loads(file.readline()))
+        return Episode(tags=tags, trajectories=trajectories)
+
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -52,7 +52,7 @@ class MemoryExperience:
         self._ready: dict[str, Episode] = {}
         self._leased: dict[str, Episode] = {}
         self._leases: dict[int, Lease] = {}  # by step, not acknowledged
-        self._kept: dict[str, tuple[int, Episode]] = {}  # trained ones with the step of their lease, until prune()
+        self._kept: dict[str, Episode] = {}  # trained ones, until prune()
         self._replays: dict[int, list[str]] = {}  # by step
         self._dropped: list[Tags] = []  # since the last lease
         self._journals: dict[str, dict[str, Event]] = {}
@@ -110,7 +110,7 @@ class MemoryExperience:
             return
         version = self._in_flight.pop(tags.id).version
         del self._journals[tags.id]
-        self._ready[tags.id] = replace(episode, tags=replace(tags, version=version, fate="ready", uses=0))
+        self._ready[tags.id] = replace(episode, tags=replace(tags, version=version, fate="ready", uses=0, step=None))
         self._ready_by_version[version] += 1
         self._changed.set()
 
@@ -198,7 +198,7 @@ class MemoryExperience:
     def _lease(self, ids: Sequence[str], step: int) -> Lease:
         for id in ids:
             episode = self._ready.pop(id)
-            self._leased[id] = replace(episode, tags=replace(episode.tags, fate="leased", uses=1))
+            self._leased[id] = replace(episode, tags=replace(episode.tags, fate="leased", uses=1, step=step))
             _decrease(self._by_version, episode.tags.version)
             _decrease(self._ready_by_version, episode.tags.version)
             self._behind_leased = max(self._behind_leased, self._numbers[id] + 1)
@@ -216,31 +216,30 @@ class MemoryExperience:
 
     def _used_before(self, step: int) -> list[Used]:
         """Return the episodes of earlier steps that have values, with the uses of those steps."""
-        leased = [*self._kept.values()]
-        leased += [(lease.step, self._leased[id]) for lease in self._leases.values() for id in lease.ids]
-        steps = {e.tags.id: [of] for of, e in leased if of < step}
+        leased = [e.tags for e in (*self._kept.values(), *self._leased.values())]
+        steps = {tags.id: [tags.due] for tags in leased if tags.due < step}
         for of, ids in self._replays.items():
             for id in ids if of < step else ():
                 steps[id].append(of)
         return [
-            Used(tags=replace(e.tags, uses=len(steps[e.tags.id])), last_step=max(steps[e.tags.id]))
-            for _, e in leased
-            if e.tags.id in steps
+            Used(tags=replace(tags, uses=len(steps[tags.id])), last_step=max(steps[tags.id]))
+            for tags in leased
+            if tags.id in steps
         ]
 
     def values(self, ids: Sequence[str]) -> list[Episode]:
-        return [self._leased.get(id) or self._ready.get(id) or self._kept[id][1] for id in ids]
+        return [self._leased.get(id) or self._ready.get(id) or self._kept[id] for id in ids]
 
     def ack(self, lease: Lease) -> None:
         if self._leases.pop(lease.step, None) is not None:
             for id in lease.ids:
                 episode = self._leased.pop(id)
-                self._kept[id] = lease.step, replace(episode, tags=replace(episode.tags, fate="trained"))
+                self._kept[id] = replace(episode, tags=replace(episode.tags, fate="trained"))
                 del self._numbers[id]
 
     def prune(self, keep_steps: int) -> int:
-        last = max((step for step, _ in self._kept.values()), default=0)
-        kept = {id: (step, episode) for id, (step, episode) in self._kept.items() if step > last - keep_steps}
+        last = max((episode.tags.due for episode in self._kept.values()), default=0)
+        kept = {id: episode for id, episode in self._kept.items() if episode.tags.due > last - keep_steps}
         dropped, self._kept = self._kept.keys() - kept.keys(), kept
         self._replays = {step: [id for id in ids if id not in dropped] for step, ids in self._replays.items()}
         return len(dropped)
@@ -248,7 +247,7 @@ class MemoryExperience:
     def tags(self) -> list[Tags]:
         held = [e.tags for e in (*self._ready.values(), *self._leased.values())]
         outstanding = sorted([*self._in_flight.values(), *held], key=lambda tags: self._numbers[tags.id])
-        return [*(episode.tags for _, episode in self._kept.values()), *outstanding]
+        return [*(episode.tags for episode in self._kept.values()), *outstanding]
 
     def status(self) -> Status:
         return Status(
@@ -266,7 +265,7 @@ class MemoryExperience:
             "num_opened": self._num_opened,
             "behind_leased": min([self._behind_leased, *(self._numbers[id] for id in self._leased)]),
             "ready": [(self._numbers[e.tags.id], episode_to_plain(e)) for e in ready],
-            "kept": [(step, episode_to_plain(e)) for step, e in self._kept.values()],
+            "kept": [episode_to_plain(e) for e in self._kept.values()],
             "replays": [(step, list(ids)) for step, ids in self._replays.items() if step < next_step],
             "in_flight": [
                 (self._numbers[tags.id], asdict(tags), [event_to_plain(e) for e in self.events(tags.id)])
@@ -291,8 +290,7 @@ class MemoryExperience:
             episode = episode_from_plain(plain)
             self._add(episode.tags, number)
             self.put(episode)
-        kept = [(step, episode_from_plain(plain)) for step, plain in state.get("kept", ())]
-        self._kept = {episode.tags.id: (step, episode) for step, episode in kept}
+        self._kept = {episode.tags.id: episode for episode in map(episode_from_plain, state.get("kept", ()))}
         self._replays = {step: list(ids) for step, ids in state.get("replays", ())}
         self._dropped = [Tags(**tags) for tags in state["dropped"]]
         self._left = set(self._in_flight)

@@ -315,7 +315,7 @@ class SQLExperience(ABC):
         found = []
         for text, fate, version, step, replays, last in rows:
             uses = replays + (fate in ("leased", "trained"))
-            tags = replace(Tags(**json.loads(text)), fate=fate, version=version, uses=uses)
+            tags = replace(Tags(**json.loads(text)), fate=fate, version=version, step=step, uses=uses)
             found.append(Used(tags=tags, last_step=max(step or 0, last or 0)))
         return found
 

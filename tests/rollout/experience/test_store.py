@@ -823,9 +823,12 @@ def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
     again, beside = FileExperience(tmp_path), FileExperience(tmp_path)
     stream = range(again.status().num_opened, 4)  # as a producer goes through it
     assert [again.open(tags(number), rules.admission) for number in stream] == ["open", "known", "open", "full"]
+    assert len(list(tmp_path.iterdir())) == 1, "a process that stores nothing has no file"
+    assert beside.open(tags(2), rules.admission) == "open"
     for one in (again, beside):
+        finish(one, 2, 0)
         one.close()
-    assert len(list(tmp_path.iterdir())) == 3, "each process has a file of its own"
+    assert len(list(tmp_path.iterdir())) == 3, "each of the others has one of its own"
 
 
 def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
