@@ -116,10 +116,10 @@ ORDER = {
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo fetch timeline",
-        "check_template curves convert migrate samples runs",
+        "check_template curves convert migrate runs",
         "plan",
         "experience",
-        "eval watch",
+        "eval watch samples",
         "mutants conformance",
         "chaos bench studio",
     ),
@@ -163,6 +163,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.eval.__main__": "tools.eval.run tools.eval.settings",
         "tools.loss.__main__": "tools.loss.compute",
         "tools.fetch": "numpy safetensors tokenizers torch",
+        "tools.samples": "rollout.data.tokenizer",
         "tools.scratch_model": "tokenizers torch transformers",
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
