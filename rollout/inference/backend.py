@@ -277,7 +277,7 @@ class Replica(Generator, Protocol):
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests from submit() that nobody waits for any more. Unknown ids are passed over."""
+        """End requests from submit() whose completions are not needed. Unknown ids are passed over."""
         ...
 
     async def drain(self) -> Sequence[tuple[str, Completion | Exception]]:
