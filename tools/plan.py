@@ -181,11 +181,11 @@ def _simulate(
     scene: Scene, calibration: Calibration, answers: Lengths, given: argparse.Namespace, console: Console
 ) -> int:
     """Print what a simulated run comes to, as planned and with each fault, and write pictures; return the exit code."""
-    from core.planning.simulation import faults, simulate, world_of
+    from core.planning.simulation import simulate_with_faults, world_of
 
     world = world_of(scene, calibration, answers)
     assert world is not None, "the caller has servers on GPUs"
-    runs = {name: simulate(one, given.simulate) for name, one in faults(world, given.simulate).items()}
+    runs = simulate_with_faults(world, given.simulate)
     first = next(iter(runs.values()))
     if given.json:
         print(json.dumps({name: run.as_json() for name, run in runs.items()}, indent=1))

@@ -41,6 +41,11 @@ class Lengths:
     def mean_square(self) -> float:
         return self.median**2 if self.are_alike else self._power(2, self.median)
 
+    @property
+    def mean_begun(self) -> float:
+        """Tokens that an answer under way has on average: long ones are under way for longer."""
+        return self.mean_square / self.mean / 2
+
     def of_normal(self, drawn: float) -> float:
         """Return the length that belongs to a number drawn from the standard normal distribution."""
         return self.median if self.are_alike else min(float(self.longest), self.median * math.exp(self.spread * drawn))

@@ -38,8 +38,10 @@ _OPTIMIZER_BYTES = 49
 _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
 """Of each parameter, in both directions at once; bytes per second in each, measured."""
 _WIDE_HEAD = 128
-_PREFILL_PASSES = 30  # elements that a layer of a prompt reads or writes beside products, for each of its width
-_SAMPLED_BYTES = 200  # of each entry of the vocabulary, read or written to sample a token, measured
+_PREFILL_PASSES = 18  # elements that a layer of a prompt reads or writes beside products, for each of its width
+_SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to sample a token
+_REQUEST_SECONDS = 0.0014
+"""In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 LONGEST_ANSWERS = "longest answers"
 """One of StepTime.limited_by."""
@@ -147,10 +149,11 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     )
     passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
     running = running_requests(scene, servers, length)
-    decode = decode_seconds(servers, calibration, running=running, context=prompt + answers.mean / 2)
+    decode = decode_seconds(servers, calibration, running=running, context=prompt + answers.mean_begun)
     rollout = scene.sequences * answers.mean * decode / (running * servers.layout.dp)
-    prompts = scene.prompts * prompt / servers.layout.dp
-    rollout += prefill_seconds(servers, calibration, tokens=prompts, length=prompt)
+    rollout += prefill_seconds(
+        servers, calibration, prompts=scene.prompts / servers.layout.dp, length=prompt, answers=scene.group_size
+    )
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
@@ -208,13 +211,17 @@ def _seconds(
     if engine.tokens / layout.cp * config.vocab_size / layout.tp * engine.itemsize > LOGITS_BYTES:
         head *= 4 / 3  # logits are computed again
     microbatches = max(1.0, tokens / layout.dp / scene.minibatches / engine.tokens)
-    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens) + exchange
+    of_layers = seconds * tokens / ranks + _communication(scene, engine, c, tokens)
     launched = scene.minibatches * microbatches * config.num_layers / layout.pp * _launch_seconds(engine, c, level)
     forward = 1 / (3 + experts_again)
-    passes = max(of_layers * forward, launched * _LAUNCHED_FORWARD)
-    passes += max(of_layers * (1 - forward), launched * (1 - _LAUNCHED_FORWARD))
+
+    def both_passes(computed: float) -> float:
+        passes = max(computed * forward, launched * _LAUNCHED_FORWARD)
+        return passes + max(computed * (1 - forward), launched * (1 - _LAUNCHED_FORWARD))
+
+    total = both_passes(of_layers + exchange)
+    total += both_passes(of_layers) * (layout.pp - 1) / layout.vpp / microbatches  # the bubble
     # The last stage computes the output layer; the others wait for it.
-    total = passes * (1 + (layout.pp - 1) / layout.vpp / microbatches)
     total += head / c.products * tokens / ranks * layout.pp
     held = sum(states_of(engine, 0).parameters.values()) / (layout.dp * layout.cp)
     step = held * _OPTIMIZER_BYTES / c.memory
@@ -320,18 +327,20 @@ def wave_seconds(servers: Servers, calibration: Calibration, *, running: int, pr
     for each token of an answer."""
     context = prompt + answer / 2
     step = decode_seconds(servers, calibration, running=running, context=context)
-    return prefill_seconds(servers, calibration, tokens=running * prompt, length=prompt) + answer * step
+    return prefill_seconds(servers, calibration, prompts=running, length=prompt, answers=1) + answer * step
 
 
-def prefill_seconds(servers: Servers, calibration: Calibration, *, tokens: float, length: float) -> float:
-    """Return the seconds in which a server computes prompts of so many tokens in total, each of `length`."""
+def prefill_seconds(
+    servers: Servers, calibration: Calibration, *, prompts: float, length: float, answers: int
+) -> float:
+    """Return the seconds in which a server computes prompts of `length` tokens, with so many answers to each."""
     c, config = calibration, servers.config
     layer, experts = layer_operations(config)
     attention = 2.0 * _attention_width(config) * length
     seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
     seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / c.memory
-    return tokens * config.num_layers * seconds / servers.layout.tp
+    return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * _REQUEST_SECONDS)
 
 
 def decode_seconds(servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:

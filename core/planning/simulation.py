@@ -29,6 +29,8 @@ from rollout.inference.router import Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 _GROUPS = 4096
+_FAULT_STEPS = 200
+"""Most of a run with a fault: enough for its mean."""
 _PREFILL_STEPS = 2.5  # decode steps that a prefill takes beside its tokens: it has no CUDA graph, as was measured
 _HEALTH_SECONDS = 1e9  # a server that is lost is found by its failed requests
 _GONE = "the server is gone"
@@ -41,10 +43,8 @@ class World:
     num_servers: int
     max_running: int
     """Requests that a server decodes at once; others wait there."""
-    step_seconds: float
-    """Of a decode step without any request."""
-    request_seconds: float
-    """That each request adds to it."""
+    step_seconds: Sequence[float]
+    """Of a decode step, by the number of requests, from 0 to max_running."""
     prefill_seconds: float
     """Of the prompt of a group."""
     prompts: int
@@ -164,7 +164,7 @@ class _Server:
         factor = 1.0 if number else world.straggler
         self._most, self._outcome, self._index = world.max_running, outcome, number
         self._lengths, self._on_answer = lengths, on_answer
-        self._base, self._each = world.step_seconds * factor, world.request_seconds * factor
+        self._steps = [seconds * factor for seconds in world.step_seconds]
         self._prefill = world.prefill_seconds * factor
         self._tokens = 0.0  # that each request got since the begin, as long as it was there
         self._since = 0.0
@@ -228,14 +228,14 @@ class _Server:
             self._since = now
 
     def _step(self) -> float:
-        return self._base + self._each * len(self._running)
+        return self._steps[len(self._running)]
 
     def _fill(self) -> None:
         """Let waiting requests begin in one prefill. While the server is nearly full, they wait until a tenth of its
         places is free."""
         self._filling = None
-        self.advance()
         if self.waiting and len(self._running) <= 0.9 * self._most:
+            self.advance()
             groups = set()
             while self.waiting and len(self._running) < self._most:
                 length, group = self.waiting.popleft()
@@ -243,7 +243,7 @@ class _Server:
                     self._number += 1
                     groups.add(id(group))
                     heapq.heappush(self._running, (self._tokens + length, self._number, group))
-            self._since += _PREFILL_STEPS * self._base + self._prefill * len(groups)
+            self._since += _PREFILL_STEPS * self._steps[0] + self._prefill * len(groups)
         self._schedule()
 
     def _schedule(self) -> None:
@@ -254,13 +254,15 @@ class _Server:
             self._timer = asyncio.get_running_loop().call_at(self._since + seconds, self._finish)
 
     def _finish(self) -> None:
+        self._timer = None
         self.advance()
-        while self._running and self._running[0][0] <= self._tokens + 0.5:
-            _, _, group = heapq.heappop(self._running)
+        running, ended = self._running, self._tokens + 0.5
+        while running and running[0][0] <= ended:
+            _, _, group = heapq.heappop(running)
             group.left -= 1
-            self._on_answer()
             if not group.left and not group.done.done():
                 group.done.set_result(None)
+            self._on_answer()
         self._fill()
 
 
@@ -284,31 +286,35 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
     time, servers = step_time(scene, calibration, answers), scene.servers
     if time is None or servers is None:
         return None
-    context = scene.prompt_tokens / 2 + answers.mean / 2
-    empty, one = (decode_seconds(servers, calibration, running=running, context=context) for running in (0, 1))
     prompt = scene.prompt_tokens / 2
-    cached = plan_servers(scene, servers).tokens / (prompt + answers.mean)
+    context = prompt + answers.mean_begun
+    most = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / context)))
+    steps = [decode_seconds(servers, calibration, running=n, context=context) for n in range(most + 1)]
     return World(
-        num_servers=servers.layout.dp, max_running=max(1, min(servers.max_running, int(cached))), step_seconds=empty,
-        request_seconds=one - empty, prompts=scene.prompts, group_size=scene.group_size, answers=answers,
-        prefill_seconds=prefill_seconds(servers, calibration, tokens=prompt, length=prompt),
+        num_servers=servers.layout.dp, max_running=most, step_seconds=steps,
+        prompts=scene.prompts, group_size=scene.group_size, answers=answers,
+        prefill_seconds=prefill_seconds(
+            servers, calibration, prompts=1, length=prompt, answers=scene.group_size
+        ),
         prompt_tokens=prompt, max_staleness=scene.max_staleness,
         train_token_seconds=(time.update + time.passes) / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
     )  # fmt: skip
 
 
-def faults(world: World, num_steps: int) -> dict[str, World]:
-    """Return what may happen to a run, as it is planned first."""
-    third = num_steps // 3
+def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
+    """Return so many steps as planned first, and as many, at most 200, with each thing that may happen to a run."""
+    fewer = min(num_steps, _FAULT_STEPS)
+    third = fewer // 3
     spread = world.answers.spread + 0.4
-    slow = 0.2 * world.answers.mean * (world.step_seconds + world.request_seconds * world.max_running)
-    cases = {"as planned": world}
+    slow = 0.2 * world.answers.mean * world.step_seconds[-1]
+    cases: dict[str, World] = {}
     if world.num_servers > 1:
         cases[f"a server fails in step {third}"] = replace(world, dead_server_at=third)
         cases["a server at half speed"] = replace(world, straggler=2.0)
     cases[f"a longer tail: spread {spread:.1f}"] = replace(world, answers=replace(world.answers, spread=spread))
     cases[f"tools of {slow:.0f} s in each answer"] = replace(world, tool_seconds=slow)
-    return cases
+    runs = {name: simulate(case, fewer) for name, case in cases.items()}
+    return {"as planned": simulate(world, num_steps), **runs}
 
 
 def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
@@ -327,6 +333,7 @@ class _Run:
         self._world, self._num_steps = world, num_steps
         self._num_prompts = world.prompts * num_steps
         self._random = random.Random(seed)
+        self._sampling = SamplingParams(max_new_tokens=world.answers.longest)
         self._rules: Rules = make_rules(
             num_prompts=self._num_prompts, batch_size=world.prompts, max_staleness=world.max_staleness,
             num_epochs=1,
@@ -416,10 +423,7 @@ class _Run:
         world = self._world
         drawn = (self._random.gauss(0.0, 1.0) for _ in range(world.group_size))
         lengths = self._lengths[tags.id] = list(map(world.answers.of_normal, drawn))
-        request = GenerateRequest(
-            request_id=tags.id, prompt_ids=(), sampling=SamplingParams(max_new_tokens=world.answers.longest),
-            group_id=tags.id,
-        )  # fmt: skip
+        request = GenerateRequest(request_id=tags.id, prompt_ids=(), sampling=self._sampling, group_id=tags.id)
         await self._router.generate(request)
         if world.tool_seconds:
             await asyncio.sleep(max(self._random.expovariate(1 / world.tool_seconds) for _ in lengths))

@@ -16,7 +16,7 @@ from core.config.load import LoadedConfig
 from core.planning.choice import proposals
 from core.planning.gpus import GPUS
 from core.planning.lengths import Lengths
-from core.planning.memory import plan_memory, plan_servers
+from core.planning.memory import plan_memory, plan_servers, states_of
 from core.planning.rates import calibration_of, decode_seconds, pass_seconds, step_time, update_seconds, wave_seconds
 from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, search
@@ -72,6 +72,48 @@ def test_an_update_takes_about_as_long_as_was_measured(
 
 
 @pytest.mark.parametrize(
+    "measured",
+    [
+        # What was measured with the same model, GPUs and lengths: (layout, tokens of a microbatch, level) -> tokens/s.
+        (
+            SHAPES["1.5B"], 2048, 6,
+            {(ParallelLayout(dp=2), 16384, "selective"): 98970, (ParallelLayout(tp=2), 16384, "selective"): 70499,
+             (ParallelLayout(pp=2), 8192, "selective"): 69563},
+        ),
+        (SHAPES["1.5B"], 16384, 1, {(ONE, 32768, "selective"): 36011, (ONE, 32768, "linear"): 30785}),
+        (WIDTHS, 65536, 1, {(ONE, 65536, "linear"): 5440, (ONE, 65536, "full"): 4527}),
+        (SHAPES["7B"], 65536, 1, {(CP2, 65536, "linear"): 10825, (CP2, 65536, "full"): 9079}),
+        (SHAPES["7B"], 131072, 1, {(CP2, 131072, "offload"): 7211, (CP2, 131072, "full"): 6001}),
+        (
+            SLICE, 4096, 4,
+            {(ONE, 16384, "selective"): 93750, (ONE, 32768, "selective"): 90735, (ONE, 32768, "linear"): 84356},
+        ),
+        (TWELVE, 4096, 4, {(EP2, 32768, "selective"): 107570, (EP2, 16384, "selective"): 106213}),
+    ],
+)  # fmt: skip
+def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measured(
+    measured: tuple[dict[str, Any], int, int, dict[tuple[ParallelLayout, int, Level], float]],
+) -> None:
+    raw, length, microbatches, rates = measured
+
+    def planned(layout: ParallelLayout, tokens: int, level: Level) -> float:
+        scene, total = make_scene(raw, layout, tokens=tokens), microbatches * layout.dp * 32768
+        return total / update_seconds(scene, scene.actor, CALIBRATION, tokens=total, length=length, level=level)
+
+    chosen = max(rates, key=lambda one: planned(*one))
+    assert rates[chosen] > 0.97 * max(rates.values())
+
+
+def test_the_exchange_of_gradients_takes_no_part_in_the_bubble_of_a_pipeline() -> None:
+    scene = make_scene(SHAPES["7B"], ParallelLayout(dp=4, pp=2))
+    links = (CALIBRATION, replace(CALIBRATION, link=CALIBRATION.link / 2))
+    fast, slow = (update_seconds(scene, scene.actor, c, tokens=65536, length=4096, level="full") for c in links)
+    states = states_of(scene.actor, 0)
+    exchange = 0.75 * (states.gradients + states.weights) / CALIBRATION.link
+    assert slow - fast == pytest.approx(exchange, rel=0.05), "one microbatch: the bubble is as long as the passes"
+
+
+@pytest.mark.parametrize(
     ("shape", "running", "prompt", "answer", "measured"),
     [
         # Rows of benchmarks/predictions/servers-measured.json and of benchmarks/rollout.md, on H200.
@@ -117,8 +159,33 @@ def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None
     assert turns.step > apart.rollout + apart.update + apart.passes
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("mean", [900, 2000, 4000])
+@pytest.mark.parametrize(
+    ("replicas", "running", "staleness", "shares", "measured"),
+    [
+        # Trained tokens/s of benchmarks/asynchronous.md: servers and ranks of the trainer, each on a GPU of its own.
+        (1, 448, 4, False, 44610), (1, 384, 4, False, 45520), (1, 256, 4, False, 40560), (2, 192, 4, False, 75486),
+        (1, 192, 0, False, 15354), (2, 192, 0, False, 22173), (2, 240, 0, True, 20520),
+    ],
+)  # fmt: skip
+def test_a_simulated_run_trains_about_as_fast_as_was_measured(
+    replicas: int, running: int, staleness: int, shares: bool, measured: float
+) -> None:
+    layout, scene = ParallelLayout(dp=replicas), make_scene(SHAPES["1.5B"])
+    assert scene.servers is not None
+    run = replace(
+        scene.in_layout(layout).with_engines(has_pass=False), shares_gpus=shares, sequences=480, prompts=60,
+        servers=replace(scene.servers, layout=layout, max_running=running), max_staleness=staleness, prompt_tokens=12,
+        answer_tokens=4096,
+    )  # fmt: skip
+    world = world_of(run, CALIBRATION, Lengths(mean=686, longest=4096, spread=0.95))
+    assert world is not None
+    steps = simulate(world, 18).steps[8:]
+    trained = sum(step.tokens - 480 * world.prompt_tokens for step in steps) / (steps[-1].end - steps[0].begin)
+    assert trained == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("mean", [900, 4000])
 def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int) -> None:
     """Waits for the longest answers, sides that overlap and sides in turns."""
     scene = replace(make_scene(SHAPES["7B"]), max_staleness=staleness, answer_tokens=15360)
@@ -169,10 +236,11 @@ def test_experts_are_searched_on_layouts_that_divide_them(tmp_path: Path) -> Non
     scene = scene_of(load([]).config, GPUS["H100"])
     calibration = calibration_of("H100")
     assert calibration is not None
-    found = proposals(load, scene, calibration, Lengths(mean=4000, longest=7168), num_gpus=64, most=8)
-    degrees = {one.scene.actor.layout.ep for one in found.best}
-    assert len(found.best) == 8 and max(degrees) > 1
-    assert all(scene_of(load(one.overrides).config, GPUS["H100"]).actor == one.scene.actor for one in found.best)
+    search_in = partial(proposals, load, scene, calibration, Lengths(mean=4000, longest=7168), num_gpus=64)
+    for degree in (1, 2, 8, 32):
+        found = search_in(fixed=parse_fixed(f"d16m2p1e{degree}"))
+        assert {one.scene.actor.layout.ep for one in found.best} == {degree}
+        assert all(scene_of(load(one.overrides).config, GPUS["H100"]).actor == one.scene.actor for one in found.best)
 
 
 def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> None:
@@ -190,6 +258,8 @@ def test_lengths_have_the_mean_that_is_given() -> None:
     assert lengths.median == pytest.approx(448, rel=0.01), "lognormal with median 448, cut at 4096"
     assert Lengths(mean=500, longest=500).mean_square == 250000
     assert lengths.mean < lengths.longest_of(100) < lengths.longest_of(10000) <= 4096
+    assert Lengths(mean=500, longest=500).mean_begun == 250
+    assert lengths.mean_begun > lengths.mean, "long answers are under way for longer"
 
 
 def test_a_gpu_without_calibration_has_no_times() -> None:

@@ -10,8 +10,8 @@ from core.planning.lengths import Lengths
 from core.planning.simulation import World, simulate
 
 WORLD = World(
-    num_servers=4, max_running=64, step_seconds=0.005, request_seconds=1e-4, prefill_seconds=0.002, prompts=32,
-    group_size=4, answers=Lengths(mean=500, longest=4000), prompt_tokens=100, max_staleness=2,
+    num_servers=4, max_running=64, step_seconds=[0.005 + 1e-4 * n for n in range(65)], prefill_seconds=0.002,
+    prompts=32, group_size=4, answers=Lengths(mean=500, longest=4000), prompt_tokens=100, max_staleness=2,
     train_token_seconds=1e-4, push_seconds=0.1,
 )  # fmt: skip
 
