@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -24,14 +24,16 @@ import yaml
 
 from core.checks import run_checks
 from core.checks.rules import load_config as _load
-from core.config.experiments import ExperimentConfig
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import ConfigError, Problem
+from core.config.parsing.yaml_tree import Table
 from core.monitoring.logs import DRIVER_LOG
 from core.monitoring.metrics import read_rows
 from core.monitoring.samples import Sample, read_samples
 from core.processes.supervise import EXIT_CODES
 from core.runs.paths import RunPaths
 from core.runs.record import newest_model
+from core.stages import stages_of
 from rollout.plugins import python_path, refuse_while_importing
 from slipstream.functions import import_path, script_folder
 
@@ -96,19 +98,9 @@ def load_config(config: ConfigSource, *, experiment: str = "ppo-math", **overrid
 
     `overrides` are keys with their values; dotted keys are passed as `**{"ppo.kl_ctl": 0.0}`. A function or class as a
     value becomes its import path ("module:name"), also one of a notebook, a text stays the same text. Raises
-    ConfigError (a ValueError) that lists every problem.
+    ConfigError (a ValueError) that lists every problem. Of several `stages`, all are checked and the last is returned.
     """
-    with _arguments(config, overrides) as (file, words):
-        try:
-            loaded = _load(experiment, file, words)
-            problems = run_checks(loaded)
-            if problems:
-                raise ConfigError(problems)
-        except ConfigError as error:
-            if not isinstance(config, Mapping):
-                raise
-            raise ConfigError([_of_mapping(problem, file) for problem in error.problems]) from None
-        return loaded.config
+    return _checked(config, experiment, overrides)[1][-1]
 
 
 def train(
@@ -121,20 +113,22 @@ def train(
     """Run an experiment to its end and return where it wrote; its output goes to this process's terminal.
 
     Arguments as in load_config(). `on_step` is called with each new row of metrics.jsonl, in this thread; what it
-    raises ends the run, which saves first. Raises ConfigError for bad input before anything starts, and RunError when
-    the run fails or is interrupted.
+    raises ends the run, which saves first. Several `stages` run one after the other; the last one is returned. Raises
+    ConfigError for bad input before anything starts, and RunError when the run fails or is interrupted.
     """
     refuse_while_importing()
-    checked = load_config(config, experiment=experiment, **overrides)
+    trial, checked = _checked(config, experiment, overrides)
+    folders = [RunPaths.of(each) for each in checked]
     with _arguments(config, overrides) as (file, words):
-        words.append(f"trial_name={checked.trial_name}")  # its default is the time of this call
-        paths = RunPaths.of(checked)
-        rows = _NewRows(paths.logs / "metrics.jsonl", on_step) if on_step else None
+        words.append(f"trial_name={trial}")  # its default is the time of this call
+        rows = [_NewRows(paths.logs / "metrics.jsonl", on_step) for paths in folders] if on_step else []
         code = _run("core.quickstart", [experiment, "--config", str(file), *words], meanwhile=rows)
     if code:
         why = EXIT_CODES.get(code, "killed by a signal")
-        raise RunError(f"{experiment} ended with exit code {code} ({why})", code, _last_error(paths.logs / DRIVER_LOG))
-    return Run(config=checked, logs=paths.logs, checkpoints=paths.checkpoints, recover=paths.recover)
+        cause = _last_error([paths.logs / DRIVER_LOG for paths in folders])
+        raise RunError(f"{experiment} ended with exit code {code} ({why})", code, cause)
+    paths = folders[-1]
+    return Run(config=checked[-1], logs=paths.logs, checkpoints=paths.checkpoints, recover=paths.recover)
 
 
 def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **options: object) -> list[dict[str, Any]]:
@@ -162,9 +156,46 @@ def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Pa
     return Path(output)
 
 
+def _checked(
+    config: ConfigSource, experiment: str, overrides: Mapping[str, object]
+) -> tuple[str, list[ExperimentConfig]]:
+    """Return the trial name and the configuration, or those of several stages, in order. Raises ConfigError with the
+    problems of all."""
+    problems: list[Problem] = []
+    configs: list[ExperimentConfig] = []
+    with _arguments(config, overrides) as (file, words):
+
+        def shown(problem: Problem) -> Problem:
+            return _of_mapping(problem, file) if isinstance(config, Mapping) else problem
+
+        def check(experiment: str, source: Path | Table, words: Sequence[str]) -> list[Problem]:
+            try:
+                loaded = _load(experiment, source, words)
+                configs.append(loaded.config)
+                return [shown(problem) for problem in run_checks(loaded)]
+            except ConfigError as error:
+                return [shown(problem) for problem in error.problems]
+
+        try:
+            stages = stages_of(file, words) if experiment == PPOMATHConfig.NAME else []
+        except ConfigError as error:
+            raise ConfigError([shown(problem) for problem in error.problems]) from None
+        for stage in stages:
+            problems += map(stage.named, check(stage.experiment, stage.tree, ()))
+        if not stages:
+            problems = check(experiment, file, words)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    trial = configs[-1].trial_name
+    return trial.removesuffix(f".{stages[-1].name}") if stages else trial, configs
+
+
 @contextmanager
 def _arguments(config: ConfigSource, overrides: Mapping[str, object]) -> Iterator[tuple[Path, list[str]]]:
     """Yield the configuration as a file, and the overrides as words of the command line."""
+    if isinstance(config, Mapping) and "stages" in overrides:  # no override: problems in it have places of their own
+        config = {**config, "stages": overrides["stages"]}
+        overrides = {key: value for key, value in overrides.items() if key != "stages"}
     words = [f"{key}={_word(value)}" for key, value in overrides.items()]
     if not isinstance(config, Mapping):
         yield Path(config), words
@@ -264,32 +295,28 @@ class _NewRows:
         return rows[kept:]
 
 
-def _last_error(log: Path) -> str:
-    """Return the last line of a log with an error, without its time; empty without one."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+def _last_error(logs: Sequence[Path]) -> str:
+    """Return the last line with an error of the newest of these logs, without its time; empty without one."""
+    written = [log for log in logs if log.exists()]
+    if not written:
         return ""
+    lines = max(written, key=os.path.getmtime).read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.partition(" ERROR: ")[2] for line in reversed(lines) if " ERROR: " in line), "")
 
 
-def _run(module: str, words: Sequence[str], *, meanwhile: Callable[[], object] | None = None) -> int:
-    """Run a module of this installation in a process of its own; return its exit code. `meanwhile` is called twice a
-    second, and after the end. Raises RuntimeError where a script that a run imports calls it."""
+def _run(module: str, words: Sequence[str], *, meanwhile: Sequence[Callable[[], object]] = ()) -> int:
+    """Run a module of this installation in a process of its own; return its exit code. Each of `meanwhile` is called
+    twice a second, and after the end. Raises RuntimeError where a script that a run imports calls it."""
     refuse_while_importing()
     env = os.environ | {"PYTHONPATH": python_path(*script_folder())}
     with subprocess.Popen([sys.executable, "-P", "-m", module, *words], env=env) as process:
         try:
-            while meanwhile is not None:
-                try:
-                    process.wait(0.5)
-                    break
-                except subprocess.TimeoutExpired:
-                    meanwhile()
-            code = process.wait()
-            if meanwhile is not None:
-                meanwhile()
-            return code
+            while process.returncode is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.5 if meanwhile else None)
+                for call in meanwhile:
+                    call()
+            return process.returncode
         except BaseException:
             process.terminate()  # the command ends its own processes in order
             process.wait()

@@ -197,3 +197,57 @@ def test_texts_in_lists_paths_and_words_for_other_values_arrive(tmp_path: Path) 
 def test_options_of_a_command_that_are_0_arrive() -> None:
     options = {"seed": 0, "n_sampling": 0, "temperature": 0.5, "overwrite": True, "ignore_run": False, "config": None}
     assert _flags(options) == ["--seed", "0", "--n_sampling", "0", "--temperature", "0.5", "--overwrite"]
+
+
+def first_reward(prompt: slipstream.Prompt, text: str) -> float:
+    return float(text in prompt.answers)
+
+
+def staged(folder: Path) -> dict[str, Any]:
+    """Fine-tuning and then GRPO, which have no trial name."""
+    (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    shared = yaml.safe_load(write_run(folder, SMALLEST_PPO).read_text())
+    tuning = {"path": str(folder / "pairs.jsonl"), "max_seqlen": 16, "train_bs_n_seqs": 4}
+    prompts, ppo = shared.pop("dataset"), {**shared.pop("ppo"), "ppo_n_minibatches": 1}
+    grpo = {"dataset": prompts, "ppo": ppo, "group_size": 4, "reward": {"function": first_reward}}
+    del shared["trial_name"]
+    return {**shared, "stages": [{"sft": {"dataset": tuning}}, {"grpo": grpo}]}
+
+
+def test_stages_of_a_mapping_are_those_of_a_file_and_take_functions(tmp_path: Path) -> None:
+    tree = staged(tmp_path)
+    stages = tree.pop("stages")
+    for config in (
+        slipstream.load_config({**tree, "stages": stages}, trial_name="a", seed=5),
+        slipstream.load_config(tree, stages=stages, trial_name="a", seed=5),
+    ):
+        assert (config.run_name, config.seed, config.NAME) == ("small/a.2-grpo", 5, "ppo-math")
+        assert config.reward.function == "test_api:first_reward"
+
+
+def test_problems_of_every_stage_of_a_mapping_name_it(tmp_path: Path) -> None:
+    tree = staged(tmp_path)
+    tree["stages"][0]["sft"]["dataset"]["path"] = "/none"  # found by the checks
+    tree["stages"][1]["grpo"]["group_siz"] = 4  # found by the reader
+    with pytest.raises(ConfigError) as caught:
+        slipstream.load_config(tree)
+    first, second = map(str, caught.value.problems)
+    assert first.startswith("config: stage 1-sft: dataset.path: /none: cannot read the data set")
+    assert second.startswith("config: stage 2-grpo: group_siz: unknown key; did you mean 'group_size'?")
+    with pytest.raises(ConfigError, match="^config: stages.sftt: unknown stage; did you mean 'sft'"):
+        slipstream.load_config({**tree, "stages": [{"sftt": {}}]})
+
+
+@pytest.mark.nightly
+def test_stages_run_one_after_the_other_and_the_run_is_the_last(tmp_path: Path) -> None:
+    files = slipstream.make_demo_data(tmp_path, seed=1)
+    tuning = {"dataset": {"path": str(files.sft), "max_seqlen": 16, "train_bs_n_seqs": 4}}
+    stage = {"sft": {**tuning, "exp_ctrl": {"total_train_steps": 2}}}
+    shared = {"experiment_name": "staged", "actor.path": str(files.model)}
+    seen: list[dict[str, float]] = []
+    root = {"external_configs.cluster_config.fileroot": str(tmp_path)}
+    run = slipstream.train({**shared, **root, "stages": [stage, stage]}, on_step=seen.append)
+    assert [row["step"] for row in seen] == [1, 2, 1, 2] and seen[2:] == run.metrics()
+    first, second = sorted((tmp_path / "logs").glob("*/staged/*"))  # one default trial name, of both
+    assert run.logs == second and second.name == first.name.replace("1-sft", "2-sft")
+    assert run.model is not None and run.model.is_relative_to(run.checkpoints)
