@@ -1,13 +1,14 @@
 """Is a folder a model that can be trained? Looked at from outside: config.json, file sizes, safetensors headers.
 
-Standard library only, and no tensor is read: a folder of many GB takes milliseconds.
+No tensor is read: a folder of many GB takes milliseconds, and its tokenizer up to a second.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+
+from tokenizers import Tokenizer
 
 from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
 from model_specs.hub import HubError, model_folder
@@ -117,14 +118,14 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     model has no embedding for. Added tokens may be beyond: many models have some that no text contains."""
     for path in tokenizer_files(folder):
         try:
-            if path.suffix != ".json":
+            if path.suffix == ".json":
+                read_json_object(path)
+            else:
                 open_regular(path).close()
-                continue
-            content = read_json_object(path)
+            if path.name == "tokenizer.json":
+                _check_ids(path, "its largest token id is ", _largest_id(path), vocab_size)
         except UntrustedFileError as error:
             raise ModelFolderError(f"{error}; download the file again") from None
-        if path.name == "tokenizer.json":
-            _check_ids(path, "its largest token id is ", _largest_id(path, content), vocab_size)
     for end in read_end_token_ids(folder):
         _check_ids(folder / "generation_config.json", "eos_token_id=", end, vocab_size)
 
@@ -136,12 +137,14 @@ def _check_ids(path: Path, what: str, largest: int, vocab_size: int) -> None:
         )
 
 
-def _largest_id(path: Path, content: Any) -> int:
+def _largest_id(path: Path) -> int:
     try:
-        vocabulary = content["model"]["vocab"]
-        return max(map(int, vocabulary.values())) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise ModelFolderError(
-            f"{path}: not a tokenizer: {type(error).__name__} {error}; it needs model.vocab, with tokens. Download the "
-            "file again"
-        ) from None
+        tokens = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 (the library raises Exception, and PanicException, which is none)
+        why = str(error).removeprefix("Cannot instantiate Tokenizer from file: ")
+        raise UntrustedFileError(f"{path}: not a tokenizer: {why}") from None
+    if not tokens:
+        raise UntrustedFileError(f"{path}: not a tokenizer: its vocabulary is empty")
+    return max(tokens.values())

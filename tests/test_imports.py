@@ -33,7 +33,11 @@ MAY_IMPORT = {
     "evaluation": {"tools"},
     "examples": {"slipstream", "core", "rollout", "mcore_adapter"},
 }
-BESIDE = {"allocation": {"config_schema"}, "config_schema": {"pydantic"}, "model_specs": {"huggingface_hub"}}
+BESIDE = {
+    "allocation": {"config_schema"},
+    "config_schema": {"pydantic"},
+    "model_specs": {"huggingface_hub", "tokenizers"},
+}
 """What a package of FLOOR imports besides the standard library."""
 ORDER = {
     "model_specs": (

@@ -42,7 +42,9 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
     """Yield the problems of the recipe: of models, data, plug-ins and checkpoints, wherever it will run. `lengths`:
     measure prompts, or rows of sft and dpo, in tokens, too."""
     read = cache(read_stream)  # it may be large, and two checks need it
-    yield from _models(config)
+    models = list(_models(config))
+    yield from models
+    lengths = lengths and not any(problem.key.endswith(".path") for problem in models)  # they may have no tokenizer
     if (sampled := config.sampling) is not None:
         yield from _prompts(sampled, lengths=lengths, read=read)
         for check in (_reward, _workflow, _curricula, _store, _quantization, check_algorithm):
@@ -147,7 +149,6 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
     model, longest = Path(config.actor.path), config.dataset.max_prompt_len
     trained: list[Row] = []
     chats: set[bool] = set()
-    lengths = lengths and _has_tokenizer(config.actor.path)
 
     def scan(placed: tuple[SetConfig, DataSource]) -> None:
         one, source = placed
@@ -181,15 +182,6 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
     _report_prompt_keys(config, chats)
 
 
-def _has_tokenizer(model: str) -> bool:
-    """Return whether there is a model's folder with a tokenizer. _models() reports what is missing."""
-    try:
-        read_model_folder(model, weights=False, tokenizer=True)
-    except ModelFolderError:
-        return False
-    return True
-
-
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
@@ -201,11 +193,10 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         else:
             chats.update(pair.chosen.messages is not None for pair in read_preferences(source, columns))
 
-    measures = lengths and _has_tokenizer(config.model.path)
-    if not measures or keys_of_conversations(config):
+    if not lengths or keys_of_conversations(config):
         found = list(_data_sets(config.data_sources, scan))
         _report_prompt_keys(config, chats)
-        if not measures or found:
+        if not lengths or found:
             yield from found
             return
     open_one = cache(partial(opener, config))

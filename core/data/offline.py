@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollout.data.encoder import Encoder
 from rollout.data.left_out import SAMPLE
-from rollout.data.source import DatasetError, DataSource, NoneLeftError
+from rollout.data.source import DataSource, NoneLeftError
 
 if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
@@ -33,11 +33,7 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
     from rollout.data.tokenizer import load_tokenizer
 
     folder, columns = config.model.path, config.dataset.pair_columns
-    try:
-        tokenizer = load_tokenizer(folder)
-    except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
-        raise DatasetError(f"rows cannot be tokenised; the tokenizer of {folder}: {error}") from error
-    encoder = Encoder(tokenizer, config.prompt.prompt_format(boxed=False), folder=folder)
+    encoder = Encoder(load_tokenizer(folder), config.prompt.prompt_format(boxed=False), folder=folder)
     load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
 
     def open_one(source: DataSource, *, sample: int | None = None) -> Rows:

@@ -113,11 +113,7 @@ def check_lengths(
         return
     from rollout.data.tokenizer import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(model)
-    except Exception as error:  # noqa: BLE001 (of the tokenizers library, whatever the files hold)
-        raise DatasetError(f"{path}: prompts cannot be tokenised; the tokenizer of {model}: {error}") from error
-    encoder = Encoder(tokenizer, prompt_format, folder=model)
+    encoder = Encoder(load_tokenizer(model), prompt_format, folder=model)
     sample = evenly_spaced(rows, SAMPLE)
     if len(sample) < len(rows):
         logger.info("%s: tokenising %d of %d prompts to measure them", path, len(sample), len(rows))

@@ -18,6 +18,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from rollout.data.source import DatasetError
+
 _CLASS = "GenerationMixin"
 _READER = "add_generation_mixin_to_remote_model"
 _INTEGER_BITS = 4096
@@ -47,8 +49,16 @@ vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = _Environment
 
 def load_tokenizer(path: str | Path) -> Any:
     """Return the tokenizer of the folder `path`, as AutoTokenizer.from_pretrained does. Code in the folder is not
-    run."""
-    return _auto_tokenizer().from_pretrained(path, trust_remote_code=False)
+    run. Raises DatasetError where its files cannot be used."""
+    try:
+        tokenizer = _auto_tokenizer().from_pretrained(path, trust_remote_code=False)
+        tokenizer("1")  # some settings are used only now
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever the files hold; also PanicException, which is no Exception
+        why = f"{type(error).__name__}: {error}; see tokenizer_config.json, or download the tokenizer again"
+        raise DatasetError(f"{path}: the tokenizer cannot be loaded: {why}", setting="actor.path") from error
 
 
 def _auto_tokenizer() -> Any:

@@ -222,7 +222,11 @@ def test_a_chat_template_that_cannot_be_read_is_blamed_on_its_key(dry_run: DryRu
 def test_a_tokenizer_that_cannot_be_read_is_a_problem_and_no_traceback(dry_run: DryRun, tmp_path: Path, assets) -> None:
     write(dry_run.data, ROWS[dry_run.experiment])
     model = shutil.copytree(assets.model, tmp_path / "broken")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "long"}))
+    _, error = dry_run(f"model.path={model}", code=2)
+    assert error.startswith(f"error: actor.path: {model}: the tokenizer cannot be loaded: TypeError: ")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "unknown"}}))
     _, error = dry_run(f"model.path={model}", code=2)
-    assert f"dataset.train_path: rows cannot be tokenised; the tokenizer of {model}: " in error
+    assert f"model.path: {model}/tokenizer.json: not a tokenizer: data did not match any variant" in error

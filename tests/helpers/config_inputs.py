@@ -285,7 +285,11 @@ TINY_CONFIG = {
 }
 
 
-TOKENIZER = {"added_tokens": [{"id": 63, "content": "<eos>"}], "model": {"type": "WordLevel", "vocab": {"1": 0}}}
+END = {"id": 63, "content": "<eos>", "special": True}
+TOKENIZER = {
+    "added_tokens": [{**END, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}],
+    "model": {"type": "WordLevel", "vocab": {"1": 0}, "unk_token": "1"},
+}
 
 
 def write_model(folder: Path, **changes: object) -> Path:

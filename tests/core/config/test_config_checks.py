@@ -55,14 +55,26 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     assert "model/config.json: no such file" in message
 
 
+def with_vocab(text: str, *, kind: str = "WordLevel") -> str:
+    """The content of a tokenizer.json."""
+    return f'{{"added_tokens": [], "model": {{"type": "{kind}", "unk_token": "a", "vocab": {text}}}}}'
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{}", "tokenizer.json: not a tokenizer: KeyError 'model'"),
+        ("{}", "tokenizer.json: not a tokenizer: Model missing"),
         ('{"model": {"vocab": {"a": ', "tokenizer.json: not valid JSON: Expecting value"),
-        ('{"model": {"vocab": {}}}', "tokenizer.json: not a tokenizer: ValueError"),
-        ('{"model": {"vocab": {"a": 64}}}', "its largest token id is 64, but vocab_size=64 in config.json"),
-        ('{"model": {"vocab": {"a": Infinity}}}', "tokenizer.json: not a tokenizer: OverflowError"),
+        (with_vocab("{}"), "tokenizer.json: not a tokenizer: its vocabulary is empty"),
+        (with_vocab('{"a": 64}'), "its largest token id is 64, but vocab_size=64 in config.json"),
+        (with_vocab('{"a": Infinity}'), "tokenizer.json: not a tokenizer: expected value"),
+        (with_vocab('{"a": "0"}'), 'tokenizer.json: not a tokenizer: invalid type: string "0", expected u32'),
+        (with_vocab('{"a": -1}'), "tokenizer.json: not a tokenizer: invalid value: integer `-1`, expected u32"),
+        (
+            with_vocab('{"a": 0}, "merges": ["aa"]', kind="BPE"),
+            "tokenizer.json: not a tokenizer: Merges text file invalid",
+        ),
+        (with_vocab('{"a": 0}, "merges": [["a", "b"]]', kind="BPE"), "not a tokenizer: Token `b` out of vocabulary"),
         ('{"model": {"vocab": [["a", 0.1]]}}', ""),
     ],
 )
