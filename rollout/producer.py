@@ -23,12 +23,12 @@ from typing import Any
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy
 from rollout.experience import Episode, Experience, Rules, Tags, episode_id
-from rollout.experience.episode import summary
+from rollout.experience.processors import Processor, is_dropped, make_episode
 from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
 from rollout.time_limit import within
 from rollout.trajectory_checks import CUT_TOKENS, GroupLimits, check_group, check_sampled
-from rollout.types import Prompt, ReportingSampler, Trajectory, Workflow
+from rollout.types import Prompt, ReportingSampler, Workflow
 from rollout.workflow_calls import as_failure, outcome_of
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class RolloutProducer:
         timeout_seconds: float | None = None,
         limits: GroupLimits | None = None,
         errors: ErrorPolicy | None = None,
+        processors: Sequence[Processor] = (),
         stats_sources: Sequence[Callable[[], Mapping[str, float]]] = (),
     ) -> None:
         """`rules`: which prompts start (make_rules). `group_size`: of every prompt, or by task set.
@@ -60,7 +61,8 @@ class RolloutProducer:
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
         with the same seeds, and so is one that takes `timeout_seconds` beside generation and scoring; then `errors`
         decides: the episode is skipped, or the store fails. None: it fails. `limits`: what else than `group_size` a
-        group must keep. `stats_sources` are added to stats(): a reward pool's, a router's.
+        group must keep. `processors`: get every finished episode. `stats_sources` are added to stats(): a reward
+        pool's, a router's.
         """
         sizes = [*group_size.values()] if isinstance(group_size, Mapping) else [group_size]
         for name, value, least in (
@@ -77,6 +79,7 @@ class RolloutProducer:
         self._load = _Load()  # of all episodes
         self._max_retries, self._timeout_seconds = max_retries, timeout_seconds
         self._limits = limits or GroupLimits()
+        self._processors = processors
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = self._num_finished = 0
@@ -244,9 +247,9 @@ class RolloutProducer:
     async def _run_episode(self, tags: Tags, prompt: Prompt, journal: JournaledSampler) -> None:
         """Run the workflow until it succeeds once; end with put() or, out of retries, with drop() or fail()."""
         for attempt in range(1, self._max_retries + 2):
-            outcome = await outcome_of(partial(self._sample, prompt, journal), fatal=self._errors.always_fatal)
+            outcome = await outcome_of(partial(self._sample, tags, prompt, journal), fatal=self._errors.always_fatal)
             if not isinstance(outcome, Exception):
-                self._finish(tags, outcome)
+                self._finish(outcome)
                 return
             self._counts["num_failures"] += 1
             logger.warning(
@@ -259,28 +262,31 @@ class RolloutProducer:
             self._experience.reopen(tags.id, self._version)
             journal = self._open_journal(tags.id, prompt)
 
-    async def _sample(self, prompt: Prompt, journal: JournaledSampler) -> list[Trajectory]:
+    async def _sample(self, tags: Tags, prompt: Prompt, journal: JournaledSampler) -> Episode:
         journal.enter()
         answer = await within(self._timeout_seconds, partial(self._workflow.run, prompt, journal))
         # Tokens of a version that is pushed, and not yet announced to the producer, are no mistake.
         limits = replace(self._limits, group_size=self._group_size_of(prompt))
-        group = check_group(answer, prompt, version=self._version + 1, limits=limits)
+        check = partial(check_group, prompt=prompt, version=self._version + 1)
+        group = check(answer, limits=limits)
+        kept = partial(check, limits=replace(limits, group_size=1))
+        episode = make_episode(tags, group, self._processors, kept)
         if journal.completions:
-            check_sampled(group, journal.completions, prompt)
-        return group
+            check_sampled(episode.trajectories, journal.completions, prompt)
+        return episode
 
-    def _finish(self, tags: Tags, group: list[Trajectory]) -> None:
-        """Store the group of an episode. Start others: its requests are over, and a dropped group makes room."""
+    def _finish(self, episode: Episode) -> None:
+        """Store an episode. Start others: its requests are over, and one that is dropped makes room."""
         self._errors.count(failed=False)
-        episode = Episode(tags=replace(tags, **summary(group)), trajectories=group)
+        tags, group, spread = episode.tags, episode.trajectories, self._rules.spread
         self._num_finished += 1
         self._counts["num_prompts"] += 1
         self._counts["num_trajectories"] += len(group)
         self._counts["num_tokens"] += sum(episode.tags.trained)
         self._counts["num_cut"] += sum(CUT_TOKENS in t.metrics for t in group)
         logger.debug("prompt %s has %d finished trajectories", tags.id, len(group))
-        spread = self._rules.spread
-        self._experience.put(episode, None if spread is None else spread.drops)
+        drops = is_dropped if tags.reason else None if spread is None else spread.drops
+        self._experience.put(episode, drops)
         self._journals.pop(tags.id).end()
         self._start_prompts()
 

@@ -150,7 +150,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional library": {"rollout.experience.stores.postgres": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.data.offline": "core.data.datasets rollout.data.tokenizer rollout.experience.schedule",
-        "core.checks.recipe": "rollout.data.task_sets rollout.experience",
+        "core.checks.recipe": "rollout.data.task_sets rollout.experience rollout.experience.processors",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",

@@ -267,9 +267,11 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
     store, replay = config.experience.store, config.experience.replay
-    if store == "memory" and not replay.share:
+    processors = config.experience.processors
+    if store == "memory" and not replay.share and not processors:
         return
     from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
+    from rollout.experience.processors import load_processors
 
     try:
         check_store(store)
@@ -279,6 +281,10 @@ def _store(config: PPOMATHConfig) -> Iterator[Problem]:
         make_priority(replay.priority, decay=replay.decay)
     except PluginError as error:
         yield Problem(key="experience.replay.priority", message=str(error))
+    try:
+        load_processors(processors)
+    except PluginError as error:
+        yield Problem(key="experience.processors", message=str(error))
 
 
 def _environment(config: ExperimentConfig) -> Iterator[Problem]:

@@ -35,6 +35,10 @@ class PlaceSection(Section):
     )
     subset: str | None = key(None, "Subset (configuration) of a folder or Hugging Face data set", needs=_FOLDER)
 
+    processors: list[str] = key(
+        [], "Functions package.module:name that filter, change or add rows before anything reads them, in this order"
+    )
+
     @property
     def columns(self) -> Fields:
         """Names of the columns that are given."""
@@ -42,7 +46,9 @@ class PlaceSection(Section):
 
     def source(self, path: str) -> DataSource:
         """Return the data set to train on."""
-        return DataSource(path=path, split=self.split, subset=self.subset, fields=self.columns)
+        return DataSource(
+            path=path, split=self.split, subset=self.subset, fields=self.columns, processors=tuple(self.processors)
+        )
 
     def held_out(self, path: str, split: str | None) -> DataSource | None:
         """Return the data set to validate on; None for an empty path."""

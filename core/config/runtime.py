@@ -395,6 +395,11 @@ class ExperienceConfig(Section):
         "be trained within the staleness bound then is dropped as late. null: wait for whole batches",
         gt=0,
     )
+    processors: list[str] = key(
+        [],
+        "Functions package.module:name that get every finished episode before it is stored, in this order: they change "
+        "rewards, remove trajectories, or drop the episode",
+    )
     replay: ReplayConfig = section(ReplayConfig, "Episodes that later steps train on again")
 
     @property

@@ -17,6 +17,7 @@ from model_specs.hf_config import read_config
 from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
+from rollout.experience.processors import load_processors
 from rollout.inference.router import NoGeneratorError, Routed, Router, requests_at_once
 from rollout.inference.stop_texts import StopTexts
 from rollout.producer import RolloutProducer
@@ -116,6 +117,7 @@ class RolloutService(BatchService):
             errors=ErrorPolicy(
                 on_error=workflow.on_error, max_share=workflow.max_error_share, always_fatal=_NOT_OF_A_PROMPT
             ),
+            processors=load_processors(config.experience.processors),
             stats_sources=(self._rewards.stats, self.router.stats),
         )
 

@@ -1,6 +1,6 @@
 """The records of a data set, wherever it is: a file, a glob, a folder of files, a saved or a Hugging Face data set.
 
-read_records() is the only way from a `DataSource` to its rows. Files have any format: jsonl, json, csv, tsv, parquet
+Files have any format: jsonl, json, csv, tsv, parquet
 and arrow; the text formats also compressed, and these need the standard library only. Invariants: the same source gives
 the same records in the same order on every machine; a record is a dictionary with its place (file and line or row), and
 whatever cannot be read is a DatasetError that names the place.
@@ -237,7 +237,7 @@ _PARTS = re.compile(r"[-_.\d]|of")
 """What stands beside the name of a split in file names: train-00000-of-00002.parquet."""
 
 
-def read_records(source: DataSource) -> Iterator[Record]:
+def stored_records(source: DataSource) -> Iterator[Record]:
     """Yield every record of a data set. Raises DatasetError when there is none, or one cannot be read."""
     if is_hub_id(source):
         yield from _hub_records(source)

@@ -31,8 +31,9 @@ from rollout.data.answers import (
     text_of,
     with_options,
 )
-from rollout.data.files import Record, read_records
+from rollout.data.files import Record
 from rollout.data.messages import Messages, is_conversation, read_messages, read_tools, split_answer
+from rollout.data.processors import read_records
 from rollout.data.source import PROMPTS, Columns, DatasetError, DataSource, as_source, find_columns, printable, value_of
 
 logger = logging.getLogger(__name__)

@@ -74,6 +74,8 @@ class DataSource:
     """Columns to use where they exist and `fields` names none."""
     prefer: Literal["train", "validation", "test"] = "train"
     """The split to read where none is given."""
+    processors: tuple[str, ...] = ()
+    """Import paths of functions that change the rows (rollout/data/processors.py)."""
 
     @property
     def splits(self) -> tuple[str, ...]:

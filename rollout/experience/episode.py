@@ -15,8 +15,8 @@ from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
 Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
 """open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
-trainer gets it, as all its rewards are equal. skipped: its workflow kept failing. late: it was not finished when its
-step had waited long enough."""
+trainer gets it, as all its rewards are equal, or for its `reason`. skipped: its workflow kept failing. late: it was not
+finished when its step had waited long enough."""
 
 
 def episode_id(prompt: Prompt) -> str:
@@ -59,6 +59,8 @@ class Tags:
     uses: int = 0
     """Steps that train on it: that of its lease, and those that replay it."""
     fate: Fate = "open"
+    reason: str = ""
+    """Why a processor dropped it. Empty: none did."""
     step: int | None = None
     """Of its lease; in a SQL store also that of the first lease after it was dropped."""
 

@@ -51,7 +51,7 @@ class SpreadFilter:
     def metrics(self, lease: Lease) -> dict[str, float]:
         """Return what was drawn since the lease before, by reason, and what of it the step trains on. Warns where
         episodes without spread were kept."""
-        dropped = [tags for tags in lease.dropped if tags.fate == "dropped"]
+        dropped = [tags for tags in lease.dropped if tags.fate == "dropped" and not tags.reason]
         reasons = [no_spread(tags) for tags in dropped]
         kept = sum(no_spread(tags) is not None for tags in lease.tags)
         if kept:

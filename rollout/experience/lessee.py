@@ -6,6 +6,7 @@ Invariant: no token that a step trains on is older than max_staleness steps.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,8 @@ class Lessee:
             late = sum(tags.fate == "late" for tags in lease.dropped)
             missing = self._rules.schedule.batch_of(step) - len(lease.tags)
             self._figures |= {"rollout/num_late": float(late), "rollout/num_missing": float(missing)}
+        reasons = Counter(tags.reason for tags in lease.dropped if tags.reason)
+        self._figures |= {f"dropped/{reason}": float(number) for reason, number in reasons.items()}
         if self._rules.spread is not None:
             self._figures |= self._rules.spread.metrics(lease)
         return episodes if self._rules.replay is None else [*episodes, *self._replayed(self._rules.replay, lease)]

@@ -10,6 +10,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajecto
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
-from rollout.experience import Episode
+from rollout.experience import Episode, Tags
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 
@@ -840,3 +841,38 @@ def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
             producer.check()
 
     run_virtual(main())
+
+
+def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
+    def shaped(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
+        return [replace(t, reward=t.reward - 0.25) for t in trajectories]
+
+    def no_even_ones(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory] | str:
+        assert list(tags.rewards) == [t.reward for t in trajectories], "as the one before has left them"
+        return "even" if int(tags.row[1:]) % 2 == 0 else trajectories
+
+    async def main() -> None:
+        workflow = CallWorkflow()
+        async with make_producer(workflow, batch_size=2, processors=[shaped, no_even_ones]) as producer:
+            groups = await producer.take(0)
+            assert {int(t.query_id[1:].partition("@")[0]) % 2 for group in groups for t in group} == {1}
+            assert {t.reward for group in groups for t in group} == {trajectory_reward - 0.25}
+            assert producer.stats()["dropped/even"] >= 1
+            assert {tags.reason for tags in producer.lessee._leases[0].dropped} == {"even"}
+
+    trajectory_reward = trajectory(make_dataset(1).at(0), np.array([0])).reward
+    run_virtual(main())
+
+
+def test_a_processor_that_returns_no_group_fails_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
+        return [] if tags.row == "q1" else trajectories
+
+    async def main() -> None:
+        async with make_producer(CallWorkflow(), 8, processors=[breaks], errors=skipping(), num_epochs=1) as producer:
+            await producer.take(0)
+            await asyncio.sleep(10)
+            assert producer.stats()["rollout/num_skipped"] >= 1
+
+    run_virtual(main())
+    assert "breaks: q1: a workflow returns a non-empty list" in caplog.text

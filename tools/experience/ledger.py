@@ -83,9 +83,9 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
     table = Table(title=f"{drawn} prompts drawn", title_justify="left")
     table.add_column("fate")
     table.add_column("prompts", justify="right")
-    for name in (*_FATES.values(), *_REASONS.values()):
-        if counts[name]:
-            table.add_row(name, str(counts[name]))
+    order = {name: place for place, name in enumerate((*_FATES.values(), *_REASONS.values()))}
+    for name in sorted(counts, key=lambda name: (order.get(name, len(order)), name)):
+        table.add_row(name, str(counts[name]))
     console.print(table)
     if replays := sum(max(tags.uses - 1, 0) for tags in episodes):
         of_uses = Counter(tags.uses for tags in episodes if tags.uses)
@@ -101,7 +101,9 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
 
 def label(tags: Tags) -> str:
     """Return what became of an episode, in words."""
-    return _REASONS[no_spread(tags) or "all_wrong"] if tags.fate == "dropped" else _FATES[tags.fate]
+    if tags.fate != "dropped":
+        return _FATES[tags.fate]
+    return f"dropped: {tags.reason}" if tags.reason else _REASONS[no_spread(tags) or "all_wrong"]
 
 
 def _bias(finished: Sequence[Tags], trained: Sequence[Tags]) -> Table:

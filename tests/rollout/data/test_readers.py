@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from rollout.data import files
-from rollout.data.files import data_files, read_records
+from rollout.data.files import data_files
+from rollout.data.processors import read_records
 from rollout.data.rows import read_examples, scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
 
