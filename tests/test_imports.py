@@ -134,13 +134,8 @@ ORDER = {
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script", "cpu", "convert datapath", "gpu", "__main__"),
-    "tools.bench.gpu": (
-        "shapes lanes",
-        "cases trainer",
-        "runs servers large update_rank",
-        "plan push",
-    ),
+    "tools.bench": ("workload trl_script", "cpu datapath", "gpu", "__main__"),
+    "tools.bench.gpu": ("shapes", "trainer", "runs servers plan", "push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14
@@ -232,12 +227,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.choice"},
     "a benchmark loads what its row measures": {
-        "tools.bench.gpu.runs": "torch transformers",
-        "tools.bench.convert": "mcore_adapter.hf.exporting",
-        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel transformers",
-        "tools.bench.gpu.trainer": "core.experiments.workers core.launch.trainer_group "
-        "mcore_adapter.models.bare_loop mcore_adapter.data.packing mcore_adapter.engine mcore_adapter.parallel",
-        "tools.bench.gpu.servers": "transformers",
+        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.exporting transformers",
     },
 }
 """Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""

@@ -17,37 +17,20 @@ import os
 import platform
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
+from tools.bench import Figure, Scene
 from tools.bench.gpu.shapes import DEFAULT_SHAPE, SHAPES
 
-PACKAGES = ("torch", "megatron-core", "ray", "transformers")
-GPU_PACKAGES = ("sglang", "sgl-deep-gemm", "transformer-engine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One figure. `ratio` is value / baseline; `target` is what was promised, as text."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float | None
-    ratio: float | None
-    target: str
-    command: str
-    versions: dict[str, str]
-
-
+PACKAGES = ("torch", "megatron-core", "ray", "transformers", "sglang", "sgl-deep-gemm", "transformer-engine")
 MEASUREMENTS = {
     "cpu": {
         "config": "cpu:dry_run",
@@ -57,25 +40,22 @@ MEASUREMENTS = {
         "loop": "cpu:loop",
         "memory": "cpu:memory",
         "datapath": "datapath:datapath",
-        "convert": "convert:both_ways",
+        "convert": "cpu:convert_both_ways",
     },
     "gpu": {
         "async": "gpu.runs:asynchronous",  # runs need GPUs that this process has not used yet
         "trl": "gpu.runs:against_trl",
         "update": "gpu.trainer:update",
-        "experts": "gpu.large:experts",
-        "long": "gpu.large:long",
+        "experts": "gpu.trainer:experts",
+        "long": "gpu.trainer:long",
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
         "push": "gpu.push:push",
         "checkpoint": "gpu.trainer:checkpoint",
-        "convert": "gpu.trainer:convert",
+        "plan": "gpu.plan:plan",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""
-SCENES = {"cpu": "cpu:Scene", "gpu": "gpu.trainer:Scene"}
-NUM_GPUS = {"async": 2}
-"""GPUs that a measurement needs where one is not enough."""
 
 
 def main() -> None:
@@ -96,14 +76,13 @@ def main() -> None:
         help="keep there what measurements write, with logs and spans of runs; default: remove it",
     )
     given = parser.parse_args()
-    if given.device == "gpu" and not given.trial and not query_gpus():
+    gpus = query_gpus()
+    if given.device == "gpu" and not given.trial and not gpus:
         parser.error("gpu: nvidia-smi shows none on this host; write cpu, or add --trial")
-    unknown = set(given.only or ()) - MEASUREMENTS[given.device].keys()
-    if unknown:
+    if unknown := set(given.only or ()) - MEASUREMENTS[given.device].keys():
         parser.error(f"--only {' '.join(sorted(unknown))}: not measured on {given.device}")
-    for name in given.only or ():
-        if given.device == "gpu" and (why := missing_gpus(name)):
-            parser.error(f"--only {name}: {why}")
+    if given.device == "gpu" and "async" in (given.only or ()) and len(gpus) == 1:
+        parser.error("--only async: it needs 2 GPUs, and this host shows 1")
     if given.keep is not None and given.keep.exists() and any(given.keep.iterdir()):
         parser.error(f"--keep {given.keep}: measurements start with an empty folder; name another one")
     for python in (given.trl_python, given.sglang_python):
@@ -111,10 +90,9 @@ def main() -> None:
             parser.error(f"{python}: no such interpreter")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     end_on_sigterm()
-    rows = list(_measure(given))
+    lines = list(_measure(given, num_gpus=len(gpus)))
     print("\n| figure | value | baseline | ratio | target |\n|---|---|---|---|---|")
-    for row in rows:
-        print(line(row))
+    print("\n".join(lines))
 
 
 def end_on_sigterm() -> None:
@@ -126,38 +104,34 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def _measure(given: argparse.Namespace) -> Iterator[Row]:
-    """Run the measurements; write and print each figure when it is there."""
-    packages = PACKAGES + (GPU_PACKAGES if given.device == "gpu" else ())
-    versions = {"python": platform.python_version(), **{name: installed(name) for name in packages}}
-    options: dict[str, Any] = {"trl_python": given.trl_python}
+def _measure(given: argparse.Namespace, *, num_gpus: int) -> Iterator[str]:
+    """Run the measurements; write each figure when it is there, and print and yield its line of the table."""
+    versions = {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
     if given.device == "gpu":
         os.environ["LOCAL_RANK"] = "0"
-        options |= {"shape": given.shape, "sglang_python": given.sglang_python}
-    rows: list[Row] = []
     with kept_or_temporary(given.keep) as folder:
-        scene = find(SCENES[given.device])(folder=folder, **options)
-        for name in MEASUREMENTS[given.device]:
+        scene = Scene(
+            folder=folder,
+            trl_python=given.trl_python,
+            sglang_python=given.sglang_python,
+            shape=given.shape,
+            raw=SHAPES[given.shape],
+        )
+        for name, place in MEASUREMENTS[given.device].items():
             if given.only and name not in given.only:
                 continue
-            if given.device == "gpu" and (why := missing_gpus(name)):
-                print(f"{name} is left out: {why}", flush=True)
+            if given.device == "gpu" and name == "async" and num_gpus == 1:
+                print("async is left out: it needs 2 GPUs", flush=True)
                 continue
-            command = _command(given, name)
-            for figure in find(MEASUREMENTS[given.device][name])(scene):
+            shape = f" --shape {given.shape}" if given.shape != DEFAULT_SHAPE else ""
+            command = f"python -m tools.bench {given.device} --only {name}{shape}"
+            for figure in find(place)(scene):
                 ratio = figure.value / figure.baseline if figure.baseline else None
-                rows.append(Row(**asdict(figure), ratio=ratio, command=command, versions=versions))
-                print(line(rows[-1]), flush=True)
-                write(given.output, host(given.device), rows)
-                yield rows[-1]
-
-
-def _command(given: argparse.Namespace, name: str) -> str:
-    """Return what measures `name` alone as it is measured here; interpreters and folders differ between hosts."""
-    words = ["python -m tools.bench", given.device, "--only", name]
-    if given.device == "gpu":
-        words += ["--shape", given.shape] * (given.shape != DEFAULT_SHAPE)
-    return " ".join(words)
+                row = {**asdict(figure), "ratio": ratio, "command": command, "versions": versions}
+                _write(given.output, _host(given.device), row)
+                line = _line(figure, ratio)
+                print(line, flush=True)
+                yield line
 
 
 @contextmanager
@@ -171,29 +145,21 @@ def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
         yield folder.resolve()
 
 
-def find(place: str) -> Callable[..., Any]:
+def find(place: str) -> Callable[[Scene], Iterator[Figure]]:
     """Import what stands at module:name of this folder."""
     module, _, name = place.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"tools.bench.{module}"), name)
+    found: Callable[[Scene], Iterator[Figure]] = getattr(import_module(f"tools.bench.{module}"), name)
     return found
 
 
-def missing_gpus(name: str) -> str | None:
-    """Return what this host lacks for a measurement of GPU, or None. Without any GPU they run small, as a trial."""
-    found, needed = len(query_gpus()), NUM_GPUS.get(name, 1)
-    if 0 < found < needed:
-        return f"it needs {needed} GPUs, and this host shows {found}"
-    return None
-
-
-def installed(name: str) -> str:
+def _installed(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "elsewhere"
 
 
-def host(device: str) -> str:
+def _host(device: str) -> str:
     """Return the name of the file: the machine's kind, not its name."""
     if device == "cpu":
         return f"cpu-{os.cpu_count()}core"
@@ -201,21 +167,20 @@ def host(device: str) -> str:
     return f"{len(gpus)}x-{gpus[0].name.lower().replace(' ', '-')}" if gpus else "no-gpu"
 
 
-def write(folder: Path, name: str, rows: list[Row]) -> None:
-    """Put the rows into today's file, in place of those of the same names."""
+def _write(folder: Path, name: str, row: Mapping[str, object]) -> None:
+    """Put a row into today's file, in place of the one of the same name."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{date.today().isoformat()}.json"
     old = json.loads(path.read_text()) if path.exists() else []
-    mine = {row.name for row in rows}
-    kept = [row for row in old if row["name"] not in mine]
-    path.write_text(json.dumps(kept + [asdict(row) for row in rows], indent=1) + "\n")
+    kept = [one for one in old if one["name"] != row["name"]]
+    path.write_text(json.dumps([*kept, row], indent=1) + "\n")
 
 
-def line(row: Row) -> str:
+def _line(figure: Figure, ratio: float | None) -> str:
     """Return one row of the Markdown table."""
-    baseline = "" if row.baseline is None else f"{row.baseline:,.4g}"
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-    return f"| {row.name} | {row.value:,.4g} {row.unit} | {baseline} | {ratio} | {row.target} |"
+    baseline = "" if figure.baseline is None else f"{figure.baseline:,.4g}"
+    shown = "" if ratio is None else f"{ratio:.2f}"
+    return f"| {figure.name} | {figure.value:,.4g} {figure.unit} | {baseline} | {shown} | {figure.target} |"
 
 
 if __name__ == "__main__":

@@ -5,62 +5,61 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
 from allocation import ParallelLayout
 from core.algorithms.losses import sft_loss
 from core.monitoring.metrics import read_rows
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
+from mcore_adapter.hf.safetensors_folder import ShardWriter
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
+from model_specs.hf_config import parse_config
+from model_specs.tensors import hf_shapes
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.types import GenerateRequest, SamplingParams
-from tools.bench import TRL_SCRIPT, Figure
+from tools import convert
+from tools.bench import Figure, Scene
 from tools.bench.workload import additions
 from tools.demo.data import make_tokenizer
 
 ROUNDS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """The folder of the measurements, and the interpreters that they may use."""
+def small_model(folder: Path, name: str, *, hidden_size: int, num_layers: int) -> Path:
+    """Return a random Qwen2-shaped model with the demo's tokenizer, made where it does not exist."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder: Path
-    trl_python: Path | None
-
-    def model(self, name: str, *, hidden_size: int, num_layers: int) -> Path:
-        """Return a random Qwen2-shaped model with the demo's tokenizer."""
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        path = self.folder / name
-        if not path.exists():
-            torch.manual_seed(0)
-            config = Qwen2Config(
-                vocab_size=16,
-                hidden_size=hidden_size,
-                intermediate_size=3 * hidden_size,
-                num_hidden_layers=num_layers,
-                num_attention_heads=hidden_size // 32,
-                num_key_value_heads=hidden_size // 64,
-                max_position_embeddings=1024,
-                tie_word_embeddings=True,
-                eos_token_id=1,
-                pad_token_id=0,
-            )
-            Qwen2ForCausalLM(config).save_pretrained(path)
-            make_tokenizer().save_pretrained(path)
-        return path
+    path = folder / name
+    if not path.exists():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=16,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden_size // 32,
+            num_key_value_heads=hidden_size // 64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(path)
+        make_tokenizer().save_pretrained(path)
+    return path
 
 
 def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
@@ -81,7 +80,7 @@ def train_step(scene: Scene) -> Iterator[Figure]:
             ParallelLayout(), rank=0, world_size=1, init_method=rendezvous, device=device, seed=1
         )
         for name, hidden, layers, count, length in (("0.8M", 128, 4, 256, 26), ("8M", 384, 5, 16, 256)):
-            path = scene.model(name, hidden_size=hidden, num_layers=layers)
+            path = small_model(scene.folder, name, hidden_size=hidden, num_layers=layers)
             tokens = torch.randint(2, 16, (count, length), generator=torch.Generator().manual_seed(0))
             mask = torch.ones(count, length, dtype=torch.bool)
             mask[:, 0] = False
@@ -97,9 +96,7 @@ def train_step(scene: Scene) -> Iterator[Figure]:
                 return batch.num_tokens / (time.perf_counter() - start)
 
             value, baseline = alternate(ours, plain)
-            yield Figure(
-                name=f"update.train_step_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 0.9x"
-            )
+            yield Figure(f"update.train_step_{name}", value, "tokens/s", baseline, ">= 0.9x")
         destroy_parallel()
 
 
@@ -134,11 +131,9 @@ def generator(scene: Scene) -> Iterator[Figure]:
     """Yield the tokens/s for 64 prompts with mixed output lengths, against transformers' generate(), which runs until
     the longest is done."""
     for name, hidden, layers in (("0.8M", 128, 4), ("8M", 384, 5)):
-        path = scene.model(name, hidden_size=hidden, num_layers=layers)
+        path = small_model(scene.folder, name, hidden_size=hidden, num_layers=layers)
         value, baseline = asyncio.run(compare_generators(path))
-        yield Figure(
-            name=f"rollout.embedded_generator_{name}", value=value, unit="tokens/s", baseline=baseline, target=">= 2.5x"
-        )
+        yield Figure(f"rollout.embedded_generator_{name}", value, "tokens/s", baseline, ">= 2.5x")
 
 
 async def compare_generators(path: Path) -> tuple[float, float]:
@@ -188,10 +183,10 @@ PRECISIONS = ("float32", "bfloat16")
 
 def dry_run(scene: Scene) -> Iterator[Figure]:
     """Yield the time from the command to the end of every check."""
-    config = ppo_config(scene, scene.model("0.8M", hidden_size=128, num_layers=4), new_tokens=16)
+    config = ppo_config(scene, small_model(scene.folder, "0.8M", hidden_size=128, num_layers=4), new_tokens=16)
     start = time.perf_counter()
     run_ppo(scene.folder, "dry", config, "--dry-run")
-    yield Figure(name="config.dry_run", value=time.perf_counter() - start, unit="s", baseline=None, target="< 3")
+    yield Figure("config.dry_run", time.perf_counter() - start, "s", target="< 3")
 
 
 def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object) -> dict[str, object]:
@@ -264,7 +259,7 @@ def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, s
     return sum(r["n_seqs"] for r in rows) / sum(r["time/step"] for r in rows)
 
 
-def metrics_of(folder: Path, trial: str) -> list[dict[str, Any]]:
+def metrics_of(folder: Path, trial: str) -> list[dict[str, float]]:
     """Return the rows of the metrics of a run."""
     (path,) = (folder / "runs" / "logs").glob(f"*/bench/{trial}/metrics.jsonl")
     return read_rows(path)
@@ -272,20 +267,15 @@ def metrics_of(folder: Path, trial: str) -> list[dict[str, Any]]:
 
 def sync_and_async(scene: Scene) -> Iterator[Figure]:
     """Yield runs with max_staleness 0 (both sides use all cores in turn) and 2."""
-    model = scene.model("0.8M", hidden_size=128, num_layers=4)
+    model = small_model(scene.folder, "0.8M", hidden_size=128, num_layers=4)
     config = ppo_config(scene, model, new_tokens=64)
-    rates = {0: [], 2: []}  # type: dict[int, list[float]]
+    rates: dict[int, list[float]] = {0: [], 2: []}
     for round_ in range(2):
         for staleness in rates:
             changed = {**config, "staleness.max_staleness": staleness}
             rates[staleness].append(samples_per_second(scene, f"staleness{staleness}-{round_}", changed, steps=25))
-    yield Figure(
-        name="async.samples_per_second",
-        value=float(np.mean(rates[2])),
-        unit="samples/s",
-        baseline=float(np.mean(rates[0])),
-        target=">= 1.25x",
-    )
+    synchronous, asynchronous = (float(np.mean(rates[staleness])) for staleness in (0, 2))
+    yield Figure("async.samples_per_second", asynchronous, "samples/s", synchronous, ">= 1.25x")
 
 
 def loop(scene: Scene) -> Iterator[Figure]:
@@ -294,7 +284,7 @@ def loop(scene: Scene) -> Iterator[Figure]:
     Both sides run in both precisions, in turn; the row with the target sets the faster of ours against the faster of
     theirs.
     """
-    model = scene.model("0.8M", hidden_size=128, num_layers=4)
+    model = small_model(scene.folder, "0.8M", hidden_size=128, num_layers=4)
     for new_tokens, steps, target in ((16, 60, ">= 1.5x"), (128, 15, ">= 1.9x")):
         ours: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
         theirs: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
@@ -307,60 +297,102 @@ def loop(scene: Scene) -> Iterator[Figure]:
             trial = f"loop{new_tokens}-{precision}-{round_}"
             ours[precision].append(samples_per_second(scene, trial, config, steps=steps))
             if scene.trl_python is not None:
-                theirs[precision].append(trl_samples_per_second(scene, model, new_tokens, steps // 3, precision))
+                options = {"new-tokens": new_tokens, "steps": steps // 3, "precision": precision}
+                theirs[precision].append(trl_samples_per_second(scene, model, options))
         rates, baselines = ({p: float(np.mean(v)) for p, v in side.items() if v} for side in (ours, theirs))
+        name = f"loop.samples_per_second_{new_tokens}"
         for precision in PRECISIONS:
-            yield Figure(
-                name=f"loop.samples_per_second_{new_tokens}_{precision}",
-                value=rates[precision],
-                unit="samples/s",
-                baseline=baselines.get(precision),
-                target="",
-            )
-        yield Figure(
-            name=f"loop.samples_per_second_{new_tokens}",
-            value=max(rates.values()),
-            unit="samples/s",
-            baseline=max(baselines.values(), default=None),
-            target=target,
-        )
+            yield Figure(f"{name}_{precision}", rates[precision], "samples/s", baselines.get(precision))
+        yield Figure(name, max(rates.values()), "samples/s", max(baselines.values(), default=None), target)
 
 
-def trl_samples_per_second(scene: Scene, model: Path, new_tokens: int, steps: int, precision: str) -> float:
-    """Run TRL's loop, in its own environment."""
-    command = [
-        str(scene.trl_python),
-        str(TRL_SCRIPT),
-        "--model",
-        str(model),
-        "--prompts",
-        str(additions(scene.folder)),
-        "--new-tokens",
-        str(new_tokens),
-        "--steps",
-        str(steps),
-        "--precision",
-        precision,
-    ]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])["samples_per_second"]
+def trl_samples_per_second(
+    scene: Scene, model: Path, options: Mapping[str, object], *flags: str, timeout: float | None = None
+) -> float:
+    """Run trl_script.py on the additions, in TRL's environment; its log goes to standard error.
+
+    Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
+    """
+    given = {"model": model, "prompts": additions(scene.folder), **options}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [str(scene.trl_python), str(Path(__file__).with_name("trl_script.py")), *words, *flags]
+    # With LOCAL_RANK, which benchmarks on a GPU set for their engine, accelerate expects a distributed run.
+    env = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=timeout)
+    return float(json.loads(done.stdout.splitlines()[-1])["samples_per_second"])
 
 
 def memory(scene: Scene) -> Iterator[Figure]:
     """Yield the memory at the end over the memory at a third of 10,000 steps of a null run (tiny model, tokens made up
     at once), with a checkpoint every 100."""
-    model = scene.model("tiny", hidden_size=64, num_layers=1)
+    model = small_model(scene.folder, "tiny", hidden_size=64, num_layers=1)
     config = ppo_config(scene, model, new_tokens=4, **{"allocation_mode": "mock.d1m1p1+d1m1p1"})
     config |= {"dataset.train_bs_n_seqs": 4, "group_size": 2, "exp_ctrl.total_train_epochs": 10}
     config |= {"exp_ctrl.total_train_steps": 10_000, "recover_mode": "auto", "exp_ctrl.ckpt_freq_steps": 100}
     samples = run_ppo(scene.folder, "nothing", config, sample_memory=True)
     # Start-up and shut-down are no part of the run: what counts lies between the first and the last quiet second.
     running = samples[int(0.3 * len(samples)) : -3]
-    begin, end = running[: len(running) // 4 or 1], running[-(len(running) // 4 or 1) :]
-    yield Figure(
-        name="memory.null_run",
-        value=float(np.median(end)),
-        unit="MiB",
-        baseline=float(np.median(begin)),
-        target="< 1.05x",
-    )
+    quarter = len(running) // 4 or 1
+    end, begin = float(np.median(running[-quarter:])), float(np.median(running[:quarter]))
+    yield Figure("memory.null_run", end, "MiB", begin, "< 1.05x")
+
+
+_CONVERTED = dict(
+    model_type="llama",
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=1024,
+)
+
+
+def convert_both_ways(scene: Scene) -> Iterator[Figure]:
+    """Yield MiB/s of converting a model of 0.9 GB in float32 both ways, without checks, against a plain copy by
+    safetensors on the same disk. All sides read files that lie in the page cache, and write a new folder every time,
+    which the kernel may keep in memory."""
+    source, checkpoint, target = (scene.folder / f"convert-{part}" for part in ("hf", "megatron", "target"))
+    num_bytes = _write_random(source, _CONVERTED, torch.float32)
+    _convert("--checkpoint_path", source, "--output_path", checkpoint, "--to-megatron")
+
+    def rate_of(write: Callable[[], object]) -> float:
+        shutil.rmtree(target, ignore_errors=True)
+        start = time.perf_counter()
+        write()
+        return num_bytes / 2**20 / (time.perf_counter() - start)
+
+    def plain() -> None:
+        target.mkdir()
+        for file in source.glob("*.safetensors"):
+            save_file(load_file(file), target / file.name, metadata={"format": "pt"})
+
+    for way, arguments in (
+        ("to_hugging_face", ("--checkpoint_path", checkpoint)),
+        ("to_megatron", ("--checkpoint_path", source, "--to-megatron")),
+    ):
+        ours = partial(_convert, *arguments, "--output_path", target)
+        value, baseline = alternate(partial(rate_of, ours), partial(rate_of, plain))
+        yield Figure(f"convert.{way}", value, "MiB/s", baseline, ">= 0.7x")
+    shutil.rmtree(target)
+
+
+def _convert(*arguments: object) -> None:
+    status = convert.main([str(argument) for argument in arguments])
+    assert status == 0, f"convert {arguments} ended with {status}"
+
+
+def _write_random(folder: Path, shape: Mapping[str, object], dtype: torch.dtype) -> int:
+    """Write a folder of random weights; return its size in bytes."""
+    from mcore_adapter.hf.exporting import tensor_specs, write_config
+
+    config = parse_config(shape)
+    folder.mkdir()
+    write_config(folder, config, dtype=dtype, is_critic=False)
+    specs = tensor_specs(hf_shapes(config, is_critic=False), dtype)
+    writer = ShardWriter(folder, specs)
+    for name, spec in specs.items():
+        writer.add(name, (torch.randn(spec.shape) / 50).to(dtype))
+    writer.finish()
+    return sum(spec.nbytes for spec in specs.values())

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,8 +47,7 @@ from mcore_adapter.device import get_device
 from mcore_adapter.settings import EngineConfig, EngineModel
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
-from tools.bench import Figure
-from tools.bench.cpu import Scene
+from tools.bench import Figure, Scene
 
 RANKS, MINIBATCHES, STEPS, PROMPT_TOKENS = 8, 4, 3, 256
 USAGE = ".usage.jsonl"
@@ -63,18 +62,6 @@ class Size:
     answers: int = 16
     tokens: int = 8192
     passes: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """The result of one measurement."""
-
-    copy_ratio: float
-    driver_seconds: float
-    step_seconds: float
-    driver_gib: float
-    rollout_gib: float
-    rank_gib: float
 
 
 def append(path: str, **row: float) -> None:
@@ -194,8 +181,8 @@ class Clock:
         self.marks.append((time.thread_time(), time.perf_counter()))
 
 
-def run(size: Size, folder: Path) -> Usage:
-    """Drive some steps from this process."""
+def run(size: Size, folder: Path) -> dict[str, float]:
+    """Drive some steps from this process; return the figures by name."""
     torch.set_num_threads(1)
     allocation = parse(f"mock.d1m1p1+d{RANKS}m1p1", n_nodes=1, n_gpus_per_node=RANKS + 1)
     deadlines = DeadlineConfig(call_seconds=3600.0, batch_seconds=3600.0)
@@ -247,14 +234,14 @@ def run(size: Size, folder: Path) -> Usage:
     ranks = [row for name, of in rows.items() if name.startswith("trainer") for row in of]
     rollouts = [row for name, of in rows.items() if name.startswith("rollout") for row in of]
     spent = np.diff(np.array(clock.marks), axis=0)
-    return Usage(
-        copy_ratio=max(row["fetched"] / row["trained"] for row in ranks),
-        driver_seconds=float(np.median(spent[:, 0])),
-        step_seconds=float(np.median(spent[:, 1])),
-        driver_gib=peak_gib(),
-        rollout_gib=max(row["gib"] for row in rollouts),
-        rank_gib=max(row["gib"] for row in ranks),
-    )
+    return {
+        "bytes_copied_per_byte_trained": max(row["fetched"] / row["trained"] for row in ranks),
+        "driver_seconds_per_step": float(np.median(spent[:, 0])),
+        "seconds_per_step": float(np.median(spent[:, 1])),
+        "peak_memory_driver": peak_gib(),
+        "peak_memory_rollout": max(row["gib"] for row in rollouts),
+        "peak_memory_rank": max(row["gib"] for row in ranks),
+    }
 
 
 def settings(*, decoupled: bool) -> AlgorithmSettings:
@@ -268,30 +255,26 @@ def settings(*, decoupled: bool) -> AlgorithmSettings:
     )
 
 
-def measure(size: Size) -> Usage:
+def measure(size: Size) -> dict[str, float]:
     """Return what run() returns, measured in a process of its own, whose memory is then that of a driver."""
     command = [sys.executable, "-m", "tools.bench.datapath", json.dumps(asdict(size))]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return Usage(**json.loads(output.splitlines()[-1]))
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
 
 
-def datapath(scene: Scene, size: Size = Size()) -> Iterator[Figure]:
+TARGETS = {"bytes_copied_per_byte_trained": "<= 1.1", "driver_seconds_per_step": "<= 0.1"}
+
+
+def datapath(scene: Scene) -> Iterator[Figure]:
     """Measure a step of 512 prompts with 16 answers of 8192 tokens each, on 8 ranks of this host."""
-    found = measure(size)
-    passes = measure(Size(**{**asdict(size), "passes": True}))
-    targets: Mapping[str, tuple[float, str, str]] = {
-        "bytes_copied_per_byte_trained": (found.copy_ratio, "x", "<= 1.1"),
-        "bytes_copied_per_byte_trained_with_old_logprobs": (passes.copy_ratio, "x", "<= 1.1"),
-        "driver_seconds_per_step": (found.driver_seconds, "s", "<= 0.1"),
-        "seconds_per_step": (found.step_seconds, "s", ""),
-        "peak_memory_driver": (found.driver_gib, "GiB", ""),
-        "peak_memory_rollout": (found.rollout_gib, "GiB", ""),
-        "peak_memory_rank": (found.rank_gib, "GiB", ""),
-    }
-    for name, (value, unit, target) in targets.items():
-        yield Figure(name=f"datapath.{name}", value=value, unit=unit, baseline=None, target=target)
+    for name, value in measure(Size()).items():
+        unit = "GiB" if "memory" in name else "s" if "seconds" in name else "x"
+        yield Figure(f"datapath.{name}", value, unit, target=TARGETS.get(name, ""))
+    name = "bytes_copied_per_byte_trained"
+    yield Figure(f"datapath.{name}_with_old_logprobs", measure(Size(passes=True))[name], "x", target=TARGETS[name])
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asdict(run(Size(**json.loads(sys.argv[1])), Path(folder)))))
+        print(json.dumps(run(Size(**json.loads(sys.argv[1])), Path(folder))))

@@ -6,7 +6,6 @@ trains in bfloat16 unless configured otherwise: autocast over float32 weights on
 which are faster there.
 
     /path/to/trl-env/bin/python tools/bench/trl_script.py --model DIR --prompts FILE.jsonl --new-tokens 16
-    /path/to/trl-env/bin/python tools/bench/trl_script.py --gpu --continuous-batching --micro-batch 16 ...
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import transformers
-import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -40,20 +36,10 @@ def main() -> None:
     parser.add_argument("--warm-up-tokens", type=int, help="length of completions in the warm-up (default: the same)")
     parser.add_argument("--gpu", action="store_true", help="on the first GPU instead of the CPU")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward and backward pass (default: all)")
-    parser.add_argument("--continuous-batching", action="store_true", help="generate with it, not with generate()")
     arguments = parser.parse_args()
     seconds = step_seconds(arguments)
     samples = arguments.num_prompts * arguments.group_size
-    json.dump(
-        {
-            "samples_per_second": samples / statistics.median(seconds),
-            "step_seconds": seconds,
-            "versions": versions(),
-            "peak_gb": torch.accelerator.max_memory_allocated() / 1e9 if arguments.gpu else None,
-        },
-        sys.stdout,
-    )
-    print()
+    print(json.dumps({"samples_per_second": samples / statistics.median(seconds)}))
 
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:
@@ -85,7 +71,6 @@ def step_seconds(arguments: argparse.Namespace) -> list[float]:
                 model_init_kwargs={"dtype": arguments.precision if arguments.gpu else "float32"},
                 per_device_train_batch_size=micro_batch,
                 gradient_accumulation_steps=samples // micro_batch,
-                use_transformers_continuous_batching=arguments.continuous_batching,
                 num_generations=arguments.group_size,
                 max_completion_length=arguments.new_tokens,
                 generation_kwargs={"min_new_tokens": arguments.new_tokens},
@@ -109,11 +94,6 @@ def set_length(trainer: GRPOTrainer, tokens: int) -> None:
     """Set the length of all completions from the next generation on."""
     trainer.generation_config.max_new_tokens = tokens
     trainer.generation_config.min_new_tokens = tokens
-
-
-def versions() -> dict[str, str]:
-    """Return versions of what was measured."""
-    return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 if __name__ == "__main__":

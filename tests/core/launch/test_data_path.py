@@ -11,19 +11,23 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
+from core.config.algorithm import AlgorithmSettings
+from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.launch import remote as object_store
 from core.launch import rollout_client, trainer_group
 from core.launch.remote import Remote
-from core.launch.rollout_client import RolloutClient
+from core.launch.rollout_client import BatchActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.monitor import Monitor, StepTimer
@@ -31,10 +35,11 @@ from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RunState
 from core.trainer import EngineRef, PPOTrainer
-from mcore_adapter.data.planner import Planner
+from core.weight_sync.push import PushReport
+from mcore_adapter.data.planner import BatchShard, Planner
 from mcore_adapter.device import get_device
 from rollout.experience import Schedule
-from tools.bench.datapath import Clock, MockRollout, NullEngine, NullPush, Size, settings
+from rollout.types import PROMPT_VERSION, Trajectory
 
 RANKS, STEPS = 2, 2
 
@@ -105,7 +110,7 @@ class Rank(TrainerRank):
         self._store, self._rank = store, rank
         self._parallel = SimpleNamespace(dp_rank=rank)  # type: ignore[assignment]
         self._device = get_device(CPU)
-        self._engines = {"actor": NullEngine(Planner(dp=RANKS), rank)}  # type: ignore[dict-item]
+        self._engines = {"actor": Engine(rank)}  # type: ignore[dict-item]
 
     def open_batch(self, batch: Any, group: str) -> None:
         self._store.fetched.append(Counter())
@@ -117,15 +122,66 @@ class Rank(TrainerRank):
         return [ref.value if isinstance(ref, Ref) else ref for ref in refs]
 
 
-class Rollout(MockRollout):
-    def __init__(self, store: Store, size: Size) -> None:
-        self._size, self._rng, self._batch = size, np.random.default_rng(0), None
+class Engine:
+    """Reads its microbatches and computes nothing."""
+
+    def __init__(self, dp_rank: int) -> None:
+        self._planner, self._dp_rank = Planner(dp=RANKS), dp_rank
+
+    def train_step(self, shard: BatchShard, loss_fn: Any, *, max_tokens_per_mb: int, **_: object) -> dict[str, float]:
+        for sequences in self._planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]:
+            shard.select(sequences)
+        return {"loss": 0.0}
+
+    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: object) -> Any:
+        plan = self._planner.plan(shard.shape, max_tokens_per_mb, shard.owners)[self._dp_rank]
+        lens = [shard.select(sequences).num_tokens for sequences in plan]
+        return SimpleNamespace(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))
+
+
+class Rollout(BatchActor):
+    """Two prompts a step with four answers of half to all of `tokens`."""
+
+    def __init__(self, store: Store, tokens: int) -> None:
+        self._tokens, self._rng, self._batch = tokens, np.random.default_rng(0), None
         self._put, self._fetch, self._store = rollout_client.put, object_store.fetch, store
+
+    async def lease(self, version: int) -> tuple[RolloutBatch, dict[str, float]]:
+        return pack_trajectories([[self._trajectory(version) for _ in range(4)] for _ in "ab"], ["a", "b"]), {}
+
+    def _trajectory(self, version: int) -> Trajectory:
+        total = int(self._rng.integers(self._tokens // 2, self._tokens + 1))
+        mask = np.arange(total) >= 10
+        return Trajectory(
+            query_id="", token_ids=self._rng.integers(0, 32_000, total, np.int32), loss_mask=mask,
+            rollout_logprobs=-self._rng.random(total, np.float32), versions=np.where(mask, version, PROMPT_VERSION),
+            reward=float(self._rng.integers(2)), finish_reason="stop",
+        )  # fmt: skip
 
     async def write_samples(self) -> None:
         self._store.calls["service.write_samples"] += 1
 
     async def set_version(self, version: int) -> None: ...
+
+
+class Push:
+    """No weights travel."""
+
+    def sync_rejoined(self) -> None: ...
+
+    def offload_generators(self) -> None: ...
+
+    def push(self, version: int) -> PushReport:
+        return PushReport(seconds=0.0, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=0.0, num_bytes=0)
+
+
+class Hooks:
+    def whole_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_step(self, step: int, timer: StepTimer) -> None: ...
+
+    def after_report(self, step: int, timer: StepTimer) -> None: ...
 
 
 def run_steps(
@@ -139,12 +195,16 @@ def run_steps(
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=store.put))
     cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
-    service = Rollout(store, Size(prompts=2, answers=4, tokens=tokens))
+    service = Rollout(store, tokens)
     vars(rollout).update(_cluster=cluster, _actor=Remote(store.actor(service)), _announced=[])
     ranks = [Remote(store.actor(Rank(store, i))) for i in range(RANKS)]
     vars(group).update(
         name="trainer", _cluster=cluster, _ranks=ranks, _names=["r0", "r1"], _announced=[],
         _planners={"actor": Planner(dp=RANKS)},
+    )  # fmt: skip
+    algorithm = AlgorithmSettings(
+        ppo_n_minibatches=2, kl_in="loss", advantage="group", adv_norm=True, disable_value=True,
+        correction="decoupled" if decoupled else "bypass",
     )  # fmt: skip
     engine = EngineRef(
         group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
@@ -159,13 +219,13 @@ def run_steps(
         elapsed=0.0,
     ) as monitor:
         trainer = PPOTrainer(
-            actor=engine, critic=None, reference=None, rollout=rollout, weights=NullPush(), memory=MemoryLimits(),
-            algorithm=PolicyGradient(settings(decoupled=decoupled)), num_minibatches=2, temperature=1.0,
+            actor=engine, critic=None, reference=None, rollout=rollout, weights=Push(), memory=MemoryLimits(),
+            algorithm=PolicyGradient(algorithm), num_minibatches=2, temperature=1.0,
             schedule=Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1), monitor=monitor,
             timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
         )  # fmt: skip
         start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
-        trainer.run(start, Clock())  # type: ignore[arg-type]
+        trainer.run(start, Hooks())  # type: ignore[arg-type]
     return store
 
 

@@ -1,95 +1,166 @@
-"""Measure memory and time of updates against the planner's prediction.
+"""The measurement `plan`: memory and time of updates against the planner's prediction.
 
-    python -m tools.bench.gpu.plan --predict benchmarks/predictions/memory.json    # before the measurement, no torch
-    python -m tools.bench.gpu.plan --against benchmarks/predictions/memory.json    # on a host with GPUs: minutes
+    python -m tools.bench.gpu.plan > benchmarks/predictions/memory.json    # predictions of all cases, before
+    python -m tools.bench gpu --only plan                                  # minutes; the baseline is the prediction
 
-Every case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Cases of
-one GPU run side by side, those of several after them; a case that fails is a row. Those that need more GPUs or more
-memory than this host has are left out. Prints for each stage of a case: peak and what is held between updates in GB,
-predicted and measured, the error of the peak, what the allocator reserves, seconds of an update and host memory.
+A case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Each of its
+ranks is a process of its own, `python -m tools.bench.gpu.plan NUMBER RANK FOLDER`. Cases of one GPU run side by side,
+those of several after them. Cases that need more GPUs or more memory than this host has are left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import random
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
+import torch
+from torch import Tensor
+
+from allocation import ParallelLayout
 from core.planning.gpus import GPUS, gpu_of_machine
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
 from core.planning.rates import calibration_of, update_seconds
-from core.planning.scene import Scene
+from core.planning.scene import Engine
+from core.planning.scene import Scene as PlannedScene
+from mcore_adapter.data.batch import ModelOutput
+from mcore_adapter.device import get_device
+from mcore_adapter.engine import MegatronEngine
+from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
+from model_specs.hf_config import parse_config
 from rollout.inference.gpus import device_names, query_gpus
-from tools.bench.gpu.cases import CASES, TRIAL, Case
-from tools.bench.gpu.lanes import Task, outcomes
+from tools.bench import Figure, Scene
 from tools.bench.gpu.shapes import PLANNED
+from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
 
-GB = 1e9
-_PLACE = "tools.bench.gpu.update_rank:measure"
-
-
-def predictions(cases: tuple[Case, ...]) -> dict[str, list[dict[str, Any]]]:
-    """Return for each case and pipeline stage the bytes at the peak and between two updates, and the seconds of an
-    update on the GPUs that have a calibration."""
-    return {str(case): [_predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
+_CASE_SECONDS = 150.0
+_WARM_UP, _ROUNDS = 1, 3
+_SHORTEST = 16  # sequence of a mix, in tokens
+_SPREAD = 0.8  # of the logarithm of the lengths of a mix
 
 
-def _predicted(case: Case, stage: int) -> dict[str, Any]:
-    lengths = case.lengths
-    return {
-        "peak": round(engine_peak(case.engine, stage, longest=max(lengths))),
-        "held": round(engine_held(case.engine, stage, longest=max(lengths))),
-        "seconds": {name: seconds for name in GPUS if (seconds := predicted_seconds(case, name)) is not None},
-    }
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration of an engine, and the sequences of an update."""
+
+    model: str
+    recompute: Level
+    length: int
+    """Of each sequence; in a mix their median, with a lognormal distribution."""
+    tokens: int
+    """Of a microbatch."""
+    microbatches: int = 1
+    """On each data-parallel rank."""
+    layout: ParallelLayout = ParallelLayout()
+    is_mix: bool = False
+    is_critic: bool = False
+    offload: bool = False
+    fp32_gradients: bool = True
+
+    def __str__(self) -> str:
+        sequences = f"mix{self.length}in{self.tokens}" if self.is_mix else f"{self.tokens // self.length}x{self.length}"
+        words = [self.model, self.recompute, sequences, str(self.layout)]
+        marks = {"critic": self.is_critic, "offload": self.offload, "bf16-gradients": not self.fp32_gradients}
+        return " ".join([*words, *(word for word, holds in marks.items() if holds)])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine as the planner describes it."""
+        return Engine(
+            name="actor", config=parse_config(PLANNED[self.model]), layout=self.layout, trains=True,
+            is_critic=self.is_critic, itemsize=2, gradient_itemsize=4 if self.fp32_gradients else 2,
+            recompute=self.recompute, fp8=False, offload=self.offload, tokens=self.tokens, limit_gib=None,
+            host_gib=None,
+        )  # fmt: skip
+
+    @property
+    def lengths(self) -> list[int]:
+        """The sequences of an update. Those of a mix fill one microbatch for each data-parallel rank."""
+        if not self.is_mix:
+            return [self.length] * (self.tokens // self.length * self.microbatches * self.layout.dp)
+        draw, lengths = random.Random(0), list[int]()
+        while (left := self.tokens - sum(lengths)) > 0:
+            drawn = max(_SHORTEST, round(self.length * draw.lognormvariate(0.0, _SPREAD)))
+            lengths.append(left if left < drawn + _SHORTEST else drawn)
+        return lengths * self.layout.dp
 
 
-def predicted_seconds(case: Case, gpu: str) -> float | None:
-    """Return the seconds of an update; None without a calibration of the GPU."""
-    calibration, lengths = calibration_of(gpu), case.lengths
-    if calibration is None:
-        return None
-    scene = Scene(
-        gpu=GPUS[gpu], on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
-        n_gpus_per_node=8, bucket_bytes=0, sequences=len(lengths), prompts=len(lengths), group_size=1, minibatches=1,
-        prompt_tokens=max(lengths), answer_tokens=0, max_staleness=0, writes_checkpoints=False,
-    )  # fmt: skip
-    length = sum(n * n for n in lengths) / sum(lengths)  # attention grows with the square
-    seconds = update_seconds(scene, case.engine, calibration, tokens=sum(lengths), length=length, level=case.recompute)
-    return round(seconds, 5)
+CASES = (
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(tp=2)),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=8192, microbatches=6, layout=ParallelLayout(pp=2)),
+    Case(model="1.5B", recompute="linear", length=65536, tokens=65536, layout=ParallelLayout(cp=2)),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, layout=ParallelLayout(dp=2)),
+    Case(model="experts", recompute="selective", length=4096, tokens=16384, layout=ParallelLayout(dp=2, ep=2)),
+    Case(model="1.5B", recompute="linear", length=16384, tokens=32768),
+    Case(model="experts", recompute="selective", length=4096, tokens=16384),
+    Case(model="0.5B", recompute="linear", length=65536, tokens=65536),
+    Case(model="1.5B", recompute="selective", length=1024, tokens=16384, is_mix=True),
+    Case(model="6 layers of 7B", recompute="selective", length=4096, tokens=8192),
+    Case(model="1.5B", recompute="none", length=1024, tokens=8192),
+    Case(model="0.6B", recompute="none", length=4096, tokens=16384),
+    Case(model="4B", recompute="linear", length=16384, tokens=16384),
+    Case(model="0.5B", recompute="full", length=65536, tokens=65536),
+    Case(model="0.6B", recompute="linear", length=32768, tokens=32768),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, microbatches=2),
+    Case(model="0.5B", recompute="offload", length=32768, tokens=32768),
+    Case(model="8 layers of 8B", recompute="full", length=8192, tokens=16384),
+    Case(model="0.5B", recompute="selective", length=2048, tokens=16384, is_critic=True),
+    Case(model="1.5B", recompute="full", length=32768, tokens=65536),
+    Case(model="experts", recompute="linear", length=2048, tokens=32768, is_mix=True),
+    Case(model="1.5B", recompute="selective", length=2048, tokens=16384, offload=True),
+    Case(model="1.5B", recompute="selective", length=4096, tokens=16384, fp32_gradients=False),
+    Case(model="0.5B", recompute="none", length=512, tokens=16384),
+    Case(model="0.5B", recompute="selective", length=2048, tokens=32768),
+    Case(model="0.5B", recompute="qkv", length=8192, tokens=32768),
+    Case(model="1.5B", recompute="linear", length=16384, tokens=32768, layout=ParallelLayout(tp=2)),
+    Case(model="4B", recompute="selective", length=8192, tokens=8192, microbatches=4, layout=ParallelLayout(pp=2)),
+)
+"""The most informative first: time may run out."""
+TRIAL = (
+    Case(model="tiny", recompute="linear", length=64, tokens=128, layout=ParallelLayout(pp=2), microbatches=3),
+    Case(model="tiny", recompute="selective", length=64, tokens=128),
+    Case(model="tiny", recompute="full", length=32, tokens=256, is_mix=True),
+)
+"""In place of CASES without GPUs."""
 
 
-def measured(
-    cases: tuple[Case, ...], *, case_seconds: float = 150.0, seconds: float = float("inf")
-) -> Iterator[tuple[Case, list[dict[str, float]] | str]]:
-    """Yield each case that this host can hold, with what was measured on the stages of its pipeline or why nothing
-    was. `case_seconds`: most of one; `seconds`: most of all."""
-    gpus = query_gpus()
+def plan(scene: Scene) -> Iterator[Figure]:
+    """Yield for each case and stage of its pipeline the peak, what is held between updates, and the seconds of an
+    update, beside their predictions. A case that fails is logged."""
+    gpus, gpu = query_gpus(), gpu_of_machine()
     limit = gpus[0].total_mib * 2**20 if gpus else float("inf")
-    chosen = [c for c in cases if _need(c) <= limit and (not gpus or c.layout.world_size <= len(gpus))]
-    if left_out := [str(case) for case in cases if case not in chosen]:
-        print(f"left out, for GPUs or memory that this host lacks: {', '.join(left_out)}", flush=True)
-    with tempfile.TemporaryDirectory() as root:
-        tasks = []
-        for number, case in enumerate(chosen):
-            folder = Path(root) / str(number)
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(PLANNED[case.model]))
-            arguments = (case, str(folder), bool(gpus))
-            tasks.append(Task(place=_PLACE, arguments=arguments, num_ranks=case.layout.world_size))
-        names = [device_names([gpu.index]) for gpu in gpus]
-        for outcome in outcomes(tasks, names, task_seconds=case_seconds, end=time.monotonic() + seconds):
-            case = outcome.task.arguments[0]
-            if outcome.failure:
-                yield case, outcome.failure
-                continue
-            per_stage = case.layout.world_size // case.layout.pp
-            stages = [outcome.values[i * per_stage : (i + 1) * per_stage] for i in range(case.layout.pp)]
-            yield case, [{key: max(row[key] for row in stage) for key in stage[0]} for stage in stages]
+    cases = CASES if gpus else TRIAL
+    for size in sorted({case.layout.world_size for case in cases}):
+        fitting = [case for case in cases if case.layout.world_size == size and _need(case) <= limit]
+        groups: SimpleQueue[str] = SimpleQueue()
+        for first in range(0, len(gpus) - size + 1, size) if gpus else [0]:
+            groups.put(device_names([one.index for one in gpus[first : first + size]]))
+
+        def measured(case: Case, groups: SimpleQueue[str] = groups) -> list[dict[str, float]]:
+            devices = groups.get()
+            try:
+                return _run(cases.index(case), case, devices)
+            finally:
+                groups.put(devices)
+
+        if groups.empty():
+            print(f"left out, for GPUs that this host lacks: {', '.join(map(str, fitting))}", flush=True)
+            continue
+        with ThreadPoolExecutor(groups.qsize()) as pool:
+            for case, stages in zip(fitting, pool.map(measured, fitting), strict=True):
+                for stage, row in enumerate(stages):
+                    yield from _figures(case, stage, row, None if gpu is None else gpu.name)
 
 
 def _need(case: Case) -> float:
@@ -97,77 +168,118 @@ def _need(case: Case) -> float:
     return max(engine_peak(case.engine, stage, longest=max(case.lengths)) for stage in stages) + CONTEXT_BYTES
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--predict", type=Path, metavar="FILE", help="write what is computed, measure nothing")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="predictions to compare with; default: today's")
-    parser.add_argument("--only", metavar="WORDS", default="", help="only cases whose name has these words")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
-    parser.add_argument("--trial", action="store_true", help="tiny cases on the CPU, to try the program out")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write what was measured as JSON, too")
-    given = parser.parse_args()
-    cases = tuple(case for case in (TRIAL if given.trial else CASES) if given.only in str(case))
-    if given.predict is not None:
-        given.predict.parent.mkdir(parents=True, exist_ok=True)
-        given.predict.write_text(json.dumps(predictions(cases), indent=1) + "\n")
-        return
-    expected = predictions(cases) | (json.loads(given.against.read_text()) if given.against else {})
-    gpu = gpu_name()
-    print(f"{_HEADINGS}\n|{'---|' * _HEADINGS.count(' | ')}---|", flush=True)
-    found: dict[str, Any] = {}
-    for case, rows in measured(cases, seconds=given.seconds):
-        found[str(case)] = {"gpu": gpu, **({"failure": rows} if isinstance(rows, str) else {"stages": rows})}
-        print("\n".join(_lines(case, expected[str(case)], rows, gpu)), flush=True)
-        if given.output is not None:
-            given.output.write_text(json.dumps(found, indent=1) + "\n")
-    _print_errors(expected, found)
+def _figures(case: Case, stage: int, row: Mapping[str, float], gpu: str | None) -> Iterator[Figure]:
+    guess, name = predicted(case, stage), f"plan.{case}" + f", stage {stage}" * (case.layout.pp > 1)
+    yield Figure(f"{name}, peak", row["peak"] / GB, "GB", guess["peak"] / GB, "within 2 %")
+    yield Figure(f"{name}, held", row["held"] / GB, "GB", guess["held"] / GB)
+    yield Figure(f"{name}, reserved", row["reserved"] / GB, "GB")
+    yield Figure(f"{name}, host", row["host"] / GB, "GB")
+    yield Figure(f"{name}, update", row["seconds"], "s", guess.get(f"seconds on {gpu}"), "within 8 %")
 
 
-_HEADINGS = (
-    "| case | stage | predicted | measured | error | held, predicted | held | reserved | seconds, predicted | seconds "
-    "| error | host |"
-)
-
-
-def _lines(case: Case, guesses: list[dict[str, Any]], rows: list[dict[str, float]] | str, gpu: str) -> Iterator[str]:
-    """Yield a row of the table for each stage."""
-    if isinstance(rows, str):
-        yield f"| {case} | {rows[:300]} |"
-        return
-    for stage, (guess, row) in enumerate(zip(guesses, rows, strict=True)):
-        seconds = guess["seconds"].get(gpu)
-        yield " | ".join(
-            [
-                f"| {case}",
-                str(stage),
-                *(f"{size / GB:.2f}" for size in (guess["peak"], row["peak"])),
-                f"{guess['peak'] / row['peak'] - 1:+.1%}",
-                *(f"{size / GB:.2f}" for size in (guess["held"], row["held"], row["reserved"])),
-                f"{seconds:.3f}" if seconds else "",
-                f"{row['seconds']:.3f}",
-                f"{seconds / row['seconds'] - 1:+.1%}" if seconds else "",
-                f"{row['host'] / GB:.1f} |",
-            ]
+def predicted(case: Case, stage: int) -> dict[str, float]:
+    """Return the bytes at the peak and between two updates, and the seconds of an update on each GPU that has a
+    calibration."""
+    lengths = case.lengths
+    found = {
+        "peak": engine_peak(case.engine, stage, longest=max(lengths)),
+        "held": engine_held(case.engine, stage, longest=max(lengths)),
+    }
+    for name, gpu in GPUS.items():
+        if (calibration := calibration_of(name)) is None:
+            continue
+        scene = PlannedScene(
+            gpu=gpu, on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
+            n_gpus_per_node=8, bucket_bytes=0, sequences=len(lengths), prompts=len(lengths), group_size=1,
+            minibatches=1, prompt_tokens=max(lengths), answer_tokens=0, max_staleness=0, writes_checkpoints=False,
+        )  # fmt: skip
+        length = sum(n * n for n in lengths) / sum(lengths)  # attention grows with the square
+        found[f"seconds on {name}"] = update_seconds(
+            scene, case.engine, calibration, tokens=sum(lengths), length=length, level=case.recompute
         )
+    return found
 
 
-def _print_errors(expected: dict[str, Any], found: dict[str, Any]) -> None:
-    for what in ("peak", "seconds"):
-        errors = []
-        for name, one in found.items():
-            for guess, row in zip(expected.get(name, []), one.get("stages", []), strict=False):
-                guessed = guess["seconds"].get(one["gpu"]) if what == "seconds" else guess["peak"]
-                errors += [abs(guessed / row[what] - 1)] if guessed else []
-        if errors:
-            median, worst = statistics.median(errors), max(errors)
-            print(f"\nerror of the {what}, {len(errors)} rows: median {median:.1%}, worst {worst:.1%}")
+def _run(number: int, case: Case, devices: str) -> list[dict[str, float]]:
+    """Return the largest values of the ranks of each pipeline stage; nothing if a rank failed or took too long."""
+    world = case.layout.world_size
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(PLANNED[case.model]))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tools.bench.gpu.plan", str(number), str(rank), folder],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, device in zip(range(world), devices.split(",") if devices else [""] * world, strict=True)
+        ]
+        try:
+            rows = [json.loads(rank.communicate(timeout=_CASE_SECONDS)[0].splitlines()[-1]) for rank in ranks]
+        except (subprocess.TimeoutExpired, IndexError) as error:
+            print(f"{case} failed: {error}", flush=True)
+            return []
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    each = world // case.layout.pp
+    stages = [rows[first : first + each] for first in range(0, world, each)]
+    return [{key: max(row[key] for row in stage) for key in stage[0]} for stage in stages]
 
 
-def gpu_name() -> str:
-    """Return the name of this host's GPUs as the planner has it, or the driver; "CPU" without one."""
-    gpu = gpu_of_machine()
-    return "CPU" if gpu is None else gpu.name
+def measure(case: Case, rank: int, folder: str) -> dict[str, float]:
+    """Run updates on a rank, whose GPU is the first that this process sees. Return bytes at the peak of the last one,
+    before it, reserved and of this process in host memory, and the seconds of an update."""
+    os.environ["LOCAL_RANK"] = "0"
+    world = case.layout.world_size
+    become_rank(num_ranks=world)
+    device = get_device("auto")
+    with device.activate():
+        parallel = initialize_parallel(
+            case.layout, rank=rank, world_size=world, init_method=f"file://{folder}/store", device=device, seed=1
+        )
+        adam = OptimizerConfig(lr=1e-6, warmup_steps_proportion=0.0, offload=case.offload)
+        config = EngineConfig(
+            init_from_scratch=True, bf16=True, optimizer=adam, grad_reduce_in_fp32=case.fp32_gradients
+        )
+        config = config.model_copy(update={"gradient_checkpointing": case.recompute})  # also those of "auto" alone
+        model = EngineModel(config=config, path=folder, is_critic=case.is_critic, total_updates=100)
+        engine = MegatronEngine(model, parallel=parallel, device=device)
+        batch = random_batch(parse_config(PLANNED[case.model]).vocab_size, case.lengths)
+
+        def step() -> object:
+            if case.is_critic:
+                return engine.train_step(batch, _of_values, max_tokens_per_mb=case.tokens)
+            return ppo_update(engine, batch, case.tokens)
+
+        seconds = [seconds_of(device, step) for _ in range(_WARM_UP)]  # kernels, moments
+        for _ in range(_ROUNDS):
+            device.forget_peak()
+            held = device.memory_stats()["allocated_gib"] * 2**30
+            seconds.append(seconds_of(device, step))
+        row = {
+            "peak": device.memory_stats()["peak_gib"] * 2**30,
+            "held": held,
+            "reserved": float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0.0,
+            "seconds": statistics.median(seconds[_WARM_UP:]),
+            "host": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+        destroy_parallel()
+    return row
+
+
+def _of_values(output: ModelOutput, fields: Mapping[str, Tensor], _: object) -> tuple[Tensor, dict[str, Tensor]]:
+    assert output.values is not None, "a critic"
+    return (output.values.square() * fields["token_weights"]).sum(), {}
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        print(json.dumps(measure((CASES if query_gpus() else TRIAL)[int(sys.argv[1])], int(sys.argv[2]), sys.argv[3])))
+    else:
+        print(
+            json.dumps(
+                {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in CASES}, indent=1
+            )
+        )

@@ -25,10 +25,12 @@ from mcore_adapter.engine import MegatronEngine
 from rollout.inference.gpus import query_gpus
 from rollout.inference.registry import choose_transport
 from rollout.inference.sglang.generator import SGLangGenerator
-from tools.bench import Figure
-from tools.bench.gpu.servers import generator, load, prompts, server_settings
-from tools.bench.gpu.trainer import NVLINK_BYTES_PER_SECOND, Scene, free, make_engine, trainer_world
+from tools.bench import Figure, Scene
+from tools.bench.gpu.servers import generator, prompts, server_gpus, server_settings, sizes, unlimited_session
+from tools.bench.gpu.trainer import free, make_engine, model_of, trainer_world
 
+NVLINK_BYTES_PER_SECOND = 371e9
+"""A NCCL broadcast between two H200s of one host, measured without anything around it: the floor of a push."""
 STREAMS = 64
 """Requests in flight on each server."""
 PUSHES = 5
@@ -45,10 +47,11 @@ def push(scene: Scene) -> Iterator[Figure]:
         engine = make_engine(scene, parallel, device)
         engine.offload()
         free(device)
-        if scene.colocated:
-            yield from asyncio.run(_push_beside(scene, engine, device))
+        gpus = server_gpus()
+        if gpus == [0]:
+            yield from drive(_push_beside(scene, engine, device))
         else:
-            yield from drive(_push_apart(scene, engine, device, scene.server_gpus[:2]))
+            yield from drive(_push_apart(scene, engine, device, gpus[:2]))
 
 
 def drive(figures: AsyncIterator[Figure]) -> Iterator[Figure]:
@@ -67,7 +70,7 @@ def sender(scene: Scene, device: Device, bucket_bytes: int, *, beside: bool) -> 
     text, size = ("sglang.d1m1p1", 1) if beside else ("sglang.d1m1p1+d1m1p1", 2)
     plan = SenderSettings(
         type=choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)).name,
-        model_path=str(scene.model),
+        model_path=str(model_of(scene)),
         dtype="bfloat16",
         bucket_bytes=bucket_bytes,
         timeout_seconds=60.0,
@@ -138,7 +141,7 @@ async def _push_apart(
                 into_one[mib] = longest
             else:
                 name = f"push.{scene.shape}_{to}_longest_gap_against_one"
-                yield Figure(name=name, value=longest, unit="ms", baseline=into_one[mib], target="<= 1.3x")
+                yield Figure(name, longest, "ms", into_one[mib], "<= 1.3x")
 
 
 async def pushes_into_streams(
@@ -165,9 +168,8 @@ async def pushes_into_streams(
     return pushes, gaps
 
 
-async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> list[Figure]:
+async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> AsyncIterator[Figure]:
     """Push into a server on the same GPU, its memory released and resumed around it as in a colocated run."""
-    figures: list[Figure] = []
     settings = server_settings(scene, 0, colocated=True)
     async with generator(settings) as served:
         address = replace(served.endpoint, trainer_ranks=(0,))
@@ -176,42 +178,38 @@ async def _push_beside(scene: Scene, engine: MegatronEngine, device: Device) -> 
             sending.connect([address])
             buckets = partial(engine.iter_hf_weights, mib << 20)
             pushes = [await push_once([served], sending, buckets, i + 1, verify=i == 0) for i in range(6)]
-            figures += push_figures(f"push.{scene.shape}_colocated_{mib}mib", pushes[2:], None, "<= 100")
-    return figures
+            for figure in push_figures(f"push.{scene.shape}_colocated_{mib}mib", pushes[2:], None, "<= 100"):
+                yield figure
 
 
-def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, target: str) -> list[Figure]:
-    """Return the medians over the pushes; of `gaps` the median and the worst. `target` is that of the gap, or of the
+def push_figures(name: str, pushes: list[Pushed], gaps: list[float] | None, target: str) -> Iterator[Figure]:
+    """Yield the medians over the pushes; of `gaps` the median and the worst. `target` is that of the gap, or of the
     pause."""
     floor = 1e3 * pushes[0].gigabytes * 1e9 / NVLINK_BYTES_PER_SECOND
 
-    def figure(what: str, values: Sequence[float], baseline: float | None, target: str = "") -> Figure:
-        value = 1e3 * float(np.median(values))
-        return Figure(name=f"{name}_{what}", value=value, unit="ms", baseline=baseline, target=target)
+    def milliseconds(what: str, values: Sequence[float], baseline: float | None, target: str = "") -> Figure:
+        return Figure(f"{name}_{what}", 1e3 * float(np.median(values)), "ms", baseline, target)
 
     rate = float(np.median([p.gigabytes / p.send for p in pushes]))
-    figures = [
-        Figure(name=f"{name}_rate", value=rate, unit="GB/s", baseline=NVLINK_BYTES_PER_SECOND / 1e9, target=""),
-        figure("send", [p.send for p in pushes], floor),
-        figure("gather", [p.gather for p in pushes], None),
-        figure("pause", [p.paused for p in pushes], floor, "" if gaps else target),
-    ]
+    yield Figure(f"{name}_rate", rate, "GB/s", NVLINK_BYTES_PER_SECOND / 1e9)
+    yield milliseconds("send", [p.send for p in pushes], floor)
+    yield milliseconds("gather", [p.gather for p in pushes], None)
+    yield milliseconds("pause", [p.paused for p in pushes], floor, "" if gaps else target)
     if gaps:
-        figures += [figure("gap", gaps, floor), figure("longest_gap", [max(gaps)], floor, target)]
-    return figures
+        yield milliseconds("gap", gaps, floor)
+        yield milliseconds("longest_gap", [max(gaps)], floor, target)
 
 
 @asynccontextmanager
 async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
     """Run 64 requests that stream inside the block; at its end, yield the arrival times of each one's chunks."""
     arrivals: list[list[float]] = []
-    many = load()
 
     async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> None:
         body = {
             "input_ids": prompt,
             "stream": True,
-            "sampling_params": {"max_new_tokens": 20 * many.new_tokens, "temperature": 1.0, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": 20 * sizes()[2], "temperature": 1.0, "ignore_eos": True},
         }
         times: list[float] = []
         arrivals.append(times)
@@ -219,10 +217,8 @@ async def streams(scene: Scene, url: str) -> AsyncIterator[list[list[float]]]:
             async for _ in response.content.iter_any():
                 times.append(time.perf_counter())
 
-    timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
-    connector = aiohttp.TCPConnector(limit=0)
     count = STREAMS if query_gpus() else 4
-    async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
+    async with unlimited_session(url) as session:
         tasks = [asyncio.create_task(one(session, prompt)) for prompt in prompts(scene, count)]
         async with asyncio.timeout(60.0):  # the first requests of a kind compile kernels
             while len(arrivals) < count or not all(arrivals):

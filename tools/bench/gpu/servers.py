@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
+from transformers import AutoTokenizer
 
 from core.data.rollout_batch import pack_trajectories
 from model_specs.hf_config import read_config
@@ -41,39 +40,36 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import make_workflow
-from tools.bench import Figure
-from tools.bench.gpu.trainer import Scene
+from tools.bench import Figure, Scene
+from tools.bench.gpu.trainer import model_of, vocab_size
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How much is sampled; less where there is no GPU."""
-
-    in_flight: int = 512
-    prompt_tokens: int = 128
-    new_tokens: int = 1024
+def sizes() -> tuple[int, int, int]:
+    """Return requests in flight, prompt tokens and new tokens; fewer where there is no GPU."""
+    return (512, 128, 1024) if query_gpus() else (8, 16, 32)
 
 
-@cache
-def load() -> Load:
-    return Load() if query_gpus() else Load(in_flight=8, prompt_tokens=16, new_tokens=32)
+def server_gpus() -> list[int | None]:
+    """Return GPUs for servers apart from the trainer's first one; the trainer's own where there is no other, None where
+    there is none at all."""
+    num_gpus = len(query_gpus())
+    return list(range(1, num_gpus)) or [0 if num_gpus else None]
 
 
-def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False, **flags: Any) -> BackendSettings:
-    on_gpu = gpu is not None
-    small = {} if on_gpu else {"max_total_tokens": 8192, "sleep_on_idle": True}
+def server_settings(scene: Scene, gpu: int | None, *, colocated: bool = False) -> BackendSettings:
+    small = {} if gpu is not None else {"max_total_tokens": 8192, "sleep_on_idle": True}
     return BackendSettings(
         name=f"generator-{gpu or 0}",
-        model_path=str(scene.model),
+        model_path=str(model_of(scene)),
         log_file=scene.folder / f"server-{gpu}.log",
         gpus=() if gpu is None else (gpu,),
-        colocated=colocated and on_gpu,
+        colocated=colocated,
         config=GeneratorConfig(
             interrupt="in_place",
-            max_running=load().in_flight + 8,  # all of them at once, whatever the server keeps for itself
-            flags={"load_format": "dummy", **small, **flags},
+            max_running=sizes()[0] + 8,  # all of them at once, whatever the server keeps for itself
+            flags={"load_format": "dummy", **small},
             python=str(scene.sglang_python or sys.executable),
         ),
     )
@@ -90,67 +86,56 @@ async def generator(settings: BackendSettings) -> AsyncIterator[SGLangGenerator]
 
 def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, scene.vocab_size, load().prompt_tokens, dtype=np.int32) for _ in range(count)]
+    vocabulary, length = vocab_size(scene), sizes()[1]
+    return [rng.integers(0, vocabulary, length, dtype=np.int32) for _ in range(count)]
+
+
+SEEDS = (1, 2)
+"""Seeds of the prompts of each round."""
+LATER_STARTS = 2
+"""Measured starts of a run's server and of SGLang's launch_server, which alternate."""
 
 
 def rollout(scene: Scene) -> Iterator[Figure]:
     """Yield the rate of producer, router and SGLangGenerator against SGLang's launch_server with the arguments of a
     run's server and the same prompts. One GPU."""
-    server = server_settings(scene, 0 if query_gpus() else None)
-    ours = asyncio.run(_sample(scene, server))
-    bare = asyncio.run(_sample_bare(scene, server))
-    name = f"rollout.{scene.shape}_tokens_per_second"
-    yield Figure(name=name, value=ours, unit="tokens/s", baseline=bare, target=">= 0.97x")
-
-
-LATER_STARTS = 2
-"""Measured starts of a run's server and of SGLang's launch_server, which alternate."""
+    ours, bare = asyncio.run(_rates(scene, server_settings(scene, 0 if query_gpus() else None)))
+    yield Figure(f"rollout.{scene.shape}_tokens_per_second", ours, "tokens/s", bare, ">= 0.97x")
 
 
 def server_start(scene: Scene) -> Iterator[Figure]:
     """Yield the seconds from the start of a server until it answers: of the first one on a host, where no other ran
     before, and of later ones against SGLang's launch_server with the same arguments. One GPU."""
     server = server_settings(scene, 0 if query_gpus() else None)
-    first = asyncio.run(_seconds_to_start(generator(server)))
-    yield Figure(name="server_start.first", value=first, unit="s", baseline=None, target="<= 60")
+    yield Figure("server_start.first", asyncio.run(_seconds_to_start(generator(server))), "s", target="<= 60")
     later, bare = [], []
     for _ in range(LATER_STARTS):
         bare.append(asyncio.run(_seconds_to_start(bare_server(server))))
         later.append(asyncio.run(_seconds_to_start(generator(server))))
     logger.info("seconds of later starts: %s; of launch_server: %s", later, bare)
-    baseline = float(np.median(bare))
-    yield Figure(name="server_start.later", value=float(np.median(later)), unit="s", baseline=baseline, target="<= 30")
+    yield Figure("server_start.later", statistics.median(later), "s", statistics.median(bare), "<= 30")
 
 
-async def _seconds_to_start(server: AbstractAsyncContextManager[Any]) -> float:
+async def _seconds_to_start(server: AbstractAsyncContextManager[object]) -> float:
     start = time.perf_counter()
     async with server:
         return time.perf_counter() - start
 
 
-SEEDS = (1, 2)
-"""Seeds of the prompts of each round."""
-
-
-async def _sample(scene: Scene, server: BackendSettings) -> float:
-    """Return tokens/s of the stack."""
+async def _rates(scene: Scene, server: BackendSettings) -> tuple[float, float]:
+    """Return tokens/s of the stack and of SGLang's launch_server, each after a warm-up."""
     served = await SGLangGenerator.start(server)
     router = Router([served])
     try:
         await _plainly(scene, served.endpoint.url, 0, new_tokens=16)
-        rates = [await _stack(scene, router, seed) for seed in SEEDS]
-        logger.info("tokens/s of the stack: %s", rates)
-        return float(np.median(rates))
+        ours = [await _stack(scene, router, seed) for seed in SEEDS]
     finally:
         await router.close()
-
-
-async def _sample_bare(scene: Scene, server: BackendSettings) -> float:
     async with bare_server(server) as url:
         await _plainly(scene, url, 0, new_tokens=16)
-        rates = [await _plainly(scene, url, seed) for seed in SEEDS]
-        logger.info("tokens/s of SGLang's launch_server: %s", rates)
-        return float(np.median(rates))
+        bare = [await _plainly(scene, url, seed) for seed in SEEDS]
+    logger.info("tokens/s of the stack: %s; of SGLang's launch_server: %s", ours, bare)
+    return statistics.median(ours), statistics.median(bare)
 
 
 @asynccontextmanager
@@ -188,43 +173,39 @@ async def _is_up(session: aiohttp.ClientSession) -> bool:
 
 async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
     """Return tokens/s of direct requests, twice as many as run at once."""
-    new_tokens = new_tokens or load().new_tokens
-    sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
-    bodies = [
-        {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
-        for prompt in prompts(scene, 2 * load().in_flight, seed=seed)
-    ]
+    in_flight, _, most = sizes()
+    new_tokens = new_tokens or most
+    limit = asyncio.Semaphore(in_flight)
+
+    async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> int:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+        async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
+            return len(orjson.loads(await r.read())["output_ids"])
+
+    asked = prompts(scene, 2 * in_flight, seed=seed)
     start = time.perf_counter()
-    lengths = await ask_plainly(url, bodies, at_once=load().in_flight)
+    async with unlimited_session(url) as session:
+        lengths = await asyncio.gather(*(one(session, prompt) for prompt in asked))
     seconds = time.perf_counter() - start
     assert set(lengths) == {new_tokens}, f"answers of {sorted(set(lengths))} tokens"
     return sum(lengths) / seconds
 
 
-async def ask_plainly(url: str, bodies: Sequence[dict[str, object]], *, at_once: int) -> list[int]:
-    """Return how many tokens a server answers to each request."""
-    limit = asyncio.Semaphore(at_once)
-
-    async def one(session: aiohttp.ClientSession, body: dict[str, object]) -> int:
-        async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
-            return len(orjson.loads(await r.read())["output_ids"])
-
+def unlimited_session(url: str) -> aiohttp.ClientSession:
+    """Return a session for any number of requests of any duration."""
     timeout, headers = aiohttp.ClientTimeout(total=None), {"Content-Type": "application/json"}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=connector) as session:
-        return await asyncio.gather(*(one(session, body) for body in bodies))
+    return aiohttp.ClientSession(url, timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
 
 
 async def _stack(scene: Scene, router: Router, seed: int) -> float:
     """Return the rate through all components between the trainer and a server."""
-    from transformers import AutoTokenizer
-
-    many = load()
+    in_flight, _, new_tokens = sizes()
     given = [
         Prompt(index=i, query_id=f"{seed}-{i}", task="math", text="", token_ids=ids, solutions=())
-        for i, ids in enumerate(prompts(scene, 2 * many.in_flight, seed=seed))
+        for i, ids in enumerate(prompts(scene, 2 * in_flight, seed=seed))
     ]
-    tokenizer = AutoTokenizer.from_pretrained(scene.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_of(scene))
     async with RewardPool("tools.bench.workload:coin_reward", num_workers=2) as rewards:
         workflow = make_workflow(
             "math",
@@ -232,15 +213,15 @@ async def _stack(scene: Scene, router: Router, seed: int) -> float:
             reward_pool=rewards,
             group_size=1,
             seed=seed,
-            sampling=SamplingParams(max_new_tokens=many.new_tokens, min_new_tokens=0, stop_token_ids=()),
+            sampling=SamplingParams(max_new_tokens=new_tokens, min_new_tokens=0, stop_token_ids=()),
         )
         rules = make_rules(num_prompts=len(given), batch_size=len(given), max_staleness=0, num_epochs=1)
         experience, dataset = MemoryExperience(), TaskSets.of(PromptDataset(given, seed=0))
-        producer = RolloutProducer(dataset, workflow, router, experience, rules, max_in_flight=many.in_flight)
+        producer = RolloutProducer(dataset, workflow, router, experience, rules, max_in_flight=in_flight)
         start = time.perf_counter()
         async with producer:
             taken = await Lessee(experience, rules).take(0)
             batch = pack_trajectories([e.trajectories for e in taken], [e.tags.id for e in taken])
         tokens = int((batch.versions >= 0).sum())
-        assert tokens == len(given) * many.new_tokens, tokens
+        assert tokens == len(given) * new_tokens, tokens
         return tokens / (time.perf_counter() - start)

@@ -80,6 +80,17 @@ WIDTHS = _QWEN3 | dict(
     tie_word_embeddings=True,
 )
 """Qwen3-4B."""
+SMALL: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=512,
+)
+SMALL_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+"""What differs where there is no GPU."""
 _LONG = dict(max_position_embeddings=131072)
 PLANNED: dict[str, dict[str, Any]] = {
     "0.5B": SHAPES["1.5B"]
