@@ -261,7 +261,7 @@ def measure(case: Case, rank: int, folder: str) -> dict[str, float]:
         row = {
             "peak": device.memory_stats()["peak_gib"] * 2**30,
             "held": held,
-            "reserved": float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0.0,
+            "reserved": float(torch.accelerator.max_memory_reserved()) if query_gpus() else 0.0,
             "seconds": statistics.median(seconds[_WARM_UP:]),
             "host": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
