@@ -1,7 +1,7 @@
 """Prompts in the order in which they are trained: the first stage of the rollout pipeline.
 
 Invariant: the stream is a pure function of (rows, seed, shuffle): position k is prompt `order(epoch)[k % n]` of epoch
-k // n, so the cursor is one integer and any position can be drawn again after a restart.
+k // n, so any position can be drawn again after a restart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN_CHARS = 2000
 
 
 class PromptDataset:
-    """Tokenised prompts, by default in a new, seeded order every epoch, with a resumable cursor."""
+    """Tokenised prompts, by default in a new, seeded order every epoch."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class PromptDataset:
         self._identity = dict(identity or {"checksum": 0})
         self._seed = seed
         self._shuffle = shuffle
-        self._cursor = 0
         self._orders: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -88,11 +87,6 @@ class PromptDataset:
         """Return the number of prompts per epoch."""
         return len(self.prompts)
 
-    @property
-    def position(self) -> int:
-        """Position in the stream of the prompt that next() gives."""
-        return self._cursor
-
     def at(self, position: int) -> Prompt:
         """Return the prompt at `position` of the endless stream, `epoch` filled in."""
         epoch, offset = divmod(position, len(self.prompts))
@@ -108,43 +102,19 @@ class PromptDataset:
     def _index_of(self) -> dict[str, int]:
         return {prompt.query_id: index for index, prompt in enumerate(self.prompts)}
 
-    def next(self) -> Prompt:
-        """Return the prompt at the cursor, which moves on."""
-        prompt = self.at(self._cursor)
-        self._cursor += 1
-        return prompt
+    def identity(self) -> dict[str, int]:
+        """Return what identifies this stream."""
+        return {"seed": self._seed, "shuffle": self._shuffle, "num_prompts": len(self), **self._identity}
 
-    def seek(self, position: int) -> None:
-        """Let next() continue at `position`."""
-        self._cursor = position
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the cursor, and what identifies this stream."""
-        return {
-            "position": self._cursor,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "num_prompts": len(self),
-            **self._identity,
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken. Raises DatasetError when rows or seed are not the ones of that run."""
+    def check_same(self, state: Mapping[str, int]) -> None:
+        """Raise DatasetError when rows or seed are not the ones of a run whose identity() is in `state`."""
         settings = {
             "num_prompts": "dataset.path or max_prompt_len",
             "checksum": "the rows of dataset.path and the keys of prompt",
             "seed": "seed",
             "shuffle": "the order of the prompts",
         }
-        check_same_stream(state, self.state_dict(), settings)
-        self._cursor = state["position"]
-
-    def stats(self) -> dict[str, float]:
-        return {
-            "dataset/num_prompts": float(len(self)),
-            "dataset/num_filtered": float(self.left_out.num_left_out if self.left_out else 0),
-            "dataset/epoch": self._cursor / len(self),
-        }
+        check_same_stream(state, self.identity(), settings)
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the order of the rows in `epoch`: [n]. Two epochs are kept, since both are drawn from at an epoch's

@@ -197,7 +197,7 @@ class TaskSets:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, the place in every set, and what identifies this stream."""
-        states = {name: one.dataset.state_dict() for name, one in self._sets.items()}
+        states = {name: one.dataset.identity() for name, one in self._sets.items()}
         first = next(iter(states.values()))
         if self._is_plain:
             return {**first, "position": self._cursor}
@@ -214,13 +214,13 @@ class TaskSets:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises DatasetError when sets, weights, rows or seed are others."""
         if self._is_plain and "sets" not in state:
-            next(iter(self._sets.values())).dataset.load_state_dict(dict(state))
+            next(iter(self._sets.values())).dataset.check_same(state)
         else:
             now = {} if self._is_plain else self._quotas_by_name()
             setting = {"quotas": "task_sets and their weights"}
             check_same_stream({"quotas": state.get("quotas", {})}, {"quotas": now}, setting)
             for name, one in self._sets.items():
-                one.dataset.load_state_dict(state["sets"][name])
+                one.dataset.check_same(state["sets"][name])
         self._cursor = state["position"]
 
     def stats(self) -> dict[str, float]:

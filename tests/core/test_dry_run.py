@@ -339,7 +339,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     write_state(
         recover,
         "rollout",
-        {"group_size": 1, "producer": {"dataset": dataset.state_dict(), "settings": rules.settings}},
+        {"group_size": 1, "producer": {"dataset": {**dataset.identity(), "position": 0}, "settings": rules.settings}},
     )
 
 

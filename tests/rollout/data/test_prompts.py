@@ -166,7 +166,7 @@ def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(tmp
     assert [p.query_id for p in dataset.prompts] == ["id0", "id2"]
     assert [p.index for p in dataset.prompts] == [0, 1]
     assert dataset.prompts[0].token_ids.tolist() == [3, 1, 2]
-    assert dataset.stats()["dataset/num_filtered"] == 1
+    assert dataset.left_out is not None and dataset.left_out.num_left_out == 1
     with pytest.raises(DatasetError, match=r"max_prompt_len=1 leaves none of 3 prompts; the shortest has 2 tokens"):
         PromptDataset.load(path, encoder, max_prompt_len=1, seed=0)
     with pytest.raises(DatasetError, match=r"no \{prompt\}"):
@@ -180,7 +180,7 @@ def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_whic
 
     def stream(seed: int) -> list[tuple[int, int]]:
         dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=seed)
-        return [drawn(dataset.next()) for _ in range(150)]
+        return [drawn(dataset.at(k)) for k in range(150)]
 
     first = stream(1)
     assert Counter(first) == Counter((epoch, index) for epoch in range(3) for index in range(50))
@@ -192,25 +192,15 @@ def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_whic
 def test_without_shuffling_every_epoch_is_in_the_order_of_the_file(tmp_path: Path, encoder: Encoder) -> None:
     path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(5)))
     dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1, shuffle=False)
-    assert [dataset.next().index for _ in range(10)] == [0, 1, 2, 3, 4] * 2
+    assert [dataset.at(k).index for k in range(10)] == [0, 1, 2, 3, 4] * 2
     with pytest.raises(DatasetError, match="shuffle=False, this one True"):
-        PromptDataset.load(path, encoder, max_prompt_len=9, seed=1).load_state_dict(dataset.state_dict())
+        PromptDataset.load(path, encoder, max_prompt_len=9, seed=1).check_same(dataset.identity())
 
 
-def test_a_restored_cursor_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, encoder: Encoder) -> None:
-    path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(20)))
-    dataset = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1)
-    before = [drawn(dataset.next()) for _ in range(33)]
-    restored = PromptDataset.load(path, encoder, max_prompt_len=9, seed=1)
-    restored.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
-    assert [drawn(restored.next()) for _ in range(30)] == [drawn(dataset.next()) for _ in range(30)]
-    assert [drawn(restored.at(k)) for k in range(33)] == before
-
-
-def test_a_cursor_of_other_data_is_refused(tmp_path: Path, encoder: Encoder) -> None:
+def test_other_data_than_of_the_run_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     state = PromptDataset.load(
         write(tmp_path / "a.jsonl", tutorial_row(0), tutorial_row(1)), encoder, max_prompt_len=9, seed=1
-    ).state_dict()
+    ).identity()
     for rows, seed, said in (
         ([tutorial_row(0)], 1, "num_prompts=2, this one 1"),
         ([tutorial_row(0), tutorial_row(1, "two")], 1, "checksum"),
@@ -218,7 +208,7 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path, encoder: Encoder) -> 
     ):
         other = PromptDataset.load(write(tmp_path / "b.jsonl", *rows), encoder, max_prompt_len=9, seed=seed)
         with pytest.raises(DatasetError, match=said):
-            other.load_state_dict(state)
+            other.check_same(state)
 
 
 def test_a_column_that_may_be_the_answer_is_named_where_no_row_has_one(
@@ -237,8 +227,8 @@ def test_the_same_rows_at_another_path_continue_a_run(tmp_path: Path, encoder: E
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3)]  # without names of their own
     (tmp_path / "job2").mkdir()
     first, other = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "job2" / "train.jsonl", *rows)
-    state = PromptDataset.load(first, encoder, max_prompt_len=9, seed=1).state_dict()
-    PromptDataset.load(other, encoder, max_prompt_len=9, seed=1).load_state_dict(state)
+    state = PromptDataset.load(first, encoder, max_prompt_len=9, seed=1).identity()
+    PromptDataset.load(other, encoder, max_prompt_len=9, seed=1).check_same(state)
 
 
 def test_a_template_with_the_time_continues_a_run_and_another_template_does_not(tmp_path: Path) -> None:
@@ -251,10 +241,10 @@ def test_a_template_with_the_time_continues_a_run_and_another_template_does_not(
     dated = "{{ strftime_now('%f') }}" + CHATML
     before, after = load(dated), load(dated)
     assert before.prompts[0].text != after.prompts[0].text
-    after.load_state_dict(before.state_dict())
+    after.check_same(before.identity())
     for other in (load(dated + " "), load(dated, system="Be brief."), load(dated, instruction="Now.")):
         with pytest.raises(DatasetError, match="restore the rows of dataset.path and the keys of prompt"):
-            other.load_state_dict(before.state_dict())
+            other.check_same(before.identity())
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no data sets: set SLIPSTREAM_DATA to their folder")
