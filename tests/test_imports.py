@@ -57,7 +57,7 @@ ORDER = {
         "trajectories",
         "trajectory_checks data rewards experience workflow_calls",
         "journal",
-        "inference.gpus inference.changes inference.stop_texts inference.versions",
+        "inference.gpus inference.changes inference.versions",
         "inference.backend",
         "inference.router",
         "inference.sglang inference.embedded inference.mock",

@@ -34,7 +34,7 @@ from core.config.ppo import (
 from core.config.ppo_experiment import PPOMATHConfig
 from core.config.runtime import Judged, Summary, WorkflowConfig
 from rollout.data.source import DataSource
-from rollout.rewards.settings import RewardConfig
+from rollout.rewards.load import RewardConfig
 
 
 class SFTOptions(Section):

@@ -57,8 +57,7 @@ from core.config.runtime import (
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
 from rollout.inference.backend import GeneratorConfig, WeightFormat
-from rollout.rewards.load import judged_by_math
-from rollout.rewards.settings import RewardConfig
+from rollout.rewards.load import RewardConfig, judged_by_math
 from rollout.types import SamplingParams
 
 _REFERENCE = REFERENCE.else_("it has no reference model")

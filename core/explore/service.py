@@ -18,8 +18,7 @@ from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
 from rollout.experience.processors import load_processors
-from rollout.inference.router import NoGeneratorError, Routed, Router, requests_at_once
-from rollout.inference.stop_texts import StopTexts
+from rollout.inference.router import NoGeneratorError, Routed, Router, StopTexts, requests_at_once
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
 from rollout.sessions.bridge import Bridge

@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from rollout.inference.backend import GeneratorConfig
-from rollout.inference.stop_texts import StopTexts
 from rollout.inference.versions import MemoryVersions
 from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
 from tracing import frequent_span
@@ -408,3 +409,32 @@ class _Reserved:
 
 def _num_given(request: GenerateRequest) -> int:
     return 0 if request.output is None else len(request.output.token_ids)
+
+
+class StopTexts:
+    """The stop texts of a run, by the vocabulary of its tokenizer."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self._tokenizer, self._texts = tokenizer, tuple(texts)
+        self._tail = 4 + max((len(text.encode()) for text in texts), default=0)  # a token has a byte of text or more
+        self.token_ids = tuple(self._candidates()) if texts else ()
+        """Every token that may complete one of the texts."""
+
+    def ends(self, token_ids: np.ndarray) -> bool:
+        """Return whether the last tokens of a completion hold one of the texts."""
+        tail = token_ids[-self._tail :].tolist()
+        decoded = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(text in decoded for text in self._texts)
+
+    def _candidates(self) -> list[int]:
+        ends = tuple(text[start:] for text in self._texts for start in range(len(text)))
+        before = self._tokenizer.encode("a", add_special_tokens=False)[-1:]  # keeps the space that a token begins with
+        length = len(self._tokenizer.decode(before))
+        written_in_parts = not all(text.isascii() for text in self._texts)
+        found = []
+        for token in range(len(self._tokenizer)):
+            decoded = self._tokenizer.decode([*before, token], skip_special_tokens=False)[length:]
+            part = written_in_parts and "\ufffd" in decoded  # some bytes of a character
+            if part or decoded.startswith(ends) or any(text in decoded for text in self._texts):
+                found.append(token)
+        return found

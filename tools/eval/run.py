@@ -28,8 +28,7 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import GeneratorCallError, GeneratorStartError
 from rollout.evaluation import EvaluationPlan, QuestionSet, RecordedRewards, answer_questions
 from rollout.inference.embedded.generator import GeneratorError
-from rollout.inference.router import NoGeneratorError, Router, requests_at_once
-from rollout.inference.stop_texts import StopTexts
+from rollout.inference.router import NoGeneratorError, Router, StopTexts, requests_at_once
 from rollout.rewards.pool import RewardPool, RewardWorkerError
 from rollout.types import Prompt, SamplingParams, Workflow
 from rollout.workflows import close_workflow, make_workflow

@@ -18,8 +18,7 @@ from helpers.sglang_attached import request as server_request
 from helpers.sglang_double import model as double_model
 from helpers.sglang_double.server import SGLangDouble
 from rollout.inference.embedded.generator import EmbeddedGenerator
-from rollout.inference.router import Router
-from rollout.inference.stop_texts import StopTexts
+from rollout.inference.router import Router, StopTexts
 from rollout.types import Completion, GenerateRequest, Sampler
 
 NUM_TOKENS, LAST = 24, 11

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.rewards.load import RewardConfig
 from rollout.rewards.pool import FailedScores, RewardFailureError
-from rollout.rewards.settings import RewardConfig
 
 
 class Pool:
