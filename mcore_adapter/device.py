@@ -8,7 +8,7 @@ get_device() is called, and what runs Megatron runs inside `Device.activate()`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from mcore_adapter.settings import Fp8Recipe
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from torch import nn
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 
@@ -54,7 +55,7 @@ class Device(Protocol):
         ...
 
     @property
-    def final_norm(self) -> type[Any]:
+    def final_norm(self) -> type[nn.Module]:
         """The class of the norm after the last layer."""
         ...
 

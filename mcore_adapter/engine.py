@@ -227,7 +227,7 @@ class MegatronEngine:
             self._memory.gradients(gradients, partial(self._sizes, shard.shape, plan, limit))
 
     def _forward_backward(
-        self, shard: BatchShard, plan: Sequence[Sequence[Microbatch]], postprocess: Callable[..., Any]
+        self, shard: BatchShard, plan: Sequence[Sequence[Microbatch]], postprocess: Callable[..., object]
     ) -> tuple[list[Any], int]:
         """Add the gradients of this rank's part of the plan; return what run_schedule() does, and the number of its
         microbatches."""

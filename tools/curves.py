@@ -53,7 +53,7 @@ MODEL = {"path": "${oc.env:CURVES}/model", "optimizer": {"lr": 2e-4, "lr_schedul
 PAIRS = {"train_path": "${oc.env:CURVES}/pairs.jsonl", "train_bs_n_seqs": 8, "max_seqlen": 16}
 MICROBATCHES = {"mb_spec": {"max_tokens_per_mb": 48}}
 GENERATION = {"max_new_tokens": 8}
-POLICY: dict[str, Any] = {
+POLICY: dict[str, object] = {
     "actor": MODEL,
     "actor_train": MICROBATCHES,
     "dataset": {"path": "${oc.env:CURVES}/prompts.jsonl", "train_bs_n_seqs": 8, "max_prompt_len": 8},
@@ -62,7 +62,7 @@ POLICY: dict[str, Any] = {
     "generator": {"max_running": 1},
     "reward": {"num_workers": 1, "timeout_seconds": 600},
 }
-EXPERIMENTS: dict[str, dict[str, Any]] = {
+EXPERIMENTS: dict[str, dict[str, object]] = {
     "ppo": POLICY
     | {
         "group_size": 2,

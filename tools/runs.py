@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -107,7 +106,7 @@ def _host_limits() -> dict[str, float]:
     return limits
 
 
-def _last_start(logs: Path) -> dict[str, Any]:
+def _last_start(logs: Path) -> dict[str, object]:
     """Return the newest row of starts.jsonl; empty where there is none."""
     try:
         return read_rows(logs / STARTS)[-1]

@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from rollout.data.rows import scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
 from tools import arguments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS = "<pad>", "<eos>"
 TURN, END = "<|im_start|>", "<|im_end|>"
@@ -30,7 +33,7 @@ _BYTES_PER_PARAMETER = 8
 """The float32 weights, and a copy while they are saved."""
 
 
-def train_tokenizer(texts: list[str], vocab_size: int, *, chat: bool = False) -> Any:
+def train_tokenizer(texts: list[str], vocab_size: int, *, chat: bool = False) -> PreTrainedTokenizerFast:
     """Train byte-level BPE with single digits, at most `vocab_size` tokens, as a transformers tokenizer. `chat`: with a
     chat template, whose turns end with a token of their own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

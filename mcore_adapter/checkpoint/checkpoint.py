@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
-from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, gathered_by, gathered_sizes
+from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, Written, gathered_by, gathered_sizes
 from mcore_adapter.hf.exporting import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer.training import TrainOptimizer
@@ -62,7 +62,7 @@ def save_checkpoint(
 ) -> None:
     """Write a new folder; collective. Raises OSError on all ranks when it exists or cannot be written."""
     copied = copy_checkpoint(path, model, optimizer, HostCopy(), parallel=parallel, tokenizer_from=tokenizer_from)
-    everyone: list[Any] = [None] * parallel.world_size
+    everyone: list[Written] = [[]] * parallel.world_size
     dist.all_gather_object(everyone, copied.write())
     copied.raise_first(everyone)
     _on_first_rank(lambda: copied.finish(everyone))
@@ -237,7 +237,7 @@ def _state(
 
 
 def model_state(
-    model: Sequence[ModelChunk], *, parallel: ParallelState, metadata: dict[str, Any] | None = None
+    model: Sequence[ModelChunk], *, parallel: ParallelState, metadata: dict[str, object] | None = None
 ) -> ShardedStateDict:
     """Return where every tensor of the model lies in a checkpoint, by model chunk."""
     metadata = metadata or {"singleton_local_shards": False, "dp_cp_group": parallel.dp_cp_group}
@@ -274,12 +274,12 @@ def _make_folder(path: Path) -> None:
         raise FileExistsError(f"{path}: this folder is not empty; a checkpoint needs a new one")
 
 
-def converted_common() -> dict[str, Any]:
+def converted_common() -> dict[str, object]:
     """Return the common part of a checkpoint that no engine has written."""
     return {"slipstream": {"layout": "none", "num_updates": 0, "has_optimizer": False, "device": "none"}}
 
 
-def small_files(common: dict[str, Any], config: dict[str, Any]) -> dict[str, bytes]:
+def small_files(common: dict[str, object], config: dict[str, object]) -> dict[str, bytes]:
     """Return the contents of the files that hold no tensors: Megatron's common part, and the config.json of Hugging
     Face."""
     buffer = io.BytesIO()  # torch.save to a file would turn a full disk into a RuntimeError

@@ -85,7 +85,7 @@ class _PlainUnpickler(_Python):  # type: ignore[misc]
 
     dispatch = {code: _Python.dispatch[code] for name in _OPCODES.split() for code in getattr(pickle, name)}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = getattr(torch, name, None) if module == "torch" else None
         if (module, name) in _CLASSES or isinstance(found, torch.dtype):
             return super().find_class(module, name)
@@ -143,7 +143,7 @@ _PlainUnpickler.dispatch |= {
 }
 
 
-def load_plain(content: bytes) -> Any:
+def load_plain(content: bytes) -> object:
     """Unpickle the classes that describe tensors. Raises one of UNREADABLE, a pickle.UnpicklingError for any other."""
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
@@ -173,7 +173,7 @@ class RestrictedReader(dcp.FileSystemReader):
 
     _metadata: Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return the list of tensors. Raises one of UNREADABLE."""
         if self._metadata is None:
             with open_regular(Path(self.path) / METADATA_FILE) as file:
@@ -189,7 +189,7 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def _checked(metadata: Any, folder: Path) -> Metadata:
+def _checked(metadata: object, folder: Path) -> Metadata:
     """Return a list of tensors in which everything has exactly the type that it should have, and every shard is a file
     of the folder itself."""
     if type(metadata) is not Metadata:

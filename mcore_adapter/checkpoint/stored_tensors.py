@@ -105,7 +105,7 @@ class StoredTensors:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._last: tuple[MetadataIndex, FileRows] | None = None
 
     def check(self, parts: Sequence[StoredPart]) -> None:
@@ -169,20 +169,20 @@ class StoredTensors:
             path = self._folder / info.relative_path
             try:
                 with open(path, "rb") as stream:
-                    view: Any = self._reader._slice_file(stream, info)
+                    view = self._reader._slice_file(stream, info)
                     self._last = index, _mapped(path, info.offset, view)
             except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
                 raise OSError(f"{path}: the checkpoint cannot be read: {error}") from error
         return self._last[1]
 
 
-def _elements_offset(view: Any) -> int:
+def _elements_offset(view: IO[bytes]) -> int:
     """Return where the elements of a tensor begin in what torch.save() wrote."""
     reader: Any = torch._C.PyTorchFileReader(view)  # torch's stub lacks the method
     return reader.get_record_offset("data/0")
 
 
-def _mapped(path: Path, offset: int, view: Any) -> FileRows:
+def _mapped(path: Path, offset: int, view: IO[bytes]) -> FileRows:
     """Return the tensor that torch.save() wrote at `offset` of a file, without reading it."""
     with torch.serialization.skip_data():
         like = torch.load(view, map_location="cpu", weights_only=True)
@@ -225,7 +225,7 @@ class StoredTensorsWriter:
             torch.save(torch.empty(sizes, dtype=part.dtype), stream)  # all but the elements, for which there is room
         end = stream.tell()
         stream.flush()
-        view: Any = _create_file_view(cast(io.IOBase, stream), begin, end - begin)
+        view = cast("IO[bytes]", _create_file_view(cast(io.IOBase, stream), begin, end - begin))
         if math.prod(sizes):
             offset = begin + _elements_offset(view)
             for piece in pieces:

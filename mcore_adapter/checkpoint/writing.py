@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,19 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
 from mcore_adapter.checkpoint.restricted import load_plain
 from mcore_adapter.hf.safetensors_folder import copy_tokenizer
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+    Places = Mapping[Tensor, Mapping[str, Range]]
+    """Where a rank's part of each parameter lies, by what it is counted in."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +110,7 @@ def _host_memory(num_bytes: int, *, page_locked: bool) -> Tensor:
 
 
 @contextmanager
-def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
+def gathered_by(copy: HostCopy, optimizers: Sequence[DistributedOptimizer]) -> Iterator[None]:
     """Make Megatron's distributed optimizers gather masters and moments into `copy` inside the block.
 
     Megatron's own way mixes up the parameters behind the first bucket of a buffer, of which there are several where a
@@ -117,7 +125,7 @@ def gathered_by(copy: HostCopy, optimizers: list[Any]) -> Iterator[None]:
             del optimizer.get_parameter_state_dp_zero
 
 
-def gathered_sizes(optimizers: list[Any]) -> dict[str, int]:
+def gathered_sizes(optimizers: Sequence[DistributedOptimizer]) -> dict[str, int]:
     """Return the bytes of every buffer that gathered_by() needs on this rank, by name."""
     return {
         _name(i, index, key): 4 * optimizer.buffers[index].numel
@@ -140,11 +148,11 @@ class _Gather:
     The first data-parallel rank, which writes, has the values; the others have the shape alone. With empty_data all
     have memory to load into."""
 
-    def __init__(self, copy: HostCopy, optimizer: Any, number: int) -> None:
+    def __init__(self, copy: HostCopy, optimizer: DistributedOptimizer, number: int) -> None:
         self._copy, self._optimizer, self._number = copy, optimizer, number
 
-    def __call__(self, *, empty_data: bool = False, **options: Any) -> dict[Any, Any]:
-        state: dict[Any, Any] = {"buckets_coalesced": True}
+    def __call__(self, *, empty_data: bool = False, **options: object) -> dict[int | str, object]:
+        state: dict[int | str, object] = {"buckets_coalesced": True}
         for index, by_dtype in enumerate(self._optimizer.gbuf_ranges):
             numel = self._optimizer.buffers[index].numel
             for dtype, buckets in by_dtype.items():
@@ -152,7 +160,7 @@ class _Gather:
                 state[index] = {dtype: {"numel_unpadded": numel, **tensors}}
         return state
 
-    def _buffer(self, index: int, buckets: list[Any]) -> dict[str, Tensor]:
+    def _buffer(self, index: int, buckets: Sequence[Mapping[str, Places]]) -> dict[str, Tensor]:
         buffer = self._optimizer.buffers[index]
         is_first = self._optimizer.data_parallel_group.rank() == 0
         device = buffer.grad_data.device
@@ -168,7 +176,7 @@ class _Gather:
                 self._bucket(key, ranges["param_map"], place, device)
         return whole
 
-    def _bucket(self, key: str, param_map: Any, whole: Tensor, device: torch.device) -> None:
+    def _bucket(self, key: str, param_map: Places, whole: Tensor, device: torch.device) -> None:
         """Gather one bucket, sharded over the data-parallel ranks, into `whole`."""
         group = self._optimizer.data_parallel_group
         if group.size() == 1:
@@ -190,12 +198,12 @@ class _Gather:
                 self._copy.fill(whole[rank * local + start :][: part.numel()], received)
             self._copy.wait()  # what was received is overwritten by the next chunk
 
-    def _state(self, param: Any, key: str) -> Tensor:
+    def _state(self, param: Tensor, key: str) -> Tensor:
         tensor: Tensor = self._optimizer._get_main_param_and_optimizer_states(param)[key]
         return tensor
 
 
-Written = list[Any] | Exception
+Written = list[WriteResult] | Exception
 """The report of torch's writer about the shards of one rank, or why there are none: an OSError where files could not be
 written."""
 
@@ -229,13 +237,13 @@ class CopiedCheckpoint:
         self._planner.set_up_planner(state, self._writer.storage_meta(), is_first)
         self._writer.set_up_storage_writer(is_first, rank=self._rank, use_collectives=True)
         local = self._planner.create_local_plan()
-        everyone: list[Any] | None = [None] * self._world_size if is_first else None
+        everyone: list[SavePlan | None] | None = [None] * self._world_size if is_first else None
         dist.gather_object(local, everyone)
-        plans: list[Any] | None = None
+        plans: list[SavePlan] | None = None
         if everyone is not None:
             plans, self._metadata = self._planner.create_global_plan(everyone)
             plans = self._writer.prepare_global_plan(plans)
-        mine: list[Any] = [None]
+        mine: list[SavePlan | None] = [None]
         dist.scatter_object_list(mine, plans)
         self._plan = self._planner.finish_plan(mine[0])
 
@@ -305,6 +313,6 @@ class CopiedCheckpoint:
             if not self._path.exists():
                 raise FileNotFoundError(f"{self._path} was removed while it was written")
             time.sleep(LOOK_EVERY_SECONDS)
-        written: Written = load_plain(report.read_bytes())
+        written = cast("Written", load_plain(report.read_bytes()))
         report.unlink()
         return written

@@ -223,7 +223,7 @@ class CpuDevice:
         with self._mode:
             yield
 
-    def config_overrides(self) -> dict[str, Any]:
+    def config_overrides(self) -> dict[str, object]:
         return dict(
             use_cpu_initialization=True,
             apply_rope_fusion=True,

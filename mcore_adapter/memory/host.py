@@ -11,7 +11,7 @@ it. Afterwards every parameter is the view that it was, of the same buffer, with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,9 @@ class Pages:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
 
-    def stream(self, device: torch.device) -> Any:
+    def stream(self, device: torch.device) -> torch.Stream | None:
         """Return the stream; None where copies are complete when they return."""
         if self._stream is None and device.type != "cpu":
             self._stream = torch.get_device_module(device).Stream(device)
@@ -60,7 +60,7 @@ class _Stay:
         self._module = torch.get_device_module(device)
         self._stream = stream = pages.stream(device)
         self._held: list[tuple[torch.UntypedStorage, int, Tensor]] = []
-        self._ready: Any = None
+        self._ready: torch.Event | None = None
         self._fetched = False
         if stream is not None:
             stream.wait_stream(self._module.current_stream())
@@ -77,7 +77,7 @@ class _Stay:
             storage.resize_(0)
         self.copied = stream.record_event() if stream is not None else None
 
-    def restore(self, *_: Any) -> None:
+    def restore(self, *_: object) -> None:
         """Wait for the tensors, and begin to fetch those of the layer before: the hook of the output's gradient."""
         self.fetch()
         if self._ready is not None:
@@ -104,7 +104,7 @@ class _Stay:
             self._pages.give(page)  # the next copy into it is on the same stream
         self._held = []
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
+    def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
 
@@ -128,8 +128,8 @@ class HostActivations:
                     part.register_forward_pre_hook(self._see)
             layer.register_forward_hook(self._leave)
 
-    def _enterer(self, number: int) -> Any:
-        def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enterer(self, number: int) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor]], None]:
+        def enter(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             moves = number in self.moved and layer.training and torch.is_grad_enabled()
             self._seen = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]] if moves else None
             if number == 0:
@@ -137,11 +137,11 @@ class HostActivations:
 
         return enter
 
-    def _see(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+    def _see(self, part: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._seen is not None:
             self._seen.append(args[0])
 
-    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+    def _leave(self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, object]) -> None:
         seen, self._seen = self._seen, None
         if seen is None:
             return

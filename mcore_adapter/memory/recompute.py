@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mcore_adapter.autograd import Context
 from mcore_adapter.memory.host import HostActivations, Pages
 from mcore_adapter.settings import MLP_TOKENS, Level, chunks
 
@@ -52,13 +53,13 @@ class _SwiGLUInPlace(torch.autograd.Function):
     """_swiglu() of halves that nothing else uses: their gradient takes their place."""
 
     @staticmethod
-    def forward(ctx: Any, halves: Tensor) -> Tensor:
+    def forward(ctx: Context, halves: Tensor) -> Tensor:
         ctx.save_for_backward(halves)
         return _swiglu(halves)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (halves,) = ctx.saved_tensors
         for rows in chunks(len(halves), CHUNK_ROWS):
             part = halves[rows].detach().requires_grad_()
@@ -76,9 +77,10 @@ class _ChunkedMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mlp: RecomputingMLP, computes: bool, hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Context, mlp: RecomputingMLP, computes: bool, hidden: Tensor, *weights: Tensor) -> Tensor:
         """Return zeros where the output will not be read: not `computes`."""
-        ctx.mlp, ctx.seconds = mlp, []
+        seconds: list[tuple[Tensor, Tensor]] = []
+        ctx.mlp, ctx.seconds = mlp, seconds
         ctx.save_for_backward(hidden)
         if not computes:
             return torch.zeros_like(hidden)
@@ -88,12 +90,12 @@ class _ChunkedMLP(torch.autograd.Function):
             output[rows] = part
             for tensor in (product, part):  # the graph between them remains: nothing is multiplied a third time
                 tensor.untyped_storage().resize_(0)
-            ctx.seconds.append((product, part))
+            seconds.append((product, part))
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
         mlp: RecomputingMLP = ctx.mlp
         first, second = (list(layer.parameters()) for layer in (mlp.linear_fc1, mlp.linear_fc2))

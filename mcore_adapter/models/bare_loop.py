@@ -7,9 +7,9 @@ TransformerEngine has for a loop like this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -75,7 +75,9 @@ class BareLoop:
             raise FloatingPointError("the gradient norm of Megatron's own loop is not finite")
 
 
-def _forward_step(tokens: int, iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(
+    tokens: int, iterator: Iterator[PackedMicrobatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], object]]:
     microbatch = next(iterator)
     labels = torch.cat((microbatch.token_ids[:, 1:], microbatch.token_ids[:, :1]), 1)
     losses = model(

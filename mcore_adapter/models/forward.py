@@ -9,7 +9,7 @@ a few [chunk_tokens, vocabulary shard] buffers are allocated at any time, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -245,7 +245,9 @@ def run_schedule(
     (loss, token count, anything) of Megatron's per-token losses. Returns the anythings, in order; [] on other stages.
     """
 
-    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
+    def forward_step(
+        iterator: Iterator[PackedMicrobatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., object]]:
         microbatch = next(iterator)
         output = model(
             microbatch.token_ids, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params
@@ -266,6 +268,6 @@ def run_schedule(
     )
 
 
-def _ignore_non_loss(function: Callable[[Tensor], Any], output: Tensor, non_loss_data: bool = False) -> Any:
+def _ignore_non_loss(function: Callable[[Tensor], object], output: Tensor, non_loss_data: bool = False) -> object:
     """Accept the argument non_loss_data=True, which Megatron passes where it collects results instead of losses."""
     return function(output)

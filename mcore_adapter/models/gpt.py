@@ -178,15 +178,14 @@ def build_model(
     is_critic: bool = False,
     recompute: Level = "none",
     fp8: Fp8Recipe | None = None,
-    sequence_parallel: bool | None = None,
     balance: Balance | None = None,
 ) -> list[ModelChunk]:
     """Return the chunks of this rank, one per virtual pipeline stage, not wrapped, weights not yet filled in.
 
     A chunk is called as Megatron calls it, chunk(tokens [1, t], positions, None, packed_seq_params=thd). The last one
     returns hidden states [1, t, h], where with sequence parallelism t is this rank's contiguous share of the tokens
-    (the language model's caller gathers), or values [1, t, 1] fp32 of all tokens (critic). With sequence parallelism
-    (default: where tp > 1) the number of tokens must be a multiple of tp. Call inside device.activate().
+    (the language model's caller gathers), or values [1, t, 1] fp32 of all tokens (critic). With sequence parallelism,
+    where tp > 1, the number of tokens must be a multiple of tp. Call inside device.activate().
 
     Raises ModelConfigError where the model cannot be cut by the layout, or with `fp8` computed in that format.
     """
@@ -200,7 +199,7 @@ def build_model(
         device=device,
         dtype=dtype,
         fp8=fp8,
-        sequence_parallel=layout.tp > 1 if sequence_parallel is None else sequence_parallel,
+        sequence_parallel=layout.tp > 1,
     )
     chunks = [
         ModelChunk(

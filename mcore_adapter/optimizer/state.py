@@ -151,7 +151,7 @@ class OptimizerState:
         """Call `update` for each piece while its moments are on the device. On a GPU the moments of the next piece are
         copied to the device meanwhile, and those of the piece before to the host, each in a stream of its own."""
         current, ahead = self._current_stream(), iter(pieces)
-        stored: deque[tuple[Any, list[Tensor]]] = deque()
+        stored: deque[tuple[torch.Event, list[Tensor]]] = deque()
         try:
             fetched = self._fetch(optimizer, next(ahead, None))
             for piece in pieces:
@@ -167,7 +167,7 @@ class OptimizerState:
             current.wait_stream(self._h2d)
             current.wait_stream(self._d2h)
 
-    def _fetch(self, optimizer: torch.optim.Optimizer, piece: _Piece | None) -> Any:
+    def _fetch(self, optimizer: torch.optim.Optimizer, piece: _Piece | None) -> torch.Event:
         """Begin to copy the moments of a piece to the device; return the event of their arrival."""
         # For earlier uses of the memory, which is the current stream's, and for the last step's writes to the pages.
         self._h2d.wait_stream(self._current_stream())
@@ -175,7 +175,7 @@ class OptimizerState:
         self._move(optimizer, params, partial(self._on_device, stream=self._h2d), masters=False)
         return self._event(self._h2d)
 
-    def _store(self, optimizer: torch.optim.Optimizer, piece: _Piece) -> tuple[Any, list[Tensor]]:
+    def _store(self, optimizer: torch.optim.Optimizer, piece: _Piece) -> tuple[torch.Event, list[Tensor]]:
         """Begin to copy the moments of a piece to the host. Return the event of their arrival, and the tensors on the
         device, which the caller must keep until then: their memory would be used again."""
         moments: list[Tensor] = []
@@ -223,10 +223,10 @@ class OptimizerState:
             page = self._pages[param, name] = self._memory.take(tensor)
         return page if page is tensor else page.copy_(tensor, non_blocking=True)
 
-    def _current_stream(self) -> Any:
+    def _current_stream(self) -> torch.Stream:
         return self._module.current_stream(self._device)
 
-    def _event(self, stream: object) -> Any:
+    def _event(self, stream: torch.Stream) -> torch.Event:
         """Return an event that comes when what is queued on the stream now is done."""
         event = self._module.Event()
         event.record(stream)
@@ -261,7 +261,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _params(optimizer: Any) -> list[Tensor]:
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

@@ -15,7 +15,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any
 
 from rollout.data.source import parsed
 
@@ -34,7 +33,7 @@ def read_options(values: object) -> tuple[list[str], list[str]]:
     if isinstance(values, str):
         texts = _split(values)
         return texts, list(LETTERS[: len(texts)])
-    labels: Sequence[Any] = LETTERS
+    labels: Sequence[object] = LETTERS
     if isinstance(values, Mapping) and "text" in values:
         labels, values = values.get("label") or LETTERS, values["text"]
     elif isinstance(values, Mapping):

@@ -184,7 +184,7 @@ class Changed(Tensor):
         """Return a tensor of `shape` with `values` [n] at `positions` [n], ascending, in the flattened tensor."""
         return _changed(torch.empty(shape, dtype=values.dtype, device="meta"), positions, values)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Changed({list(self.meta.shape)}, {len(self.present)} values)"
 
     def __format__(self, specification: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -117,11 +117,11 @@ def _query(nvidia_smi: str, query: str) -> list[list[str]]:
     return [line.split(", ") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []
 
 
-def check_gpus(indices: Sequence[int], *, own_pids: Collection[int] = ()) -> None:
+def check_gpus(indices: Sequence[int]) -> None:
     """Raise ValueError when a GPU is missing, or other processes hold memory of it, with their names and sizes. Waits
-    for the memory of processes that have just ended. `own_pids` are processes of this run."""
+    for the memory of processes that have just ended."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while busy := _busy(indices, query_gpus(), {os.getpid(), *own_pids}):
+    while busy := _busy(indices, query_gpus()):
         gpu, held, others = busy
         if time.monotonic() > deadline or not any(_has_ended(user.pid) for user in others):
             who = ", ".join(f"process {u.pid} ({u.name}) holds {u.mib} MiB" for u in others)
@@ -133,8 +133,8 @@ def check_gpus(indices: Sequence[int], *, own_pids: Collection[int] = ()) -> Non
         time.sleep(0.1)
 
 
-def _busy(indices: Sequence[int], gpus: Sequence[Gpu], own: Collection[int]) -> tuple[Gpu, int, list[GpuUser]] | None:
-    """Return the first GPU of which processes not in `own` hold more than BUSY_MIB, how much, and those of them that
+def _busy(indices: Sequence[int], gpus: Sequence[Gpu]) -> tuple[Gpu, int, list[GpuUser]] | None:
+    """Return the first GPU of which other processes hold more than BUSY_MIB, how much, and those of them that
     nvidia-smi lists. Raises ValueError when a GPU is missing."""
     if not gpus:
         raise ValueError(
@@ -152,9 +152,9 @@ def _busy(indices: Sequence[int], gpus: Sequence[Gpu], own: Collection[int]) -> 
         )
     for gpu in (by_index[index] for index in indices):
         # In a container the processes of others are not listed, their memory is.
-        held = gpu.used_mib - sum(user.mib for user in gpu.users if user.pid in own)
+        held = gpu.used_mib - sum(user.mib for user in gpu.users if user.pid == os.getpid())
         if held > BUSY_MIB:
-            return gpu, held, [user for user in gpu.users if user.pid not in own]
+            return gpu, held, [user for user in gpu.users if user.pid != os.getpid()]
     return None
 
 

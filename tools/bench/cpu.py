@@ -33,38 +33,32 @@ from rollout.types import GenerateRequest, SamplingParams
 from tools import convert
 from tools.bench import Figure, Scene
 from tools.bench.workload import additions
-from tools.demo.data import make_tokenizer
+from tools.demo.data import save_model
 
 ROUNDS = 5
+WARM_UP_STEPS = 5
 
 
 def small_model(folder: Path, name: str, *, hidden_size: int, num_layers: int) -> Path:
     """Return a random Qwen2-shaped model with the demo's tokenizer, made where it does not exist."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     path = folder / name
     if not path.exists():
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=16,
+        save_model(
+            path,
+            seed=0,
             hidden_size=hidden_size,
             intermediate_size=3 * hidden_size,
             num_hidden_layers=num_layers,
             num_attention_heads=hidden_size // 32,
             num_key_value_heads=hidden_size // 64,
             max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            eos_token_id=1,
-            pad_token_id=0,
         )
-        Qwen2ForCausalLM(config).save_pretrained(path)
-        make_tokenizer().save_pretrained(path)
     return path
 
 
-def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
+def alternate(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
     """Return the medians of two rates measured in turn, after one round of warm-up."""
-    pairs = [(first(), second()) for _ in range(rounds + 1)][1:]
+    pairs = [(first(), second()) for _ in range(ROUNDS + 1)][1:]
     return float(np.median([a for a, _ in pairs])), float(np.median([b for _, b in pairs]))
 
 
@@ -252,10 +246,10 @@ def family_mib(pid: int) -> float:
     return total / 2**20
 
 
-def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, steps: int, warm_up: int = 5) -> float:
+def samples_per_second(scene: Scene, trial: str, config: dict[str, object], *, steps: int) -> float:
     """Return the rate of the whole loop: all samples of the steps after the warm-up over their time."""
     run_ppo(scene.folder, trial, {**config, "exp_ctrl.benchmark_steps": steps})
-    rows = metrics_of(scene.folder, trial)[warm_up:]
+    rows = metrics_of(scene.folder, trial)[WARM_UP_STEPS:]
     return sum(r["n_seqs"] for r in rows) / sum(r["time/step"] for r in rows)
 
 

@@ -44,6 +44,7 @@ from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.planner import BatchShard, Planner
 from mcore_adapter.device import get_device
+from mcore_adapter.engine import Shard
 from mcore_adapter.settings import EngineConfig, EngineModel
 from rollout.experience import Schedule
 from rollout.types import PROMPT_VERSION, Trajectory
@@ -110,7 +111,9 @@ class NullEngine:
         self.planner, self._dp_rank = planner, dp_rank
         self.trained_bytes = 0
 
-    def train_step(self, shard: BatchShard, loss_fn: Any, *, max_tokens_per_mb: int, **_: object) -> dict[str, float]:
+    def train_step(
+        self, shard: BatchShard, loss_fn: object, *, max_tokens_per_mb: int, **_: object
+    ) -> dict[str, float]:
         for sequences in self.planner.plan(shard.shape, max_tokens_per_mb)[self._dp_rank]:
             own = shard.select(sequences)
             fields = [value for name, value in own.fields.items() if name != "token_weights"]
@@ -118,10 +121,10 @@ class NullEngine:
             self.trained_bytes += own.num_tokens * per_token
         return {"loss": 0.0}
 
-    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: object) -> Any:
+    def logprobs(self, shard: BatchShard, *, max_tokens_per_mb: int, **_: object) -> Shard:
         plan = self.planner.plan(shard.shape, max_tokens_per_mb, shard.owners)[self._dp_rank]
         lens = [shard.select(sequences).num_tokens for sequences in plan]
-        return SimpleNamespace(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))
+        return Shard(sequences=[i for part in plan for i in part], values=torch.zeros(sum(lens)))
 
 
 class NullRank(TrainerRank):
@@ -131,7 +134,7 @@ class NullRank(TrainerRank):
         super().__init__(name, log_file, rank, *rest)
         self._log_file, self._fetched_bytes = log_file, 0
 
-    def start(self, *args: Any) -> None:
+    def start(self, *args: object) -> None:
         self._parallel = SimpleNamespace(dp_rank=self._rank)  # type: ignore[assignment]
         self._device = get_device(self._kind)
 

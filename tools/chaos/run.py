@@ -21,7 +21,7 @@ import yaml
 
 from core.monitoring.metrics import read_rows
 from core.processes.watchdog import shared_inodes, unused_shared_memory
-from tools.demo.data import make_tokenizer, write_jsonl
+from tools.demo.data import save_model, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "environment"
@@ -148,26 +148,11 @@ class Trial:
 
 def make_assets(folder: Path) -> None:
     """Write a model of a few thousand parameters and forty prompts."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    save_model(folder / "model", seed=0, hidden_size=32, intermediate_size=64, num_hidden_layers=1, **heads)
     sums = [(a, b) for a in range(8) for b in range(5)]
     write_jsonl(
         folder / "prompts.jsonl", [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums]

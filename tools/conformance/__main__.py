@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ TOKENS = (
     (-1, 3.2, 3.0, 0, 3.2, 3.4655, 1.0514, 3.2, 1),
 )
 """Losses and gradients of a token whose old probability is 0.3."""
-ADVANTAGES: Sequence[tuple[str, dict[str, Any], list[float]]] = (
+ADVANTAGES: Sequence[tuple[str, dict[str, object], list[float]]] = (
     ("grpo", {}, [1.5, -0.5, -0.5, -0.5]),
     ("grpo", {"advantage_std": "batch"}, [1.5, -0.5, -0.5, -0.5]),
     ("grpo", {"advantage_std": "none"}, [0.75, -0.25, -0.25, -0.25]),
@@ -56,7 +55,7 @@ ADVANTAGES: Sequence[tuple[str, dict[str, Any], list[float]]] = (
     ("reinforce_pp_baseline", {}, [1.5, -0.5, -0.5, -0.5]),
 )
 """Advantages of four completions with the rewards 1, 0, 0, 0."""
-TURNS: Sequence[tuple[str, dict[str, Any], list[list[float]]]] = (
+TURNS: Sequence[tuple[str, dict[str, object], list[list[float]]]] = (
     ("grpo", {"credit": "turn_rewards", "advantage_std": "none"}, [[0.5, 0.5, 0, 0.25], [-0.5, 0, 0.25, 0.25]]),
     (
         "grpo",
@@ -100,7 +99,7 @@ class Golden:
 def tokens() -> Iterator[Golden]:
     """Compute loss and gradient of single tokens."""
     for advantage, ratio, clip, clip_grad, cispo, sapo, sapo_grad, tv, topr in TOKENS:
-        rows: Sequence[tuple[str, dict[str, Any], float | None, float, float]] = (
+        rows: Sequence[tuple[str, Mapping[str, object], float | None, float, float]] = (
             ("dapo", CLIP, clip, clip_grad, 1e-9),
             ("cispo", CISPO, None, cispo, 1e-6),
             ("sapo", {}, sapo, sapo_grad, 5e-5),
@@ -135,7 +134,7 @@ def divergence() -> Iterator[Golden]:
         yield Golden(f"gradient of {estimator} with {gradient}", 2 * out["grads"][0][0], grad, 5e-5)
 
 
-def one_token(name: str, advantage: float, ratio: float, settings: dict[str, Any]) -> tuple[float, float]:
+def one_token(name: str, advantage: float, ratio: float, settings: Mapping[str, object]) -> tuple[float, float]:
     """Return loss and gradient for one token of probability 0.3 * ratio whose old probability was 0.3."""
     old = math.log(P_OLD)
     given = {"logprobs": [old + math.log(ratio)], "old_logprobs": [old], "advantage": advantage, "reward": 0.0}
@@ -268,7 +267,7 @@ def gradients(names: Sequence[str] = tuple(GRADIENT_CASES), num_directions: int 
         yield Gradient(f"{name} {dict(GRADIENT_CASES[name]) or ''}", _difference(name, _case(name), num_directions))
 
 
-def _case(name: str) -> dict[str, Any]:
+def _case(name: str) -> Result:
     chosen, batch = GRADIENT_CASES[name], make_batch("usual", 1)
     if name in PAIRS:
         pairs = {**batch, "group": [i // 2 for i in range(len(batch["lens"]))]}
@@ -277,7 +276,7 @@ def _case(name: str) -> dict[str, Any]:
     return to_case(batch, name, settings, FIELDS if name == "ppo" else FIELDS - {"values"})
 
 
-def _difference(name: str, case: dict[str, Any], num_directions: int) -> float:
+def _difference(name: str, case: Result, num_directions: int) -> float:
     out, rng, worst = compute(case), random.Random(0), 0.0
     assert any(g for row in out["grads"] for g in row), "a loss without gradients proves nothing"
     for _ in range(num_directions):
@@ -289,9 +288,7 @@ def _difference(name: str, case: dict[str, Any], num_directions: int) -> float:
     return worst
 
 
-def _moved(
-    name: str, case: dict[str, Any], out: dict[str, Any], direction: Sequence[Sequence[float]], step: float
-) -> float:
+def _moved(name: str, case: Result, out: Result, direction: Sequence[Sequence[float]], step: float) -> float:
     """Return the loss, or its integral, with all log-probabilities moved."""
     moved = [
         {**sequence, "logprobs": [x + step * d for x, d in zip(sequence["logprobs"], row, strict=True)]}

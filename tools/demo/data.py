@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from tools import arguments as cli
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*="
@@ -22,6 +26,15 @@ CHARACTERS = "0123456789+-*="
 
 SMALLEST, LARGEST = 10, 99
 NUM_HELD_OUT = 512
+
+
+class Problem(TypedDict):
+    """A row of the prompt data set."""
+
+    prompt: str
+    task: str
+    query_id: str
+    solutions: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +71,10 @@ def make_demo_data(folder: str | Path, *, seed: int = 1) -> DemoFiles:
     return files
 
 
-def problems() -> list[dict[str, Any]]:
+def problems() -> list[Problem]:
     """Return all 8,100 additions of two two-digit numbers, shuffled, in the schema of the prompt data set."""
     operands = range(SMALLEST, LARGEST + 1)
-    rows = [
+    rows: list[Problem] = [
         {"prompt": f"{a}+{b}=", "task": "math", "query_id": f"{a}+{b}", "solutions": [f"\\boxed{{{a + b}}}"]}
         for a in operands
         for b in operands
@@ -70,18 +83,18 @@ def problems() -> list[dict[str, Any]]:
     return rows
 
 
-def answer_of(row: dict[str, Any]) -> str:
+def answer_of(row: Problem) -> str:
     """Return the text that answers a row: its solution without the box."""
-    return str(row["solutions"][0]).removeprefix("\\boxed{").removesuffix("}")
+    return row["solutions"][0].removeprefix("\\boxed{").removesuffix("}")
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a transformers tokenizer with one token per character of CHARACTERS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -95,21 +108,23 @@ def make_tokenizer() -> Any:
     )
 
 
-def save_model(folder: Path, *, seed: int) -> None:
-    """Write a Qwen2-shaped model of 0.9M parameters with random weights, and the tokenizer, as a Hugging Face
-    folder."""
+def save_model(folder: Path, *, seed: int, **shape: int) -> None:
+    """Write a Qwen2-shaped model with random weights, and the tokenizer, as a Hugging Face folder. `shape`: keys of its
+    config.json; without any it has 0.9M parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = make_tokenizer()
+    demo = {
+        "hidden_size": 192,
+        "intermediate_size": 640,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+    }
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=640,
-        num_hidden_layers=2,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
         # Ten positions at most: a base of 10,000 would leave most of the rotations unused.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
@@ -118,6 +133,7 @@ def save_model(folder: Path, *, seed: int) -> None:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **{**demo, **shape},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -242,11 +242,6 @@ class Engine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the keys and values held now."""
-        return self._cache.num_bytes
-
     def add(self, requests: Iterable[GenerateRequest]) -> None:
         """Queue requests; they are admitted in this order."""
         for request in requests:

@@ -20,7 +20,7 @@ import torch
 
 from model_specs.hf_config import parse_config, read_config
 from rollout.bucket import FlatBucket
-from rollout.inference.backend import ALL_INTERRUPTS, Interrupt, check_request
+from rollout.inference.backend import Interrupt, check_request
 from rollout.inference.embedded.engine import Engine, Finished
 from rollout.inference.embedded.weights import DTYPES, ModelWeights
 from rollout.types import Completion, GenerateRequest, Health
@@ -72,12 +72,6 @@ class EmbeddedGenerator:
         threads: int | None = None,
         version: int = 0,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-        if max_running < 1:
-            raise ValueError(f"max_running={max_running} must be at least 1")
-        if interrupt not in ALL_INTERRUPTS:
-            raise ValueError(f"interrupt={interrupt!r} is not one of {', '.join(ALL_INTERRUPTS)}")
         self._config = parse_config(model) if isinstance(model, Mapping) else read_config(model)
         self._weights = ModelWeights(self._config, dtype=DTYPES[dtype])
         if not isinstance(model, Mapping):

@@ -236,9 +236,8 @@ class SGLangServer:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"the server process ended with code {code}; {self.last_lines()}"
 
-    def stop(self, *, grace_seconds: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the server's process group. Safe to call twice."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        end_group(process, grace_seconds=grace_seconds)
+        if process is not None:
+            end_group(process, grace_seconds=10.0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-_BASE: dict[str, Any] = dict(
+_BASE: dict[str, object] = dict(
     hidden_act="silu",
     initializer_range=0.02,
     rms_norm_eps=1e-6,
@@ -19,7 +17,7 @@ _BASE: dict[str, Any] = dict(
 _QWEN2 = _BASE | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=32768)
 _QWEN3 = _BASE | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, head_dim=128)
 
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, object]] = {
     "1.5B": _QWEN2
     | dict(
         hidden_size=1536,
@@ -80,7 +78,7 @@ WIDTHS = _QWEN3 | dict(
     tie_word_embeddings=True,
 )
 """Qwen3-4B."""
-SMALL: dict[str, Any] = dict(
+SMALL: dict[str, object] = dict(
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
@@ -89,10 +87,10 @@ SMALL: dict[str, Any] = dict(
     head_dim=16,
     vocab_size=512,
 )
-SMALL_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+SMALL_EXPERTS: dict[str, object] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 """What differs where there is no GPU."""
 _LONG = dict(max_position_embeddings=131072)
-PLANNED: dict[str, dict[str, Any]] = {
+PLANNED: dict[str, dict[str, object]] = {
     "0.5B": SHAPES["1.5B"]
     | _LONG
     | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),

@@ -194,11 +194,11 @@ def test_cache_memory_follows_what_runs_and_not_what_the_model_could_hold() -> N
     model = make_model("qwen2")
     model.config.max_position_embeddings = 1_000_000
     engine = engine_of(model, max_running=4096)
-    assert engine.cache_bytes == 0
+    assert engine._cache.num_bytes == 0
     engine.add([request(i, prompt(10, seed=i), max_new_tokens=100) for i in range(4)])
     steps(engine, 1)
     bytes_per_token = 2 * 3 * 2 * 12 * 4  # keys and values, layers, heads, head_dim, float32
-    assert engine.cache_bytes == 4 * 32 * bytes_per_token
+    assert engine._cache.num_bytes == 4 * 32 * bytes_per_token
     steps(engine, 98)
     assert engine.num_running == 4
-    assert 4 * 128 * bytes_per_token <= engine.cache_bytes <= 4 * (128 + 96 + 64 + 32) * bytes_per_token
+    assert 4 * 128 * bytes_per_token <= engine._cache.num_bytes <= 4 * (128 + 96 + 64 + 32) * bytes_per_token

@@ -284,16 +284,3 @@ def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path,
             assert again.token_ids.tolist() == expected.token_ids.tolist()
 
     play(script, folder, max_running=num_slots)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"dtype": "float16"}, "dtype='float16'"),
-        ({"interrupt": "stop"}, "interrupt='stop'"),
-        ({"max_running": 0}, "max_running=0"),
-    ],
-)
-def test_settings_that_do_not_exist_are_refused(folder: Path, setting: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EmbeddedGenerator(folder, **setting)
