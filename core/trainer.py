@@ -72,11 +72,11 @@ class EngineRef:
         )  # fmt: skip
 
     def infer(
-        self, memory: MemoryLimits, kind: Literal["logprobs", "values"] = "logprobs", *,
+        self, memory: MemoryLimits, kind: Literal["logprobs", "values", "entropy"] = "logprobs", *,
         temperature: float = 1.0, replay_routing: bool = False,
     ) -> Sequence[Ref]:  # fmt: skip
-        """Return references to log-probabilities, or a critic's values, of the ranks' batch, in microbatches that
-        fit."""
+        """Return references to log-probabilities or entropy, or a critic's values, of the ranks' batch, in microbatches
+        that fit."""
         return memory.fitting(
             self.inference_role, self.inference_tokens_per_mb,
             lambda limits: self.group.infer(
@@ -174,7 +174,7 @@ class PPOTrainer:
                 for group in self._groups:
                     group.open_batch(taken.batch)
                 facts, figures = taken.facts, taken.figures
-                metrics = self._score(taken.scored) | facts.metrics
+                metrics = self._score(step, taken.scored) | facts.metrics
                 metrics |= self._update(facts.num_minibatches)
                 if self._skipped_updates is not None:
                     self._skipped_updates.check(step + 1, metrics)
@@ -202,27 +202,30 @@ class PPOTrainer:
         it where they need no pass: the algorithm has its state of the next step already."""
         if step >= self._schedule.total_steps:
             return
-        uses = [needed.engine.use(self._memory, trains=False) for needed in self._needed]
+        passes = self._needed(step)
+        uses = [needed.engine.use(self._memory, trains=False) for needed in passes]
         uses += [update.engine.use(self._memory, trains=True) for update in self._updates]
         request = BatchRequest(
             unit=self._algorithm.unit, num_minibatches=self._num_minibatches, seed=step, version=step, uses=uses
         )
-        self._rollout.take(request, None if self._needed else self._scoring)
+        self._rollout.take(request, None if passes else self._scoring)
 
-    @property
-    def _needed(self) -> list[_Pass]:
-        return [p for p in self._passes if p.name in self._algorithm.passes]
+    def _needed(self, step: int) -> list[_Pass]:
+        """Return the passes of the algorithm, and the entropy for a step that is saved."""
+        is_saved = self._saved_steps is not None and self._saved_steps.is_due(step + 1)
+        names = self._algorithm.passes | ({"entropy"} if is_saved else set())
+        return [p for p in self._passes if p.name in names]
 
     @property
     def _scoring(self) -> Scoring:
         objectives = {update.engine.name: update.objective for update in self._updates}
         return Scoring(algorithm=self._algorithm, objectives=objectives, saved=self._saved_steps)
 
-    def _score(self, scored_before: ScoredBatch | None) -> dict[str, float]:
+    def _score(self, step: int, scored_before: ScoredBatch | None) -> dict[str, float]:
         """Run the passes of the algorithm over the batch, and add what it trains on as fields. `scored_before`: what
         came with the batch."""
         results = {}
-        for needed in self._needed:
+        for needed in self._needed(step):
             with self._timer(needed.phase):
                 results[FIELDS[needed.name]] = needed.run(self._memory)
         with self._timer("advantages"):
@@ -289,7 +292,11 @@ def _passes(actor: EngineRef, critic: EngineRef | None, reference: EngineRef | N
         _Pass(
             name="old_logprobs", phase="old log-probs", engine=actor,
             run=partial(actor.infer, temperature=temperature, replay_routing=True),
-        )
+        ),
+        _Pass(
+            name="entropy", phase="entropy", engine=actor,
+            run=partial(actor.infer, kind="entropy", temperature=temperature, replay_routing=True),
+        ),
     ]  # fmt: skip
     if reference is not None:
         passes.append(

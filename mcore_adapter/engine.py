@@ -272,6 +272,22 @@ class MegatronEngine:
             lambda mb, out: self._head(mb, out, temperature, with_entropy=False).logprobs,
         )
 
+    def entropy(
+        self,
+        batch: PackedBatch | BatchShard,
+        *,
+        max_tokens_per_mb: int,
+        max_sequence_tokens: int = 0,
+        temperature: float = 1.0,
+    ) -> Shard | None:
+        """Return the entropy, in nats, of the distributions that the loss_mask tokens were chosen from (0 elsewhere);
+        see logprobs()."""
+        return self._infer(
+            whole(batch),
+            PassLimits(max_tokens_per_mb, max_sequence_tokens),
+            lambda mb, out: self._head(mb, out, temperature, with_entropy=True).entropy,
+        )
+
     def values(
         self, batch: PackedBatch | BatchShard, *, max_tokens_per_mb: int, max_sequence_tokens: int = 0
     ) -> Shard | None:

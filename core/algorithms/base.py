@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from mcore_adapter.data.batch import ModelOutput
 
 Metrics = dict[str, Tensor]
-Pass = Literal["old_logprobs", "ref_logprobs", "values"]
-FIELDS: Mapping[Pass, str] = {"old_logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "values": "old_values"}
+Pass = Literal["old_logprobs", "ref_logprobs", "values", "entropy"]
+FIELDS: Mapping[Pass, str] = {
+    "old_logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "values": "old_values",
+    "entropy": "entropy",
+}
 """The field of the batch that each pass fills."""
 
 
@@ -65,7 +70,7 @@ class Algorithm(Objective, Protocol):
     @property
     def passes(self) -> frozenset[Pass]:
         """Passes that the loop computes first, as fields of the batch (FIELDS): "old_logprobs" (the policy before the
-        update), "ref_logprobs" and "values"."""
+        update), "ref_logprobs" and "values". "entropy" is computed for steps that are saved, and not passed on."""
         return frozenset()
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from core.algorithms.base import FIELDS, Algorithm
+from core.algorithms.base import FIELDS
 from core.runs.paths import step_file
 
 if TYPE_CHECKING:
@@ -29,16 +29,28 @@ class SavedSteps:
     """Of the algorithm."""
     settings: Mapping[str, object]
 
-    def save(self, step: int, algorithm: Algorithm, batch: RolloutBatch, fields: Mapping[str, Tensor]) -> None:
-        """Write the case of a step, counted from 1, if it is due. `fields`: as Algorithm.advantages() gets them."""
-        if step % self.every:
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, counted from 1, is saved."""
+        return step % self.every == 0
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        batch: RolloutBatch,
+        fields: Mapping[str, Tensor],
+        advantages: Tensor,
+    ) -> None:
+        """Write the case of a step, counted from 1, if it is due. `state`: of the algorithm before the step; `fields`:
+        as Algorithm.advantages() gets them, and "entropy" [T] where it is known; `advantages`: [T]."""
+        if not self.is_due(step):
             return
-        case = {"algorithm": self.name, "settings": dict(self.settings), "state": algorithm.state_dict()}
+        case = {"algorithm": self.name, "settings": dict(self.settings), "state": state}
         self.folder.mkdir(parents=True, exist_ok=True)
         path = step_file(self.folder, step)
         partial = path.with_suffix(".partial")
         with gzip.open(partial, "wt", compresslevel=1, encoding="utf-8") as file:
-            json.dump({**case, **_sequences(batch, fields)}, file)
+            json.dump({**case, **_sequences(batch, fields), "tokens": _tokens(batch, advantages)}, file)
         partial.rename(path)
 
 
@@ -56,6 +68,21 @@ def _sequences(batch: RolloutBatch, fields: Mapping[str, Tensor]) -> dict[str, o
     sequences += _demonstrations(batch)
     version = int((fields["ages"].numpy() + batch.versions)[batch.loss_mask].max(initial=0))
     return {"version": version, "sequences": sequences}
+
+
+def _tokens(batch: RolloutBatch, advantages: Tensor) -> list[dict[str, object]]:
+    """Return which answer each sequence is, its tokens, and the advantages that were trained on."""
+    firsts = np.searchsorted(batch.group_ids, batch.group_ids)  # sequences of a group are adjacent
+    values = advantages.double().numpy()
+    return [
+        {
+            "episode": batch.episodes[int(batch.group_ids[i])],
+            "index": i - int(firsts[i]),
+            "ids": batch.token_ids[start:end].tolist(),
+            "advantages": values[start:end].tolist(),
+        }
+        for i, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True))
+    ]
 
 
 def _demonstrations(batch: RolloutBatch) -> list[dict[str, object]]:

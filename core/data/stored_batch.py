@@ -76,7 +76,7 @@ class InferencePass:
     """An engine's results for every token of the batch."""
 
     engine: str
-    kind: Literal["logprobs", "values"] = "logprobs"
+    kind: Literal["logprobs", "values", "entropy"] = "logprobs"
     limits: PassLimits
     temperature: float = 1.0
     """Of log-probabilities."""

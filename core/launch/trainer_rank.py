@@ -142,13 +142,15 @@ class TrainerRank:
         return {TRAINER: peak_gib(), TRAINER_GPU: self._device.memory_stats()["peak_gib"]}
 
     def infer(self, inference: InferencePass) -> Ref | None:
-        """Return (sequences, their log-probabilities or values end to end), or a reference to them, on ranks that have
-        results."""
+        """Return (sequences, their log-probabilities, values or entropy end to end), or a reference to them, on ranks
+        that have results."""
         engine, limits = self._engines[inference.engine], inference.limits
         batch = self._batch.whole(replay_routing=inference.replay_routing)
-        of_kind = (
-            engine.values if inference.kind == "values" else partial(engine.logprobs, temperature=inference.temperature)
-        )
+        if inference.kind == "values":
+            of_kind = engine.values
+        else:
+            of_policy = engine.entropy if inference.kind == "entropy" else engine.logprobs
+            of_kind = partial(of_policy, temperature=inference.temperature)
         return _stored(
             of_kind(batch, max_tokens_per_mb=limits.max_tokens_per_mb, max_sequence_tokens=limits.max_sequence_tokens)
         )

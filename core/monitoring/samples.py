@@ -77,6 +77,8 @@ class Sample:
     """The right answer, where the data set has it."""
     evaluation: str = ""
     """Name of the evaluation set of its prompt; empty: an answer of training."""
+    rollout: int | None = None
+    """Number of the rollout in its group that it is a branch of; None: it is a rollout by itself."""
 
     def to_row(self) -> dict[str, object]:
         """Return the row of samples.jsonl, without its step."""
@@ -195,6 +197,7 @@ def _sample(
         turns=_turns(tokens[begin:], versions[begin:] != PROMPT_VERSION, decode),
         metrics={name: float(value) for name, value in trajectory.metrics.items()},
         reference=reference,
+        rollout=trajectory.rollout,
     )
 
 

@@ -7,6 +7,7 @@ sampled. They are computed here, beside the tokens, and only numbers per step go
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,15 +138,18 @@ class StepBatch:
         torch.set_num_threads(1)
         rollout, algorithm = self._rollout, scoring.algorithm
         passes = {name: assemble(of, self._cu_seqlens) for name, of in results.items()}
+        entropy = passes.pop("entropy", None)  # of a step that is saved
         sampled = {"rollout_logprobs": torch.from_numpy(rollout.rollout_logprobs)}
         known: dict[str, Tensor] = {**sampled, "loss_mask": torch.from_numpy(rollout.loss_mask)}
         known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
         batch = self._with_passes(rollout, passes)
-        if scoring.saved is not None:
-            scoring.saved.save(self._version + 1, algorithm, batch, known)
+        state = deepcopy(algorithm.state_dict())
         trained_on, metrics = algorithm.advantages(batch, known)
         check_fields(trained_on, len(rollout.token_ids))
+        if scoring.saved is not None:
+            shown = known if entropy is None else {**known, "entropy": entropy[: len(rollout.token_ids)]}
+            scoring.saved.save(self._version + 1, state, batch, shown, trained_on["advantages"])
         fields = {name: self._padded(value.numpy(), 0) for name, value in {**sampled, **trained_on}.items()}
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
         if rollout.demonstrations is not None:

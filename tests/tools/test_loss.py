@@ -1,5 +1,6 @@
 """Formulas of docs/algorithms.md that have no golden number, and errors of `python -m tools.loss`."""
 
+import gzip
 import io
 import json
 import math
@@ -206,11 +207,16 @@ def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
     noise = torch.sin(torch.arange(12.0))
     fields |= {"old_logprobs": fields["rollout_logprobs"] + 0.1 * noise, "ages": torch.zeros(12, dtype=torch.int64)}
     fields["ref_logprobs"] = fields["rollout_logprobs"] - 0.3 * noise.square()
-    saved.save(5, chosen, batch, fields)
-    chosen.advantages(batch, fields)
-    saved.save(6, chosen, batch, fields)
+    state = chosen.state_dict()
+    saved.save(5, state, batch, fields, chosen.advantages(batch, fields)[0]["advantages"])
+    state = chosen.state_dict()
     expected = chosen.advantages(batch, fields)[0]["advantages"]  # with the coefficient that the first step adapted
-    assert [p.name for p in tmp_path.rglob("step-*")] == ["step-6.json.gz"]
+    saved.save(6, state, batch, {**fields, "entropy": torch.ones(12)}, expected)
+    (file,) = tmp_path.rglob("step-*")
+    assert file.name == "step-6.json.gz"
+    tokens = json.loads(gzip.decompress(file.read_bytes()))["tokens"]
+    assert [(one["episode"], one["index"]) for one in tokens] == [(e, i) for e in batch.episodes for i in range(2)]
+    assert [a for one in tokens for a in one["advantages"]] == pytest.approx(expected.tolist())
     assert main(["--from-run", str(tmp_path), "--step", "6"]) == 0
     out = json.loads(capsys.readouterr().out)
     rows = [row[1:] if isinstance(row, list) else [row] for row in out["advantages"]]  # without the prompt
