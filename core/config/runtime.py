@@ -294,6 +294,11 @@ class MonitorConfig(Section):
         ge=0,
         needs=fact("ppo-math"),
     )
+    questions: bool = key(
+        False,
+        "Answer questions of the studio with the current weights. They are counted as evaluation",
+        needs=fact("ppo-math"),
+    )
     timeline_mib: float = key(
         8.0, "Spans that each process keeps for python -m tools.timeline, in MiB; the oldest are dropped. 0: none",
         ge=0,

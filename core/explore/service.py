@@ -12,6 +12,7 @@ import numpy as np
 
 from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
+from core.explore.questions import Questions
 from core.explore.workflow import task_set_workflow
 from model_specs.hf_config import read_config
 from rollout.data.source import DatasetError
@@ -50,6 +51,7 @@ class RolloutService(BatchService):
         self._answers: dict[tuple[str, int, int], Episode] = {}  # of the evaluation of step _answers_of
         self._answers_of: int | None = None
         self._server: PolicyServer | None = None
+        self._questions: Questions | None = None
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
@@ -77,6 +79,15 @@ class RolloutService(BatchService):
             )
             for name, one in config.evaluation_sets.items()
         }
+        if config.monitor.questions:
+            self._questions = Questions(
+                self.router,
+                self._data.encoder,
+                sampling=config.set_sampling(next(iter(config.sets.values())), *self._ends),
+                context_tokens=config.max_seqlen,
+                seed=config.seed,
+                logs=self._logs,
+            )
         self._producer = self._make_producer()
         await self._rewards.start()
         return facts
@@ -117,7 +128,11 @@ class RolloutService(BatchService):
                 on_error=workflow.on_error, max_share=workflow.max_error_share, always_fatal=_NOT_OF_A_PROMPT
             ),
             processors=load_processors(config.experience.processors),
-            stats_sources=(self._rewards.stats, self.router.stats),
+            stats_sources=(
+                self._rewards.stats,
+                self.router.stats,
+                *([self._questions.stats] if self._questions else []),
+            ),
         )
 
     async def begin(self, version: int, state: Any, ignore_changes: bool) -> None:
@@ -125,6 +140,8 @@ class RolloutService(BatchService):
         where that does not fit the configuration, unless `ignore_changes`: then nothing sampled is kept."""
         await super().begin(version, state, ignore_changes)
         await self._producer.__aenter__()
+        if self._questions is not None:
+            await self._questions.start()
 
     def _load(self, version: int, state: Any, ignore_changes: bool) -> None:
         super()._load(version, state, ignore_changes)
@@ -273,6 +290,8 @@ class RolloutService(BatchService):
         """Cancel what runs, and end what workflows have started and the reward workers."""
         if self._server is not None:
             await self._server.close()
+        if self._questions is not None:
+            await self._questions.close()
         await self._producer.__aexit__(None, None, None)
         for workflow in (self._workflow, *self._eval_workflows.values()):
             await close_workflow(workflow)

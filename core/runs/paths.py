@@ -27,6 +27,8 @@ PRIVATE = 0o077
 """Mask of new files and folders: prompts, answers and states are their owner's."""
 RUNNING = ".running"
 """File in the log folder that a run holds a lock on."""
+QUESTIONS = "questions.json"
+"""File in the log folder with port and key, while a run answers questions."""
 _METRICS = "metrics.jsonl"
 _PUSHED = "push"
 """In the folder of the models: weights on their way to the generators."""
