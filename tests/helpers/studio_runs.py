@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import psutil
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from core.algorithms.saved_steps import SavedSteps
+from core.data.rollout_batch import pack_trajectories
 from core.monitoring.metrics import Histogram, Journal
 from core.monitoring.samples import Sample, SampleFile, Turn
 from core.runs.paths import RunPaths
 from core.runs.record import write_complete, write_record
+from rollout.types import Trajectory
 
 Change = Callable[[int, int], Mapping[str, float]]
 """(step, steps) -> the metrics of a step that differ from those of a healthy run."""
@@ -81,3 +89,87 @@ def _sample(step: int, row: Mapping[str, object], answer: Callable[[int, int], s
         turns=(Turn(by="model", text=text), Turn(by="environment", text="wrong")) if index == 3 else (),
         metrics={"reward/format": 1.0},
     )  # fmt: skip
+
+
+CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>/_"
+
+
+def make_agent_run(root: Path, name: str = "sums/agent") -> RunPaths:
+    """Write a run of an agent with one rollout of two branches, and what the pages of one step read: the saved batch
+    with a tokenizer, spans of every lane, a log and a process."""
+    paths = make_run(root, name, steps=4, config={"seed": 1, "actor": {"path": str(root / "model")}})
+    _write_tokenizer(root / "model")
+    samples = SampleFile(paths.logs, continue_after=4, max_bytes=1 << 20, keep=50)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    asked = (Turn(by="model", text=call), Turn(by="environment", text="<tool_response>3</tool_response>"))
+    samples.write(
+        Sample(
+            step=4, query_id="agent", episode="agent/0", index=index, prompt="1+2=", answer=call + "3" + last,
+            reward=float(index), finish_reason="stop", prompt_tokens=4, answer_tokens=40, oldest_version=3,
+            newest_version=3, turns=(*asked, Turn(by="model", text=last)), rollout=0,
+        )
+        for index, last in enumerate(("it is 4", "it is 3"))
+    )  # fmt: skip
+    samples.close()
+    _save_batch(paths.logs / "batches")
+    _write_spans(paths.logs / "spans")
+    (paths.logs / "master_worker.log").write_text("1 INFO: step 4\n2 WARNING: <b>slow</b>\n")
+    (paths.logs / "stacks").mkdir()
+    me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "host": os.uname().nodename}
+    (paths.logs / "stacks" / "driver.txt").write_text(json.dumps(me) + "\n")
+    return paths
+
+
+def _write_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _save_batch(folder: Path) -> None:
+    """Save step 4: one group of two answers, of which the second is right and has an unlikely last token."""
+    group = [_trajectory("1+2=", last, float(index)) for index, last in enumerate(("it is 4", "it is 3"))]
+    batch = pack_trajectories([group], ["agent/0"])
+    num_tokens = len(batch.token_ids)
+    logprobs = torch.from_numpy(batch.rollout_logprobs)
+    fields = {
+        "rollout_logprobs": logprobs,
+        "old_logprobs": logprobs * torch.linspace(0.8, 1.2, num_tokens),
+        "loss_mask": torch.from_numpy(batch.loss_mask),
+        "ages": torch.zeros(num_tokens, dtype=torch.int64),
+        "entropy": torch.linspace(0, 2, num_tokens),
+    }
+    lens = np.diff(batch.cu_seqlens)
+    advantages = torch.from_numpy(np.repeat([-1.0, 1.0], lens) * batch.loss_mask)
+    SavedSteps(folder=folder, every=4, name="grpo", settings={}).save(4, {}, batch, fields, advantages)
+
+
+def _trajectory(prompt: str, answer: str, reward: float) -> Trajectory:
+    ids = np.array([CHARACTERS.index(c) for c in prompt + answer], np.int32)
+    sampled = np.arange(len(ids)) >= len(prompt)
+    logprobs = np.where(sampled, -0.1, 0).astype(np.float32)
+    logprobs[-1] = -3.0
+    return Trajectory(
+        query_id="agent", token_ids=ids, loss_mask=sampled, rollout_logprobs=logprobs,
+        versions=np.where(sampled, 3, -1).astype(np.int32), reward=reward, finish_reason="stop", rollout=0,
+    )  # fmt: skip
+
+
+def _write_spans(folder: Path) -> None:
+    """Write steps 3 and 4 of the driver, an update of the trainer, and six requests to one generator, three at once."""
+    folder.mkdir()
+    second = 1_000_000
+    lanes = {
+        "driver": [["step", "steps", i * second, second, {"step": i}] for i in (3, 4)]
+        + [["wait for rollout", "", i * second, 600_000, {}] for i in (3, 4)],
+        "trainer-rank0": [["train step", "", 4_700_000, 250_000, {}]],
+        "rollout": [
+            ["request", "generator-0", 4_000_000 + i * 100_000, 280_000, {"tokens": 40 + i, "end": "stop"}]
+            for i in range(6)
+        ],
+    }
+    for name, spans in lanes.items():
+        head = {"process": name, "host": "h", "pid": 1}
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [head, *spans]))

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.config.migrate import Row, counts, read, system_of, systems, translate
-from tools.arguments import data_file, program
+from tools.arguments import BadRequest, data_file, program
 
 _DROPPED = "without effect here: another key that it needs is not set"
 _NAME = re.compile(r"[^A-Za-z0-9._+=-]+")
@@ -43,22 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = read(arguments.recipe, arguments.overrides)
     except ValueError as error:
         parser.error(str(error))
-    system = system_of(given)
-    if system is None:
-        names = ", ".join(one.name for one in systems())
-        sys.stderr.write(f"error: {arguments.recipe}: its keys are those of none of {names}\n")
+    try:
+        name, rows, text = migrated(given, arguments.recipe.name)
+    except BadRequest as error:
+        sys.stderr.write(f"error: {arguments.recipe}: {error}\n")
         return 2
-    ours, rows = translate(system, given)
-    recipe = completed(ours, source=arguments.recipe.stem, given=given)
-    text = f"# From {arguments.recipe.name} of {system.name}\n" + yaml.safe_dump(nested(recipe), sort_keys=False)
     console = Console(markup=False, emoji=False, highlight=False)
-    rows = [row if row.target in ("", *recipe) else replace(row, fate="no meaning here", note=_DROPPED) for row in rows]
     if arguments.output is not None:
         try:
             arguments.output.write_text(text, encoding="utf-8")
         except OSError as error:
             parser.error(f"-o {arguments.output}: cannot be written: {error.strerror}")
-    console.print(_table(system.name, rows))
+    console.print(_table(name, rows))
     console.print(", ".join(f"{count} {fate}" for fate, count in counts(rows)))
     if arguments.output is None:
         sys.stdout.write(text)
@@ -67,6 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Written to {arguments.output}; check it: slipstream dry-run ppo-math --config {arguments.output}"
         )
     return 0
+
+
+def migrated(given: Mapping[str, Any], file: str) -> tuple[str, list[Row], str]:
+    """Return the system that the values of a file are of, what becomes of each key, and the text of our recipe. Raises
+    BadRequest where they are of no known system."""
+    system = system_of(given)
+    if system is None:
+        names = ", ".join(one.name for one in systems())
+        raise BadRequest(f"its keys are those of none of {names}")
+    ours, rows = translate(system, given)
+    recipe = completed(ours, source=Path(file).stem, given=given)
+    rows = [row if row.target in ("", *recipe) else replace(row, fate="no meaning here", note=_DROPPED) for row in rows]
+    return system.name, rows, f"# From {file} of {system.name}\n" + yaml.safe_dump(nested(recipe), sort_keys=False)
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:

@@ -30,6 +30,7 @@ from config_schema.section import Section, default_of, fields_by_key, named_sect
 from core.checks.rules import check_rules, config_warnings
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load
+from core.config.migrate import read, system_of
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
 from core.config.reference import choices_of, python_type
@@ -41,6 +42,8 @@ from core.planning.rates import calibration_of
 from core.planning.scene import scene_of
 from core.runs.record import leaves
 from rollout.plugins import ROOT
+from tools.arguments import BadRequest
+from tools.migrate.__main__ import migrated
 from tools.plan import as_json, timed
 from tools.studio.folders import NotFound
 
@@ -111,16 +114,27 @@ def _shown(value: object) -> str:
 
 
 def check(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the problems of a text with key and line, its warnings, its values, and what it places where. Memory and
-    seconds per step are those of the GPU `gpu`. Raises NotFound and ValueError."""
+    """Return the problems of a text with key and line, its warnings, its values, what it places where, and the other
+    system that it is a recipe of. Memory and seconds per step are those of the GPU `gpu`. Raises NotFound and
+    ValueError."""
     experiment, text = _experiment(body), _text(body)
     values = values_of(text)
-    answer: dict[str, Any] = {"problems": [], "warnings": [], "values": values, "allocation": None, "plan": None}
+    answer: dict[str, Any] = {
+        "problems": [],
+        "warnings": [],
+        "values": values,
+        "allocation": None,
+        "plan": None,
+        "system": None,
+    }
     try:
         loaded = _loaded(experiment, text)
     except ConfigError as error:
         answer["problems"] = [_problem(problem) for problem in error.problems]
         answer["allocation"] = _drawn_alone(experiment, values)
+        with _as_file(text) as file:
+            system = system_of(read(file))
+        answer["system"] = system.name if system else None
         return answer
     answer["warnings"] = [*config_warnings(loaded.config), *(f"{p.key}: {p.message}" for p in loaded.ignored)]
     try:
@@ -129,6 +143,18 @@ def check(body: Mapping[str, Any]) -> dict[str, Any]:
     except (AllocationError, PlanError, OSError) as error:
         answer["plan"] = {"error": str(error)}
     return answer
+
+
+def migrate(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe of this system for one of another, and what becomes of each key. Raises ValueError."""
+    with _as_file(_text(body)) as file:
+        given = read(file)
+    try:
+        name, rows, text = migrated(given, str(body.get("name") or "recipe.yaml"))
+    except BadRequest as error:
+        raise ValueError(f"the text is no recipe that can be migrated: {error}") from None
+    table = [{"key": row.key, "value": str(row.value), "fate": row.fate, "note": row.note} for row in rows]
+    return {"system": name, "text": text, "experiment": "ppo-math", "rows": sorted(table, key=lambda row: row["fate"])}
 
 
 def _experiment(body: Mapping[str, Any]) -> str:

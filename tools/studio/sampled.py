@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
+from rollout.experience import without_epoch
 from tools.studio.folders import NotFound, Run
 from tools.studio.lines import PIECE_BYTES, Source, pieces, row_at, source_of
 from tools.studio.table import CACHED_BYTES, UNREADABLE, Columns, cache_folder
@@ -25,11 +27,13 @@ _CURRENT, _CLOSED = "samples.jsonl", "samples-*.jsonl"
 _SHORT_CHARS = 300
 _SEARCH_SECONDS = 1.5
 _MOST_IN_GROUP = 256
+_MOST_NAMES = 256
+"""Evaluation sets, and task sets, that are told apart."""
 _NOTABLE = ("best", "worst", "longest")
 _FINISHES = ("", "stop", "length", "abort")
 _NAMES = (
     "file", "offset", "step", "reward", "answer_tokens", "prompt_tokens", "oldest_version", "finish", "notable", "set",
-    "query", "episode",
+    "query", "episode", "task",
 )  # fmt: skip
 SORTS = ("step", "reward", "answer_tokens", "prompt_tokens", "oldest_version")
 
@@ -42,10 +46,15 @@ class Query:
     last_step: int | None = None
     least_reward: float | None = None
     most_reward: float | None = None
+    least_version: int | None = None
+    most_version: int | None = None
+    """Of the weights that sampled the first token."""
     finish: str = ""
     notable: str = ""
     of: str = ""
     """training, evaluation, or a name of an evaluation set."""
+    task: str = ""
+    """Name of the task set of its prompt."""
     query_id: str = ""
     episode: str = ""
     text: str = ""
@@ -67,6 +76,7 @@ class SampleIndex:
         """By inode: a file that is closed keeps it under its new name."""
         self._columns = _new_columns()
         self._sets: list[str] = [""]
+        self._tasks: list[str] = [""]
         self._saved_at = 0
         self._loaded = False
 
@@ -105,8 +115,6 @@ class SampleIndex:
     def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the columns _NAMES of a row."""
         evaluation = str(row.get("evaluation") or "")
-        if evaluation not in self._sets:
-            self._sets.append(evaluation)
         notable = row.get("notable")
         notable = notable if isinstance(notable, list) else ()
         finish = str(row.get("finish_reason", ""))
@@ -115,7 +123,8 @@ class SampleIndex:
             _whole(row.get("answer_tokens")), _whole(row.get("prompt_tokens")), _whole(row.get("oldest_version")),
             _FINISHES.index(finish) if finish in _FINISHES else 0,
             sum(1 << i for i, name in enumerate(_NOTABLE) if name in notable) if notable else 0,
-            self._sets.index(evaluation), _checksum(row.get("query_id")), _checksum(row.get("episode")),
+            _number_of(evaluation, self._sets), _checksum(row.get("query_id")), _checksum(row.get("episode")),
+            _number_of("" if evaluation else _task_of(row), self._tasks),
         )  # fmt: skip
 
     @property
@@ -128,13 +137,14 @@ class SampleIndex:
         with suppress(*UNREADABLE):
             state = columns.load(self._folder)
             sources = [Source(**{**kept, "path": self._run.logs / kept["path"]}) for kept in state["files"]]
+            self._sets, self._tasks = state["sets"], state["tasks"]
             self._columns, self._files = columns, {source.inode: source for source in sources}
-            self._sets, self._saved_at = state["sets"], self._num_read
+            self._saved_at = self._num_read
 
     def _save(self) -> None:
         with self._lock, suppress(OSError):
             files = [source.as_row() for source in self._files.values()]
-            self._columns.save(self._folder, {"files": files, "sets": self._sets})
+            self._columns.save(self._folder, {"files": files, "sets": self._sets, "tasks": self._tasks})
             self._saved_at = self._num_read
 
     @property
@@ -163,9 +173,17 @@ class SampleIndex:
                 "first_step": int(steps.min()) if steps.size else None,
                 "last_step": int(steps.max()) if steps.size else None,
                 "sets": [name for name in self._sets if name],
+                "tasks": [name for name in self._tasks if name],
                 "read": self._num_read / size if size else 1.0,
                 "notes": [note for source in self._files.values() for note in source.notes],
             }
+
+    def steps(self, of: str) -> np.ndarray:
+        """Return the steps [N] that have answers of training, of evaluations, or of a set, in order."""
+        with self._lock:
+            if not self._columns.num_rows:
+                return np.zeros(0, int)
+            return np.unique(self._columns["step"][self._matches(Query(of=of))])
 
     def find(self, query: Query) -> dict[str, Any]:
         """Return {rows, matched, looked_at, next}: at most query.count answers. `matched`: answers that the conditions
@@ -201,6 +219,7 @@ class SampleIndex:
         for name, least, most in (
             ("step", query.first_step, query.last_step),
             ("reward", query.least_reward, query.most_reward),
+            ("oldest_version", query.least_version, query.most_version),
         ):
             if least is not None:
                 keep &= columns[name] >= least
@@ -214,6 +233,8 @@ class SampleIndex:
             keep &= (columns["set"] == 0) == (query.of == "training")
         elif query.of:
             keep &= columns["set"] == (self._sets.index(query.of) if query.of in self._sets else -1)
+        if query.task:
+            keep &= columns["task"] == (self._tasks.index(query.task) if query.task in self._tasks else -1)
         if query.query_id:
             keep &= columns["query"] == _checksum(query.query_id)
         if query.episode:
@@ -258,7 +279,9 @@ class SampleIndex:
 
 def _new_columns() -> Columns:
     wide = dict.fromkeys(("file", "offset", "query", "episode"), "i8")
-    return Columns(dtype="i4", dtypes={**wide, "reward": "f4", "finish": "i1", "notable": "i1", "set": "i2"})
+    return Columns(
+        dtype="i4", dtypes={**wide, "reward": "f4", "finish": "i1", "notable": "i1", "set": "i2", "task": "i2"}
+    )
 
 
 def _pattern(query: Query) -> re.Pattern[str] | None:
@@ -269,6 +292,19 @@ def _place(name: str, value: str, choices: Sequence[str]) -> int:
     if value not in choices:
         raise ValueError(f"{name}={value}: one of {', '.join(filter(None, choices))}")
     return choices.index(value)
+
+
+def _number_of(name: str, names: list[str]) -> int:
+    """Return the place of a name in a list, to which a new one is added; that of no name where there are too many."""
+    if name not in names and len(names) < _MOST_NAMES:
+        names.append(name)
+    return names.index(name) if name in names else 0
+
+
+def _task_of(row: Mapping[str, Any]) -> str:
+    """Return the task set that the id of an episode, [task set/]row/epoch, begins with."""
+    head = without_epoch(str(row.get("episode") or ""))
+    return unquote(head.removesuffix(str(row.get("query_id"))).rstrip("/"))
 
 
 def _number(value: object, otherwise: float = 0) -> float:

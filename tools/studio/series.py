@@ -147,19 +147,6 @@ class Series:
             x, y = x[order], y[order]
         return x, y
 
-    def row(self, step: int) -> dict[str, Any]:
-        """Return the metrics of a step as they stand in the file, evaluations included. Raises NotFound."""
-        with self._lock:
-            columns = self._shown
-            found = np.flatnonzero(columns[_STEP] == step) if columns.num_rows else ()
-            offsets = [int(columns[_OFFSET][i]) for i in found]
-        merged: dict[str, Any] = {}
-        for offset in offsets:
-            merged |= row_at(self._run.path(METRICS), offset) or {}
-        if not merged:
-            raise NotFound(f"{self._run.name}: there is no step {step}")
-        return merged
-
     def heat(self, name: str) -> dict[str, Any]:
         """Return a histogram metric over the steps: {steps [C], labels [R], counts [R][C]}; at most 160 steps."""
         with self._lock:

@@ -28,9 +28,11 @@ from core.monitoring.health import RULES, Rule, judge
 from core.runs.record import CONFIG
 from rollout.plugins import ROOT
 from tools.studio import configure
+from tools.studio.ask import answers_questions, ask
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
 from tools.studio.notes import add_note, notes
+from tools.studio.pairs import pairs
 from tools.studio.processes import log_lines, processes, stacks
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
@@ -117,17 +119,6 @@ def _be_nice() -> None:
 Handler = Callable[[web.Request], Awaitable[Any]]
 Read = Callable[[Run, Mapping[str, str]], Any]
 Change = Callable[[Run, Mapping[str, Any]], Any]
-READS: dict[str, Read] = {
-    "timeline": timeline,
-    "processes": processes,
-    "log": log_lines,
-    "notes": notes,
-    "saved": saved_steps,
-}
-"""Handlers of requests that read files of a run: name in the address -> (run, query) -> JSON."""
-CHANGES: dict[str, Change] = {"note": add_note}
-COMMANDS: dict[str, Change] = {"explain": explain, "stacks": stacks}
-"""Handlers that start a process or signal one; only with --allow-run."""
 
 
 class Studio:
@@ -149,23 +140,32 @@ class Studio:
             "/api/runs": self.runs,
             "/api/series": self.curves,
             "/api/run/{run}": self.run,
-            "/api/run/{run}/row": self.row,
             "/api/run/{run}/heat": self.heat,
             "/api/run/{run}/health": self.health,
             "/api/run/{run}/samples": self.samples,
             "/api/run/{run}/sample": self.sample,
-            "/api/run/{run}/tokens": self.tokens,
             "/api/run/{run}/config": self.config,
-            **{f"/api/run/{{run}}/{name}": self._reading(read) for name, read in READS.items()},
+            "/api/run/{run}/pairs": self.pairs,
+            "/api/run/{run}/timeline": self._reading(timeline),
+            "/api/run/{run}/processes": self._reading(processes),
+            "/api/run/{run}/log": self._reading(log_lines),
+            "/api/run/{run}/notes": self._reading(notes),
+            "/api/run/{run}/saved": self._reading(saved_steps),
+            "/api/run/{run}/tokens": self._reading(partial(answer_tokens, allowed=self.folders.holds)),
             "/api/configure/schema": _asked(configure.schema),
             "/api/configure/sources": _asked(self._configs.sources),
             "/api/configure/text": _asked(self._configs.text),
         }
-        post = {f"/api/run/{{run}}/{name}": self._changing(change) for name, change in {**CHANGES, **COMMANDS}.items()}
-        post |= {
+        explained = partial(explain, allowed=self.folders.holds)
+        post = {
+            "/api/run/{run}/note": self._changing(add_note),
+            "/api/run/{run}/explain": self._allowed(self._changing(explained)),
+            "/api/run/{run}/stacks": self._allowed(self._changing(stacks)),
+            "/api/run/{run}/ask": self._allowed(self._changing(ask)),
             "/api/configure/check": _told(configure.check),
             "/api/configure/set": _told(configure.set_key),
             "/api/configure/compare": _told(configure.compare),
+            "/api/configure/migrate": _told(configure.migrate),
             "/api/configure/save": _told(self._configs.save),
             "/api/configure/dry-run": self._allowed(_told(self._configs.dry_run)),
             "/api/configure/start": self._allowed(_told(self._configs.start)),
@@ -189,7 +189,7 @@ class Studio:
         async def changing(request: web.Request) -> Any:
             return await asyncio.to_thread(change, await self._run(request), await body_of(request))
 
-        return self._allowed(changing) if change in COMMANDS.values() else changing
+        return changing
 
     def _allowed(self, handler: Handler) -> Handler:
         async def allowed(request: web.Request) -> Any:
@@ -215,10 +215,6 @@ class Studio:
         series = self.indices.series(run)
         await self.indices.fresh(series)
         return {"answers": await asyncio.to_thread(health, run, series, self._rules)}
-
-    async def tokens(self, request: web.Request) -> Any:
-        """Return the tokens of an answer."""
-        return await asyncio.to_thread(answer_tokens, await self._run(request), request.query, self.folders.holds)
 
     async def export(self, request: web.Request) -> web.StreamResponse:
         """Send the samples that a query keeps as jsonl."""
@@ -292,7 +288,12 @@ class Studio:
         run = await self._run(request)
         series, samples = self.indices.series(run), self.indices.samples(run)
         await self.indices.fresh(series, samples)
-        return {**await asyncio.to_thread(overview, run), **series.status(), "sampled": samples.status()}
+        return {
+            **await asyncio.to_thread(overview, run),
+            **series.status(),
+            "sampled": samples.status(),
+            "questions": answers_questions(run),
+        }
 
     async def curves(self, request: web.Request) -> Any:
         """Return curves of one or several metrics of one or several runs."""
@@ -313,10 +314,6 @@ class Studio:
 
         return {"curves": await asyncio.to_thread(curves), "runs": [run.id for run in runs]}
 
-    async def row(self, request: web.Request) -> Any:
-        """Return the metrics of one step."""
-        return self.indices.series(await self._run(request)).row(int(request.query["step"]))
-
     async def heat(self, request: web.Request) -> Any:
         """Return a histogram over the steps."""
         series = self.indices.series(await self._run(request))
@@ -332,6 +329,14 @@ class Studio:
         """Return one sample with its group."""
         index = self.indices.samples(await self._run(request))
         return await asyncio.to_thread(index.sample, request.query["at"])
+
+    async def pairs(self, request: web.Request) -> Any:
+        """Return the answers of two steps, of this run or of it and another one, to the same prompts."""
+        run = await self._run(request)
+        other = await asyncio.to_thread(self.folders.run, request.query.get("other") or run.id)
+        left, right = self.indices.samples(run), self.indices.samples(other)
+        await self.indices.fresh(left, right)
+        return await asyncio.to_thread(pairs, left, right, request.query)
 
 
 def _asked(read: Callable[[Mapping[str, str]], Any]) -> Handler:
@@ -421,11 +426,12 @@ def curve(series: Series, name: str, axis: str, low: float, high: float, points:
 def query_of(request: web.Request) -> Query:
     """Return the query of an address. Raises ValueError."""
     given = request.query
-    whole = {name: int(given[name]) for name in ("first_step", "last_step", "start", "count") if given.get(name)}
+    names = ("first_step", "last_step", "least_version", "most_version", "start", "count")
+    whole = {name: int(given[name]) for name in names if given.get(name)}
     numbers = {name: float(given[name]) for name in ("least_reward", "most_reward") if given.get(name)}
     texts = {
         name: given[name]
-        for name in ("finish", "notable", "of", "query_id", "episode", "text", "sort")
+        for name in ("finish", "notable", "of", "task", "query_id", "episode", "text", "sort")
         if given.get(name)
     }
     whole["count"] = min(200, whole.get("count", 50))

@@ -11,7 +11,7 @@ pytest.importorskip("ruamel.yaml", reason="slipstream[studio] is not installed")
 
 from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
-from tools.studio.configure import Files, check, compare, schema, set_key, values_of
+from tools.studio.configure import Files, check, compare, migrate, schema, set_key, values_of
 from tools.studio.folders import NotFound
 
 TEXT = """\
@@ -107,3 +107,16 @@ def test_memory_and_seconds_are_those_of_the_planner(tmp_path: Path) -> None:
     plan = answer["plan"]
     assert plan["fits"] and plan["ranks"][0]["phases"] and plan["seconds"]["step"] > 0
     assert {role["device"] for role in answer["allocation"]["roles"]} == {"cuda"}
+
+
+def test_a_recipe_of_another_system_is_recognised_and_migrated() -> None:
+    text = (
+        "data: {train_batch_size: 8, train_files: a.parquet}\nactor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\n"
+    )
+    assert check({"experiment": "ppo-math", "text": text})["system"] == "verl"
+    answer = migrate({"text": text, "name": "theirs.yaml"})
+    assert values_of(answer["text"])["group_size"] == "4"
+    assert {row["key"]: row["fate"] for row in answer["rows"]}["actor_rollout_ref.rollout.n"] == "renamed"
+    assert check({"experiment": "ppo-math", "text": answer["text"]})["system"] is None
+    with pytest.raises(ValueError, match="no recipe that can be migrated"):
+        migrate({"text": "seed: 1"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.studio_runs import make_run
+from helpers.studio_runs import make_agent_run, make_run
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 
@@ -20,10 +20,19 @@ def base(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
     make_run(root, "sums/second", steps=20, config={"seed": 1, "staleness": {"max_staleness": 5}})
     make_run(root, "sums/bad", change=lambda step, steps: {"groups/equal": min(1.0, 0.3 + step / steps)})
     make_run(
-        root, "sums/hostile", steps=3, answer=lambda step, index: HOSTILE,
+        root, "sums/<img src=x>", steps=3, answer=lambda step, index: HOSTILE,
         change=lambda step, steps: {HOSTILE: 1.0, "__proto__": 2.0},
     )  # fmt: skip
+    make_agent_run(root)
     return start(root)
+
+
+@pytest.fixture(scope="module")
+def allowed(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A studio that may start processes, with a token."""
+    root = tmp_path_factory.mktemp("allowed")
+    make_agent_run(root)
+    return start(root, "--allow-run", "--configs", root)
 
 
 def wait(page: Any, holds: Callable[[], bool]) -> None:
@@ -79,20 +88,23 @@ def test_the_longest_answer_of_step_7_is_found_by_clicks_alone(page: Any, base: 
 
 def test_texts_and_names_are_never_markup(page: Any, base: str) -> None:
     page.goto(base)
-    page.get_by_role("link", name="sums/hostile").click()
+    page.get_by_role("link", name="sums/<img src=x>").click()
     page.locator(".chart canvas").first.wait_for()
     assert HOSTILE in texts(page, ".chart .name")
     page.get_by_role("link", name="Samples").click()
     page.locator(".samples tbody tr").first.click()
     page.locator(".group article").first.wait_for()
     assert HOSTILE in page.locator(".detail .text").nth(1).inner_text()
+    page.get_by_role("link", name="Side by side").click()
+    page.locator(".pairs tbody tr").first.wait_for()
+    assert HOSTILE in texts(page, ".pairs .text")[0]
     assert page.locator("main img, main script").count() == 0
     assert page.title() != "broken"
 
 
 def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, base: str) -> None:
     page.goto(base)
-    page.locator("tr", has_text="sums/bad").get_by_role("link", name="act").click()
+    page.locator("tr", has_text="sums/bad").get_by_role("link", name="bad", exact=True).click()
     first = page.locator(".lights article.bad").first
     first.wait_for()
     assert "equal rewards" in first.inner_text()
@@ -141,3 +153,76 @@ def test_a_wrong_value_is_marked_at_its_field_and_boxes_follow_the_text(page: An
     page.get_by_label("only changed").check()
     wait(page, lambda: page.locator(".key").count() == 3)
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
+
+
+def open_page(page: Any, base: str, run: str, title: str) -> None:
+    page.goto(base)
+    page.get_by_role("link", name=run).click()
+    page.get_by_role("navigation").get_by_role("link", name=title, exact=True).click()
+
+
+def test_an_agent_has_a_tree_of_turns_and_each_token_its_figures(page: Any, base: str) -> None:
+    open_page(page, base, "sums/agent", "Samples")
+    page.locator(".samples tbody tr", has_text="tool_call").first.click()
+    page.locator(".branch.chosen").wait_for()
+    assert [text.split() for text in texts(page, ".tool")] == [["calls", "add", '{"a":1,"b":2}'], ["result", "3"]]
+    assert texts(page, ".branch .answer:visible") == ["it is 4"], "the other branch is closed"
+    page.get_by_role("button", name="Token by token").click()
+    colour = page.get_by_label("colour")
+    colour.wait_for()
+    names = ["logprobs", "ratios", "advantages", "entropy", "versions", "mask"]
+    assert [option.get_attribute("value") for option in colour.locator("option").all()] == names
+    colour.select_option("advantages")
+    last = page.locator(".tokens .text span").last
+    assert last.inner_text() == "4"
+    assert "log-probability -3, ratio 1.029" in last.get_attribute("title")
+    assert "advantage -1, entropy" in last.get_attribute("title")
+    assert page.locator(".tokens .given").count() == 4
+
+
+def test_two_checkpoints_stand_side_by_side_on_the_same_prompts(page: Any, base: str) -> None:
+    open_page(page, base, "sums/good", "Side by side")
+    page.locator(".pairs tbody tr").nth(7).wait_for()
+    assert page.get_by_label("step of the right side").input_value() == "40"
+    page.get_by_role("button", name="checkpoint before, right").click()
+    wait(page, lambda: page.get_by_label("step of the right side").input_value() == "39")
+    assert texts(page, ".pairs tbody tr:first-child .text") == ["The sum is 1.", "The sum is 39."]
+    page.get_by_label("against").select_option(label="sums/second")
+    wait(page, lambda: texts(page, ".pairs th b") == ["sums/good", "sums/second"])
+    assert page.get_by_label("step of the right side").input_value() == "20"
+    assert page.evaluate("document.documentElement.scrollWidth") == 1280
+
+
+def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, allowed: str) -> None:
+    open_page(page, allowed, "sums/agent", "Explain")
+    first = page.locator("tbody tr").first
+    first.wait_for()
+    assert first.locator("mark").inner_text() in ("3", "4")
+    assert first.locator("code").inner_text().startswith("2=it is ")
+    first.get_by_role("link").click()
+    wait(page, lambda: page.locator(".samples tbody tr").count() == 2)
+
+
+def test_slots_of_prompts_are_a_chart_and_logs_and_stacks_of_processes_text(page: Any, allowed: str) -> None:
+    open_page(page, allowed, "sums/agent", "Timeline")
+    canvas = page.locator("canvas")
+    canvas.hover(position={"x": 300, "y": 50})
+    assert "rollout · generator-0: request" in page.locator(".what").inner_text()
+    page.get_by_role("navigation").get_by_role("link", name="Processes").click()
+    page.get_by_label("filter lines").fill("slow")
+    wait(page, lambda: texts(page, ".log div") == ["2 WARNING: <b>slow</b>"])
+    assert texts(page, "tbody td:first-child") == ["driver"]
+    page.get_by_role("navigation").get_by_role("link", name="Ask").click()
+    page.get_by_text("monitor.questions=true is under way").wait_for()
+
+
+def test_a_recipe_of_another_system_is_migrated_and_its_keys_are_listed(page: Any, base: str) -> None:
+    page.goto(base + "#/configure")
+    page.get_by_label("configuration as YAML").fill(
+        "data: {train_batch_size: 8, train_files: a.parquet}\nactor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\n"
+    )
+    page.get_by_role("button", name="Migrate it").click()
+    page.locator("dialog tbody tr").nth(3).wait_for()
+    assert "group_size: 4" in page.get_by_label("configuration as YAML").input_value()
+    page.get_by_role("button", name="Close").click()
+    assert page.get_by_role("button", name="Migrate it").count() == 0

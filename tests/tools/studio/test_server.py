@@ -80,6 +80,8 @@ def test_the_longest_answer_of_a_step_is_found_and_stands_with_its_group(base: s
     text = get(base, f"api/run/{run}/samples?text=AGAIN&count=5")
     assert [row["step"] for row in text["rows"]] == [7]
     assert get(base, f"api/run/{run}/samples?least_reward=1&finish=stop&notable=best")["matched"] == 40
+    assert get(base, f"api/run/{run}/samples?task=prompts&least_version=38")["matched"] == 8
+    assert get(base, f"api/run/{run}/samples?task=other")["matched"] == 0
 
 
 def test_files_outside_the_given_folders_are_not_read(base: str, root: Path) -> None:
@@ -302,7 +304,7 @@ def test_a_star_and_a_note_are_kept_in_a_file_and_the_last_one_counts(base: str,
 def test_nothing_is_started_unless_it_was_allowed(base: str) -> None:
     run = ids(base)["sums/good"]
     assert get(base, "api/studio") == {"may_run": False}
-    for name in ("explain", "stacks"):
+    for name in ("explain", "stacks", "ask"):
         with pytest.raises(HTTPError) as refused:
             post(base, f"api/run/{run}/{name}", {"name": "driver", "step": 1})
         assert refused.value.code == 403

@@ -17,7 +17,9 @@ from tests.tools.test_ledger import fill
 from tests.tools.test_timeline import write
 from tools.demo.data import make_tokenizer
 from tools.studio.folders import Folders, NotFound, Run
+from tools.studio.pairs import pairs
 from tools.studio.processes import processes
+from tools.studio.sampled import SampleIndex
 from tools.studio.timeline import timeline
 from tools.studio.tokens import answer_tokens, explain, saved_steps
 
@@ -57,16 +59,16 @@ def test_an_answer_has_its_tokens_where_store_and_tokenizer_lie_in_the_folders(t
     fill(store)
     make_tokenizer().save_pretrained(model)
     ready = next(tags for tags in SQLiteExperience(store).tags() if tags.fate == "ready")
-    found = answer_tokens(run, {"episode": ready.id, "index": "1"}, folders.holds)
+    found = answer_tokens(run, {"step": "2", "episode": ready.id, "index": "1"}, folders.holds)
     (episode,) = SQLiteExperience(store).values([ready.id])
     assert found["ids"] == episode.trajectories[1].token_ids.tolist()
     assert found["has_texts"]
-    assert len(found["texts"]) == len(found["logprobs"]) == len(found["versions"]) == len(found["ids"])
+    assert {len(values) for values in found["figures"].values()} == {len(found["ids"])} == {len(found["texts"])}
     for index, episode_id in (("9", ready.id), ("0", "nothing")):
         with pytest.raises(NotFound):
-            answer_tokens(run, {"episode": episode_id, "index": index}, folders.holds)
+            answer_tokens(run, {"step": "2", "episode": episode_id, "index": index}, folders.holds)
     with pytest.raises(NotFound, match="not in the given folders"):
-        answer_tokens(run, {"episode": ready.id, "index": "0"}, Folders([run.logs]).holds)
+        answer_tokens(run, {"step": "2", "episode": ready.id, "index": "0"}, Folders([run.logs]).holds)
 
 
 def test_a_saved_step_is_explained_by_the_code_that_trains(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_a_saved_step_is_explained_by_the_code_that_trains(tmp_path: Path) -> No
     with gzip.open(run.logs / "batches" / "step-5.json.gz", "wt") as file:
         json.dump({"algorithm": "grpo", "settings": {}, "sequences": sequences}, file)
     assert saved_steps(run, {}) == {"steps": [5]}
-    answer = explain(run, {"step": 5})
+    answer = explain(run, {"step": 5}, Folders([tmp_path]).holds)
     assert {one["reward"]: one["grads"][0] < 0 for one in answer["sequences"]} == {0.0: False, 1.0: True}
 
 
@@ -92,3 +94,19 @@ def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> 
         (run.logs / "stacks" / f"{name}.txt").write_text(json.dumps(who) + "\n")
     states = {one["name"]: (one["state"], one["gib"] is not None) for one in processes(run, {})["processes"]}
     assert states == {"driver": ("running", True), "rollout": ("ended", False)}
+
+
+def test_two_steps_stand_side_by_side_by_prompt_and_answer(tmp_path: Path) -> None:
+    make_run(tmp_path, "sums/one", steps=6, answer=lambda step, index: f"{step}/{index}")
+    make_run(tmp_path, "sums/two", steps=3)
+    one, two = (SampleIndex(run) for run in sorted(Folders([tmp_path]).runs(), key=lambda run: run.name))
+    one.refresh()
+    two.refresh()
+    found = pairs(one, one, {"left": "2", "right": "99"})
+    assert (found["left"]["before"], found["left"]["after"]) == (1, 3)
+    assert (found["right"]["step"], found["right"]["after"]) == (6, None)
+    texts = [tuple(side["answer"] for side in row["sides"]) for row in found["rows"]]
+    assert sorted(texts)[:2] == [("2/0", "6/0"), ("2/0", "6/0")] and len(texts) == 8
+    assert pairs(one, two, {})["right"]["step"] == 3
+    with pytest.raises(NotFound, match="no answers of held_out"):
+        pairs(one, two, {"of": "held_out"})

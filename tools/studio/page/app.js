@@ -9,14 +9,18 @@ import { samplesPage } from "./samples.js";
 import { timelinePage } from "./timeline.js";
 import { processesPage } from "./processes.js";
 import { explainPage } from "./explain.js";
+import { pairsPage } from "./pairs.js";
+import { askPage } from "./ask.js";
 
 const RUN_PAGES = {
   metrics: ["Metrics", metricsPage],
   health: ["Health", healthPage],
   samples: ["Samples", samplesPage],
+  pairs: ["Side by side", pairsPage],
   timeline: ["Timeline", timelinePage],
   processes: ["Processes", processesPage],
   explain: ["Explain", explainPage],
+  ask: ["Ask", askPage],
 };
 const PAGES = { "": ["Runs", runsPage], configure: ["Configure", configurePage] };
 let leave = null;
@@ -77,14 +81,14 @@ function otherTheme() {
 }
 
 const KEYS = [
-  ["1 … 9", "page of the navigation"], ["/", "search"], ["j, k", "next, previous answer"],
+  ["1 … 9, 0", "page of the navigation"], ["/", "search"], ["j, k", "next, previous answer"],
   ["s", "star an answer"], ["d", "dark or light"], ["?", "these keys"],
 ];
 
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
   const links = [...document.querySelectorAll("#nav a")];
-  if (/^[1-9]$/.test(event.key) && links[event.key - 1]) links[event.key - 1].click();
+  if (/^\d$/.test(event.key) && links[(Number(event.key) + 9) % 10]) links[(Number(event.key) + 9) % 10].click();
   else if (event.key === "/") {
     const search = document.querySelector("input[type=search]");
     if (!search) return;

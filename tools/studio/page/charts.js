@@ -43,7 +43,7 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
   if (!tables.length) return () => {};
   const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
   const line = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
-  const label = (u, values) => values.map((value) => figure(value));
+  const label = (u, values) => ticks(values);
   const chart = new uPlot({
     width: Math.max(200, box.clientWidth), height: HEIGHT,
     scales: { x: { time: false }, y: { range: (u, low, high) => flat(low, high) } },
@@ -63,6 +63,14 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
   const sizes = new ResizeObserver(() => chart.setSize({ width: Math.max(200, box.clientWidth), height: HEIGHT }));
   sizes.observe(box);
   return () => { sizes.disconnect(); chart.destroy(); };
+}
+
+/** Return the labels of an axis, with as many decimals as tell them apart. */
+function ticks(values) {
+  const step = values.length > 1 ? values[1] - values[0] : 0, largest = Math.max(...values.map(Math.abs));
+  if (!(step >= 1e-5) || largest >= 1e6) return values.map(figure);
+  const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
 }
 
 /** Return the range of an axis: some room above and below, also of a constant. */

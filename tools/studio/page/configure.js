@@ -75,6 +75,7 @@ export async function configurePage({ content, query, alive, studio }) {
     try {
       const got = await read(value);
       await begin(got.experiment, got.text, got.name);
+      state.saved = value.startsWith("file\n") ? got.name : "";
       status.textContent = `opened ${got.name}`;
     } catch (error) { status.textContent = error.message; }
   }
@@ -126,6 +127,7 @@ export async function configurePage({ content, query, alive, studio }) {
   function showProblems() {
     const { problems, warnings } = state.answer;
     lines.replaceChildren(
+      state.answer.system ? h("p", { class: "note" }, `This is a recipe of ${state.answer.system}. `, h("button", { type: "button", onclick: migrate }, "Migrate it")) : "",
       problems.length ? h("p", { class: "error" }, problems.length === 1 ? "1 problem" : `${problems.length} problems`) : h("p", { class: "fine" }, "All rules of the configuration hold."),
       ...problems.map((one) => h("button", { type: "button", class: "problem", onclick: () => go(one) },
         h("b", {}, one.key || "text"), one.line ? h("span", { class: "muted" }, ` line ${one.line}`) : null, ` ${one.message}`)),
@@ -154,7 +156,7 @@ export async function configurePage({ content, query, alive, studio }) {
         && (!state.find || `${one.key} ${one.help}`.toLowerCase().includes(state.find)));
       if (!keys.length) return null;
       const isOpen = Boolean(state.find) || state.changedOnly || group.name === "general" || keys.some((one) => differs(one, values));
-      return h("details", { open: isOpen }, h("summary", {}, group.name, h("span", { class: "muted" }, ` ${group.about}`)), keys.map(row));
+      return h("details", { open: isOpen }, h("summary", {}, group.name, h("span", { class: "muted" }, ` ${group.about}`)), [...keys].sort((a, b) => b.required - a.required).map(row));
     }).filter(Boolean);
     fields.replaceChildren(...(groups.length ? groups : [message("No key fits.")]));
     markFields();
@@ -231,16 +233,30 @@ export async function configurePage({ content, query, alive, studio }) {
       ...plan.advice.map((one) => h("p", { class: "note" }, `${one.keys}: ${gib(one.peak_bytes)}, ${one.fits ? "fits" : "does not fit"}`)));
   }
 
+  async function migrate() {
+    try {
+      const answer = await api("configure/migrate", {}, { text: state.text, name: state.name });
+      await begin(answer.experiment, answer.text, state.name);
+      status.textContent = `migrated from ${answer.system}`;
+      dialog(`What became of the keys of ${answer.system}`, table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: "value", cell: (one) => one.value },
+        { title: "", cell: (one) => one.fate }, { title: "here, or what to do", cell: (one) => one.note }], answer.rows));
+    } catch (error) { status.textContent = error.message; }
+  }
+
+  function dialog(title, body) {
+    const box = h("dialog", { class: "wide" }, h("h2", {}, title), body, h("button", { type: "button", onclick: () => box.remove() }, "Close"));
+    content.append(box);
+    box.showModal();
+  }
+
   async function compare(value) {
     try {
       const other = await read(value);
       const { rows } = await api("configure/compare", {}, { first: state.text, second: other.text });
       output.hidden = true;
-      const dialog = h("dialog", { class: "wide" }, h("h2", {}, `${state.name} and ${other.name}`),
-        rows.length ? table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: state.name, cell: (one) => one.first ?? "–" }, { title: other.name, cell: (one) => one.second ?? "–" }], rows) : message("Both set the same keys to the same values."),
-        h("button", { type: "button", onclick: () => dialog.remove() }, "Close"));
-      content.append(dialog);
-      dialog.showModal();
+      dialog(`${state.name} and ${other.name}`, rows.length
+        ? table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: state.name, cell: (one) => one.first ?? "–" }, { title: other.name, cell: (one) => one.second ?? "–" }], rows)
+        : message("Both set the same keys to the same values."));
     } catch (error) { status.textContent = error.message; }
   }
 

@@ -2,8 +2,6 @@
 
 import { address, api, every, figure, h } from "./ui.js";
 
-const NAMES = { good: "healthy", warning: "look at this", bad: "act on this", unknown: "not known" };
-
 export async function healthPage({ content, run, alive }) {
   const list = h("div", { class: "lights" });
   const sum = h("span", { class: "muted", role: "status" });
@@ -17,11 +15,11 @@ export async function healthPage({ content, run, alive }) {
     list.replaceChildren(...answers.map((one) => h("article", { class: `light ${one.light}` },
       h("span", { class: "dot", "aria-hidden": "true" }),
       h("div", {},
-        h("h3", {}, one.title, h("span", { class: "muted" }, ` ${NAMES[one.light]}`)),
+        h("h3", {}, one.title, h("span", { class: "muted" }, ` ${one.light}`)),
         one.reason ? h("p", {}, one.reason) : null,
         h("p", { class: "links" },
           one.metrics.map((name) => h("a", { href: address(["run", run.id, "metrics"], { find: name }) }, name)),
-          h("a", { href: `/docs/${one.docs}`, target: "_blank", rel: "noreferrer" }, `what to do: docs/${one.docs}`))),
+          h("a", { href: `/docs/${one.docs}`, target: "_blank", rel: "noreferrer" }, `${one.reason && one.light !== "unknown" ? "what to do: " : ""}docs/${one.docs}`))),
       h("b", { class: "figure" }, one.figure === null ? "" : figure(one.figure)))));
   };
   await refresh();

@@ -3,7 +3,6 @@
 import { address, api, duration, every, figure, h, message, table } from "./ui.js";
 
 const REFRESH = 3000;
-const LIGHTS = { good: "good", warning: "look", bad: "act", unknown: "–" };
 
 export async function runsPage({ content, alive }) {
   const chosen = new Set();
@@ -30,7 +29,7 @@ export async function runsPage({ content, alive }) {
     { title: "run", cell: (run) => h("a", { href: address(["run", run.id, "metrics"]), title: run.logs }, run.name) },
     { title: "state", cell: (run) => h("span", { class: `state ${run.state}` }, run.state) },
     { title: "health", cell: (run) => run.light ? h("a", { class: `light ${run.light.light}`, href: address(["run", run.id, "health"]), title: run.light.reason || "nothing found" },
-      h("span", { class: "dot" }), LIGHTS[run.light.light]) : "–" },
+      h("span", { class: "dot" }), run.light.light) : "–" },
     { title: "step", align: "right", cell: (run) => figure(run.step) },
     { title: "reward or loss", align: "right", cell: (run) => figure(run.reward) },
     { title: "tokens/s", align: "right", cell: (run) => figure(run.tokens_per_second) },

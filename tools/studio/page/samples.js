@@ -1,8 +1,10 @@
 // Answers: a table with filters, and one answer with its group.
 
 import { api, choice, facts, field, figure, h, keepInAddress, later, message, notes, place } from "./ui.js";
+import { conversation } from "./conversation.js";
+import { byToken } from "./tokens.js";
 
-const FILTERS = ["text", "first_step", "last_step", "least_reward", "most_reward", "finish", "notable", "of", "sort", "order"];
+const FILTERS = ["text", "first_step", "last_step", "least_reward", "most_reward", "least_version", "most_version", "finish", "notable", "of", "task", "episode", "sort", "order"];
 const PAGE = 50;
 
 export async function samplesPage({ content, query, run, alive }) {
@@ -17,7 +19,7 @@ export async function samplesPage({ content, query, run, alive }) {
   const sets = run.sampled.sets;
   const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [keyOf(note), note]));
   const save = h("a", { class: "button", download: "samples.jsonl" }, "Export jsonl");
-  const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"]].map(([name, title]) =>
+  const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"], ["oldest_version", "weights"]].map(([name, title]) =>
     h("th", { class: "right", scope: "col", "aria-sort": "none", "data-sort": name }, h("button", { type: "button", class: "quiet", onclick: () => {
       given.order = (given.sort || "step") === name && given.order !== "up" ? "up" : "down";
       given.sort = name;
@@ -32,8 +34,11 @@ export async function samplesPage({ content, query, run, alive }) {
       typed("text", { type: "search", placeholder: "search texts", "aria-label": "search" }),
       field("step from", typed("first_step", { type: "number", min: 0, class: "short" })), field("to", typed("last_step", { type: "number", min: 0, class: "short" })),
       field("reward from", typed("least_reward", { type: "number", step: "any", class: "short" })), field("to", typed("most_reward", { type: "number", step: "any", class: "short" })),
+      field("weights from", typed("least_version", { type: "number", min: 0, class: "short" })), field("to", typed("most_version", { type: "number", min: 0, class: "short" })),
       field("end", choice([["", "any"], ["stop", "stopped"], ["length", "cut off"], ["abort", "aborted"]], given.finish, change("finish"))),
       field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"], ["starred", "starred or noted"]], given.notable, change("notable"))),
+      run.sampled.tasks.length > 1 ? field("task", choice([["", "all"], ...run.sampled.tasks.map((name) => [name, name])], given.task, change("task"))) : null,
+      given.episode ? h("button", { type: "button", onclick: (event) => { event.target.remove(); change("episode")(""); } }, "one prompt ×") : null,
       field("of", choice([["", "all"], ["training", "training"], ["evaluation", "evaluation"], ...sets.map((name) => [name, name])], given.of, change("of"))),
     ),
     h("div", { class: "split" },
@@ -90,6 +95,7 @@ export async function samplesPage({ content, query, run, alive }) {
       h("td", { class: "right" }, figure(row.step)),
       h("td", { class: "right" }, figure(row.reward)),
       h("td", { class: `right ${row.finish_reason === "length" ? "warn" : ""}`, title: row.finish_reason }, figure(row.answer_tokens)),
+      h("td", { class: "right" }, figure(row.oldest_version)),
       h("td", {}, h("div", { class: "cell" }, row.prompt)),
       h("td", {}, h("div", { class: "cell" }, noted.get(keyOf(row))?.star ? "★ " : null, tags(row), row.answer)));
     return element;
@@ -155,43 +161,6 @@ function marks(sample, run, noted) {
   return h("div", { class: "marks" }, star, note, said);
 }
 
-const SCALES = {
-  logprobs: ["log-probability", (value) => Math.min(1, -value / 5), "bad"],
-  versions: ["version of the weights", null, "accent"],
-  mask: ["trained on", (value) => (value ? 0.6 : 0), "good"],
-};
-
-/** Return the button that shows an answer token by token, coloured by a figure. */
-function byToken(sample, run) {
-  const box = h("div", { class: "tokens" });
-  const show = async () => {
-    let found;
-    try {
-      found = await api(`run/${run.id}/tokens`, { episode: sample.episode, index: sample.index });
-    } catch (error) {
-      box.replaceChildren(message(error.message));
-      return;
-    }
-    const newest = Math.max(...found.versions), oldest = Math.min(...found.versions.filter((version) => version >= 0));
-    const draw = (name) => {
-      const [, scale, tint] = SCALES[name];
-      const strength = scale || ((value) => (value < 0 ? 0 : 0.15 + 0.7 * (newest > oldest ? (value - oldest) / (newest - oldest) : 0.5)));
-      pieces.replaceChildren(...found.texts.map((text, i) => {
-        const piece = h("span", { title: `token ${found.ids[i]}: log-probability ${figure(found.logprobs[i])}, version ${found.versions[i] < 0 ? "none (given)" : found.versions[i]}, ${found.mask[i] ? "trained on" : "not trained on"}` }, found.has_texts ? text : `${text} `);
-        if (found.versions[i] >= 0) piece.style.background = `color-mix(in srgb, var(--${tint}) ${Math.round(70 * strength(found[name][i]))}%, transparent)`;
-        else piece.className = "given";
-        return piece;
-      }));
-    };
-    const pieces = h("pre", { class: "text" });
-    box.replaceChildren(field("colour", choice(Object.entries(SCALES).map(([name, [title]]) => [name, title]), "logprobs", draw)), pieces,
-      found.has_texts ? "" : message("The tokenizer is not in the given folders: tokens are shown by number."),
-      found.left_out ? message(`${figure(found.left_out)} more tokens`) : "");
-    draw("logprobs");
-  };
-  return [h("button", { type: "button", onclick: show }, "Token by token"), box];
-}
-
 function whole(sample, run, open, noted) {
   const versions = sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`;
   const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", sample.finish_reason],
@@ -203,9 +172,7 @@ function whole(sample, run, open, noted) {
     marks(sample, run, noted),
     h("h3", {}, "Prompt"), h("pre", { class: "text" }, sample.prompt),
     h("h3", {}, "Answer"),
-    ...(sample.turns && sample.turns.length
-      ? sample.turns.map((turn) => h("div", { class: `turn ${turn.by}` }, h("span", { class: "by" }, turn.by), h("pre", { class: "text" }, turn.text)))
-      : [h("pre", { class: "text answer" }, sample.answer)]),
+    ...conversation(sample, sample.group, open),
     ...(sample.reference ? [h("h3", {}, "Right answer"), h("pre", { class: "text reference" }, sample.reference)] : []),
     ...(sample.evaluation ? [] : byToken(sample, run)),
     ...(sample.group.length > 1 ? [h("h3", {}, `Group: ${sample.group.length} answers to this prompt`), group(sample, open)] : []),

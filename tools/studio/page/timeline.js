@@ -43,7 +43,7 @@ export async function timelinePage({ content, query, run, alive }) {
 
   function palette() {
     const all = [...new Set(drawn.lanes.flatMap((lane) => lane.spans.map((span) => span[0])))].sort();
-    return new Map(all.map((name, i) => [name, colour(`run-${i % 8}`)]));
+    return new Map(all.map((name, i) => [name, colour(`run-${i % 8}`) + (i % 16 < 8 ? "" : "80")]));
   }
 
   function draw() {

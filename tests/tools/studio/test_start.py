@@ -1,0 +1,96 @@
+"""A run that is started, watched and asked in the studio alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tools.demo.data import make_demo_data
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """\
+experiment_name: studio
+trial_name: tiny
+allocation_mode: embedded.d1m1p1+d1m1p1
+n_gpus_per_node: 2
+group_size: 4
+group_adv_norm: true
+actor: {{path: {model}, optimizer: {{lr: 1e-3}}}}
+dataset: {{path: {prompts}, train_bs_n_seqs: 4, max_prompt_len: 8}}
+ppo: {{gen: {{max_new_tokens: 6}}, ppo_n_minibatches: 1, kl_ctl: 0.0, disable_value: true}}
+reward: {{num_workers: 1}}
+samples: {{share: 1}}
+monitor: {{tensorboard: false, questions: true, save_batches: 1}}
+external_configs: {{cluster_config: {{fileroot: {root}}}}}
+"""
+
+
+def wait(page: Any, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come"
+        page.wait_for_timeout(100)
+
+
+@pytest.fixture
+def address(start: Callable[..., str], tmp_path: Path) -> str:
+    files = make_demo_data(tmp_path / "data")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(
+        CONFIG.format(model=files.model, prompts=files.train, root=tmp_path / "runs"), encoding="utf-8"
+    )
+    (tmp_path / "runs").mkdir()
+    return start(tmp_path / "runs", "--allow-run", "--configs", folder)
+
+
+@pytest.fixture
+def started(page: Any, address: str) -> Iterator[psutil.Process]:
+    """The run that the button *Start* begins; it ends with the test."""
+    page.goto(address)
+    page.get_by_role("link", name="Configure").click()
+    page.get_by_label("open").select_option("file\ntiny.yaml")
+    page.get_by_text("All rules of the configuration hold.").wait_for()
+    page.get_by_role("button", name="Start").click()
+    said = page.get_by_text("started as process")
+    said.wait_for()
+    process = psutil.Process(int(re.findall(r"\d+", said.inner_text())[0]))
+    yield process
+    process.send_signal(signal.SIGINT)
+    wait(page, lambda: process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_run_that_start_begins_answers_questions_and_its_steps_can_be_explained(
+    page: Any, started: psutil.Process, tmp_path: Path
+) -> None:
+    navigation = page.get_by_role("navigation")
+    navigation.get_by_role("link", name="Runs").click()
+    page.get_by_role("link", name="studio/tiny").click(timeout=120_000)
+    (logs,) = (tmp_path / "runs" / "logs").glob("*/studio/tiny")
+    wait(page, (logs / "batches" / "step-1.json.gz").exists)
+    navigation.get_by_role("link", name="Ask").click()
+    page.get_by_label("question").fill("12+34=")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    answer = page.locator(".turn.model .by")
+    answer.wait_for()
+    assert re.match(r"[1-6] tokens?, weights of version", answer.inner_text())
+    metrics = logs / "metrics.jsonl"
+    wait(page, lambda: '"rollout/num_questions":1' in metrics.read_text().replace(" ", ""))
+    navigation.get_by_role("link", name="Processes").click()
+    page.locator("tr", has_text="rollout").get_by_role("button", name="stacks").click()
+    wait(page, lambda: "run_forever" in page.locator("pre.log").first.inner_text())
+    case = json.loads(gzip.decompress((logs / "batches" / "step-1.json.gz").read_bytes()))
+    for tokens, sequence in zip(case["tokens"], case["sequences"], strict=True):
+        sampled = [value for value, trained in zip(sequence["entropy"], sequence["mask"], strict=True) if trained]
+        assert all(1.0 < value < 2.78 for value in sampled), "of weights that are random, over 16 tokens"
+        assert len(tokens["ids"]) == len(tokens["advantages"]) == len(sequence["logprobs"])

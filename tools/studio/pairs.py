@@ -1,0 +1,60 @@
+"""Two checkpoints side by side: the answers of two steps, of one run or of two, to the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from tools.studio.folders import NotFound
+from tools.studio.sampled import Query, SampleIndex
+
+_MOST_ANSWERS = 400
+_MOST_CHARS = 4000
+_SAME = ("query_id", "index")
+
+
+def pairs(left: SampleIndex, right: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return {of, left, right, rows}: the answers of both sides to each prompt, those with different rewards first.
+    `query`: of (a set; training by default), left and right (steps; the nearest one that has answers). Raises
+    NotFound."""
+    of = query.get("of") or "training"
+    sides = [_side(left, of, query.get("left"), last=False), _side(right, of, query.get("right"), last=True)]
+    answers = [_answers(index, of, side["step"]) for index, side in zip((left, right), sides, strict=True)]
+    both = [key for key in answers[0] if key in answers[1]]
+    rows = [{"prompt": answers[0][key]["prompt"], "sides": [one[key] for one in answers]} for key in both]
+    rows.sort(key=lambda row: -abs(_reward(row["sides"][0]) - _reward(row["sides"][1])))
+    for side, own in zip(sides, answers, strict=True):
+        side["alone"] = len(own) - len(both)
+        side["reward"] = sum(_reward(own[key]) for key in both) / len(both) if both else None
+    return {"of": of, "left": sides[0], "right": sides[1], "rows": rows}
+
+
+def _side(index: SampleIndex, of: str, wanted: str | None, *, last: bool) -> dict[str, Any]:
+    """Return the step that is shown, and its neighbours. Raises NotFound and ValueError."""
+    steps = index.steps(of)
+    if not steps.size:
+        raise NotFound(f"there are no answers of {of}")
+    at = int(np.abs(steps - int(wanted)).argmin()) if wanted else (len(steps) - 1 if last else 0)
+    return {
+        "step": int(steps[at]),
+        "before": int(steps[at - 1]) if at else None,
+        "after": int(steps[at + 1]) if at + 1 < len(steps) else None,
+    }
+
+
+def _answers(index: SampleIndex, of: str, step: int) -> dict[tuple[str, ...], dict[str, Any]]:
+    query = Query(first_step=step, last_step=step, of=of, descending=False)
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in islice(index.all(query), _MOST_ANSWERS):
+        short = {name: row.get(name) for name in ("at", "reward", "answer_tokens", "finish_reason", "step")}
+        short |= {name: str(row.get(name) or "")[:_MOST_CHARS] for name in ("prompt", "answer", "reference")}
+        found.setdefault(tuple(str(row.get(name)) for name in _SAME), short)
+    return found
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    value = row["reward"]
+    return value if isinstance(value, int | float) else 0.0
