@@ -68,7 +68,7 @@ def page(browser: Any) -> Iterator[Any]:
     """A page that fails the test at an error of a script or of the content policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     opened = context.new_page()
-    opened.set_default_timeout(60_000)
+    opened.set_default_timeout(240_000)
     wrong: list[str] = []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)

@@ -37,7 +37,7 @@ def allowed(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory)
 
 def wait(page: Any, holds: Callable[[], bool]) -> None:
     """Wait until a condition holds. The content policy of the page forbids page.wait_for_function()."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not holds():
         assert time.monotonic() < deadline, "it did not come"
         page.wait_for_timeout(50)

@@ -14,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from helpers.commands import PATIENCE_SECONDS
 from tools.demo.data import make_demo_data
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = """\
 experiment_name: studio
@@ -36,7 +37,7 @@ external_configs: {{cluster_config: {{fileroot: {root}}}}}
 
 
 def wait(page: Any, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "it did not come"
         page.wait_for_timeout(100)
@@ -75,7 +76,7 @@ def test_a_run_that_start_begins_answers_questions_and_its_steps_can_be_explaine
 ) -> None:
     navigation = page.get_by_role("navigation")
     navigation.get_by_role("link", name="Runs").click()
-    page.get_by_role("link", name="studio/tiny").click(timeout=120_000)
+    page.get_by_role("link", name="studio/tiny").click(timeout=1000 * PATIENCE_SECONDS)
     (logs,) = (tmp_path / "runs" / "logs").glob("*/studio/tiny")
     wait(page, (logs / "batches" / "step-1.json.gz").exists)
     navigation.get_by_role("link", name="Ask").click()
