@@ -130,7 +130,8 @@ ORDER = {
     "tools.studio": (
         "lines table guard",
         "folders",
-        "series sampled notes timeline processes tokens configure",
+        "series sampled notes timeline processes tokens configure ask",
+        "pairs",
         "server",
         "__main__",
     ),

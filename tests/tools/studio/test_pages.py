@@ -193,10 +193,14 @@ def test_two_checkpoints_stand_side_by_side_on_the_same_prompts(page: Any, base:
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
-def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, allowed: str) -> None:
+def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, base: str, allowed: str) -> None:
+    open_page(page, base, "sums/good", "Explain")
+    page.get_by_text("This run saved no batch.").wait_for()
     open_page(page, allowed, "sums/agent", "Explain")
     first = page.locator("tbody tr").first
     first.wait_for()
+    effects = {tuple(row.split("\t")[i] for i in (2, 5)) for row in texts(page, "table:first-of-type tbody tr")}
+    assert effects == {("less likely", "0"), ("more likely", "1")}, "of the wrong and of the right answer"
     assert first.locator("mark").inner_text() in ("3", "4")
     assert first.locator("code").inner_text().startswith("2=it is ")
     first.get_by_role("link").click()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from pathlib import Path
@@ -21,7 +20,7 @@ from tools.studio.pairs import pairs
 from tools.studio.processes import processes
 from tools.studio.sampled import SampleIndex
 from tools.studio.timeline import timeline
-from tools.studio.tokens import answer_tokens, explain, saved_steps
+from tools.studio.tokens import answer_tokens
 
 
 def run_of(root: Path, **changes: object) -> tuple[Folders, Run]:
@@ -69,20 +68,6 @@ def test_an_answer_has_its_tokens_where_store_and_tokenizer_lie_in_the_folders(t
             answer_tokens(run, {"step": "2", "episode": episode_id, "index": index}, folders.holds)
     with pytest.raises(NotFound, match="not in the given folders"):
         answer_tokens(run, {"step": "2", "episode": ready.id, "index": "0"}, Folders([run.logs]).holds)
-
-
-def test_a_saved_step_is_explained_by_the_code_that_trains(tmp_path: Path) -> None:
-    _, run = run_of(tmp_path)
-    assert saved_steps(run, {}) == {"steps": []}
-    sequences = [
-        {"logprobs": [-1.0, -0.5], "old_logprobs": [-1.0, -0.5], "reward": reward, "group": 0} for reward in (0.0, 1.0)
-    ]
-    (run.logs / "batches").mkdir()
-    with gzip.open(run.logs / "batches" / "step-5.json.gz", "wt") as file:
-        json.dump({"algorithm": "grpo", "settings": {}, "sequences": sequences}, file)
-    assert saved_steps(run, {}) == {"steps": [5]}
-    answer = explain(run, {"step": 5}, Folders([tmp_path]).holds)
-    assert {one["reward"]: one["grads"][0] < 0 for one in answer["sequences"]} == {0.0: False, 1.0: True}
 
 
 def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> None:

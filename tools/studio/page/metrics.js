@@ -3,7 +3,7 @@
 import { address, api, choice, duration, field, figure, h, keepInAddress, later, message, notes, table } from "./ui.js";
 import { drawCurves, drawHeat, legendEntry, runColour } from "./charts.js";
 
-const REFRESH = 3000;
+const REFRESH = 5000;
 const AT_ONCE = 8;
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "trained tokens"]];
 const FIRST = ["reward/mean", "eval/", "loss", "accuracy", "groups/equal", "answer_length/mean", "entropy", "ppo_approx_kl",

@@ -2,7 +2,7 @@
 
 import { address, api, duration, every, figure, h, message, table } from "./ui.js";
 
-const REFRESH = 3000;
+const REFRESH = 5000;
 
 export async function runsPage({ content, alive }) {
   const chosen = new Set();
