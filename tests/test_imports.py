@@ -130,7 +130,7 @@ ORDER = {
     "tools.studio": (
         "lines table guard",
         "folders",
-        "series sampled notes timeline processes tokens configure ask",
+        "series sampled notes timeline processes tokens configure",
         "pairs",
         "server",
         "__main__",

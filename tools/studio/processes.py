@@ -1,4 +1,5 @@
-"""The processes of a run: host, memory, time of the last span or line of the log, the log, and stacks."""
+"""The processes of a run: host, memory, time of the last span or line of the log, the log, stacks, and questions to the
+current weights (monitor.questions)."""
 
 from __future__ import annotations
 
@@ -9,18 +10,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import psutil
 
 from core.monitoring.logs import DRIVER_LOG
 from core.processes.stacks import FOLDER as STACKS_FOLDER
 from core.processes.stacks import collect_stacks
+from core.runs.paths import QUESTIONS
 from rollout.inference.gpus import query_gpus
 from tools.studio.folders import NotFound, Run, tail
 from tracing import FOLDER as SPANS_FOLDER
 
 _MOST_LINES = 500
 _LOG_BYTES = 2 << 20
+_ANSWER_SECONDS = 300
 
 
 def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
@@ -102,3 +107,31 @@ def stacks(run: Run, query: Mapping[str, Any]) -> dict[str, Any]:
     with run.open(file.as_posix()) as written:
         written.seek(before)
         return {"state": state.get(name, "gone"), "text": written.read().decode("utf-8", "replace")}
+
+
+def answers_questions(run: Run) -> bool:
+    """Return whether a run that is under way was started with monitor.questions."""
+    with suppress(NotFound):
+        return bool(run.path(QUESTIONS)) and run.state == "running"
+    return False
+
+
+def ask(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer of the current weights to `messages`. Raises NotFound and ValueError."""
+    with run.open(QUESTIONS) as file:
+        where = json.loads(file.read())
+    if where["host"] != socket.gethostname():
+        raise NotFound(f"{run.name} answers on {where['host']}; start the studio there")
+    url = f"http://127.0.0.1:{int(where['port'])}/"
+    headers = {"Authorization": f"Bearer {where['key']}", "Content-Type": "application/json"}
+    request = Request(url, json.dumps({"messages": body["messages"]}).encode(), headers)
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=_ANSWER_SECONDS) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except HTTPError as error:
+        raise ValueError(json.load(error)["error"]) from None
+    except (URLError, TimeoutError) as error:
+        raise NotFound(
+            f"{run.name} does not answer: {getattr(error, 'reason', error)}; it has ended or is busy"
+        ) from None

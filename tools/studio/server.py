@@ -28,12 +28,11 @@ from core.monitoring.health import RULES, Rule, judge
 from core.runs.record import CONFIG
 from rollout.plugins import ROOT
 from tools.studio import configure
-from tools.studio.ask import answers_questions, ask
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
 from tools.studio.notes import add_note, notes
 from tools.studio.pairs import pairs
-from tools.studio.processes import log_lines, processes, stacks
+from tools.studio.processes import answers_questions, ask, log_lines, processes, stacks
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
 from tools.studio.timeline import timeline

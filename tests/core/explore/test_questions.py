@@ -17,8 +17,8 @@ from core.runs.paths import QUESTIONS
 from rollout.data.encoder import Encoder
 from rollout.types import Completion, GenerateRequest, SamplingParams
 from tools.demo.data import make_tokenizer
-from tools.studio.ask import ask
 from tools.studio.folders import NotFound, Run
+from tools.studio.processes import ask
 
 TOKENIZER = make_tokenizer()
 
