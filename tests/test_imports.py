@@ -130,8 +130,8 @@ ORDER = {
     "tools.studio": (
         "lines table guard",
         "folders",
-        "series sampled notes timeline processes tokens configure",
-        "pairs",
+        "series sampled timeline processes tokens configure",
+        "answers",
         "server",
         "__main__",
     ),

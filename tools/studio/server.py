@@ -28,10 +28,9 @@ from core.monitoring.health import RULES, Rule, judge
 from core.runs.record import CONFIG
 from rollout.plugins import ROOT
 from tools.studio import configure
+from tools.studio.answers import add_note, notes, pairs
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
-from tools.studio.notes import add_note, notes
-from tools.studio.pairs import pairs
 from tools.studio.processes import answers_questions, ask, log_lines, processes, stacks
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed

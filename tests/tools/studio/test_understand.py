@@ -15,8 +15,8 @@ from rollout.experience import SQLiteExperience
 from tests.tools.test_ledger import fill
 from tests.tools.test_timeline import write
 from tools.demo.data import make_tokenizer
+from tools.studio.answers import pairs
 from tools.studio.folders import Folders, NotFound, Run
-from tools.studio.pairs import pairs
 from tools.studio.processes import processes
 from tools.studio.sampled import SampleIndex
 from tools.studio.timeline import timeline

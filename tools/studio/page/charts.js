@@ -69,7 +69,7 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
 function ticks(values) {
   const step = values.length > 1 ? values[1] - values[0] : 0, largest = Math.max(...values.map(Math.abs));
   if (!(step >= 1e-5) || largest >= 1e6) return values.map(figure);
-  const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  const decimals = [0, 1, 2, 3, 4, 5, 6].find((n) => Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) < 1e-6) ?? 6;
   return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
 }
 

@@ -23,7 +23,7 @@ export async function configurePage({ content, query, alive, studio }) {
   const experiment = choice(Object.keys(COMMANDS).map((name) => [name, name]), state.experiment, (value) => begin(value, state.text, state.name), { "aria-label": "experiment" });
   const options = sourceOptions(sources, runs);
   const open = choice([["", "open…"], ...options], "", async (value) => { open.value = ""; if (value) await take(value); }, { "aria-label": "open", class: "medium" });
-  const against = choice([["", "compare with…"], ...options], "", (value) => { against.value = ""; if (value) compare(value); }, { "aria-label": "compare with", class: "medium" });
+  const against = choice([["", "compare…"], ...options], "", (value) => { against.value = ""; if (value) compare(value); }, { "aria-label": "compare with", class: "medium" });
   const preset = h("span", {});
   const name = h("input", { type: "text", class: "name", "aria-label": "file name", value: state.name, onchange: () => { state.name = name.value; } });
   const allowed = studio.may_run ? null : "start the studio with --allow-run";
