@@ -28,7 +28,7 @@ _SHORT_CHARS = 300
 _SEARCH_SECONDS = 1.5
 _MOST_IN_GROUP = 256
 _MOST_NAMES = 256
-"""Evaluation sets, and task sets, that are told apart."""
+"""Evaluation sets, and task sets, that an index distinguishes."""
 _NOTABLE = ("best", "worst", "longest")
 _FINISHES = ("", "stop", "length", "abort")
 _NAMES = (

@@ -65,7 +65,7 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
   return () => { sizes.disconnect(); chart.destroy(); };
 }
 
-/** Return the labels of an axis, with as many decimals as tell them apart. */
+/** Return the labels of an axis, with as many decimals as they differ in. */
 function ticks(values) {
   const step = values.length > 1 ? values[1] - values[0] : 0, largest = Math.max(...values.map(Math.abs));
   if (!(step >= 1e-5) || largest >= 1e6) return values.map(figure);
