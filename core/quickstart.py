@@ -102,7 +102,9 @@ def _main(argv: Sequence[str] | None) -> int:
         refuse_while_importing()
     except RuntimeError as error:
         return _refuse(str(error))
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = Console(
+        soft_wrap=True, highlight=False, markup=False, emoji=False, force_terminal=sys.stdout.isatty()
+    )  # not by FORCE_COLOR, which notebooks set: a pipe would get every frame of a spinner
     if arguments.help:
         model = EXPERIMENTS.get(arguments.experiment)
         console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if paths is None or not paths.logs.is_dir():
         print(f"error: {given.run}: not the folder of a run; `slipstream runs` lists them", file=sys.stderr)
         return BAD_INPUT
-    console = Console(highlight=False)
+    console = Console(highlight=False, force_terminal=sys.stdout.isatty())
     if given.once or not console.is_terminal:
         console.print(view(paths.logs, console.width))
         return 0

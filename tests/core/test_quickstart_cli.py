@@ -12,6 +12,7 @@ import pytest
 from core import quickstart
 from core.processes.signals import SIGNALS, end_at_signals
 from core.runs.paths import RunPaths
+from core.runs.record import write_complete
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,8 @@ LINE = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} quickstart "
 
 def run(*arguments: str, module: str = "core.quickstart") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *arguments] if module else [sys.executable, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    forced = {"FORCE_COLOR": "1"}  # by notebooks and continuous integration; a pipe is no terminal for that
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **forced}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -88,6 +90,16 @@ def test_a_dry_run_imports_nothing_that_loads_for_long(tmp_path: Path) -> None:
     )
     done = run("-c", script, "ppo-math", "--config", str(path), "--dry-run", module="")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
+    paths = RunPaths.for_trial(str(tmp_path / "out"), "small", "one")
+    paths.logs.mkdir(parents=True)
+    write_complete(paths, {"total_train_epochs": 1, "total_train_steps": None})
+    done = run("train", str(write_run(tmp_path)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run     slipstream ") and "Training is complete already" in done.stdout
+    assert "\x1b" not in done.stdout
 
 
 def test_a_file_without_a_flag_and_an_underscore_are_what_they_look_like(tmp_path: Path) -> None:
