@@ -132,7 +132,7 @@ def train(
 
 
 def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **options: object) -> list[dict[str, Any]]:
-    """Evaluate a model on benchmarks (names, or paths of jsonl files) and return the rows of results.json.
+    """Evaluate a model on benchmarks (names, or paths of files) and return the results, one row a benchmark.
 
     `options` are those of `python -m tools.eval`, such as n_sampling=8 or temperature=0.6. Raises RunError.
     """
@@ -140,8 +140,8 @@ def evaluate(model: str | Path, output: str | Path, *, data: Sequence[str], **op
     code = _run("tools.eval", [*words, *_flags(options)])
     if code:
         raise RunError(f"evaluation of {model} ended with exit code {code}", code)
-    rows: list[dict[str, Any]] = json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
-    return rows
+    written: dict[str, list[dict[str, Any]]] = json.loads((Path(output) / "results.json").read_text(encoding="utf-8"))
+    return written["results"]
 
 
 def convert(checkpoint: str | Path, output: str | Path, **options: object) -> Path:

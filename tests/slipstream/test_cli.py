@@ -13,6 +13,7 @@ import slipstream
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from rollout.plugins import ROOT, python_path
 from slipstream.cli import COMMANDS, main
+from tools.eval.report import Result, write_report
 
 MAIN = "import sys; sys.path[0] = sys.argv.pop(1); from slipstream.cli import main; sys.exit(main())"
 """As the installed script starts: the working folder is not on the path."""
@@ -97,7 +98,12 @@ def test_options_from_python_are_the_flags_of_the_commands(tmp_path: Path, monke
     slipstream.convert("from", tmp_path, to_megatron=True, dtype="bfloat16", overwrite=False)
     folders = ["--checkpoint_path", "from", "--output_path", str(tmp_path)]
     assert called == [("tools.convert", [*folders, "--to-megatron", "--dtype", "bfloat16"])]
-    (tmp_path / "results.json").write_text("[]")
-    assert slipstream.evaluate("model", tmp_path, data=["a", "b"], n_sampling=8, greedy=None) == []
+    result = Result(
+        dataset="a", num_questions=1, greedy_length=1.0, sample_length=None, greedy_acc=100.0, pass_at={},
+        greedy_reward=None, sample_reward=None,
+    )  # fmt: skip
+    write_report(tmp_path, [result], {"model_path": "model"})
+    [row] = slipstream.evaluate("model", tmp_path, data=["a", "b"], n_sampling=8, greedy=None)
+    assert row["dataset"] == "a"
     folders = ["--model_path", "model", "--output_path", str(tmp_path)]
     assert called[1] == ("tools.eval", [*folders, "--data_names", "a,b", "--n_sampling", "8"])

@@ -176,7 +176,8 @@ def report(found: Comparison) -> str:
     lines = [f"warning: {warning}" for warning in found.warnings]
     lines.append(text_table(_COLUMNS, [d.cells() for d in found.differences]))
     lines += [f"{name} is left out: {reason}" for name, reason in found.left_out.items()]
-    for now_right, title in ((True, "right in B only"), (False, "right in A only")):
+    titles = ((True, "right in B only"), (False, "right in A only"))
+    for now_right, title in titles if any(d.measure == "greedy_acc" for d in found.differences) else ():
         flips = [f for f in found.flips if f.now_right == now_right]
         lines.append(f"\n{len(flips)} questions answered {title} (greedy):")
         lines += [f"  {f.dataset} {f.query_id}: A {_short(f.answer_a)} | B {_short(f.answer_b)}" for f in flips]
