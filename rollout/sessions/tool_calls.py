@@ -70,7 +70,7 @@ def split_calls(text: str, form: ToolFormat, tools: Sequence[Any]) -> tuple[str,
         return text, []
     try:
         calls = list(form.calls(text[begin:], tools))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text, []
     return (text[:begin], calls) if calls else (text, [])
 

@@ -279,6 +279,14 @@ def test_a_run_names_the_command_and_the_result_passes_a_dry_run(tmp_path: Path)
     assert passed.returncode == 0, passed.stdout + passed.stderr
 
 
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 3000, "".join(f"{' ' * i}a:\n" for i in range(900)), "a: " + "9" * 5000]
+)
+def test_a_file_that_no_parser_ends_on_is_of_no_system(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.yaml").write_text(text)
+    assert read(tmp_path / "deep.yaml") == {}
+
+
 def test_a_file_of_no_known_system_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("a: 1\n")

@@ -23,6 +23,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from core.config.parsing.yaml_tree import read_yaml
+
 Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
 Recipe = Mapping[str, Any]
 """The values of a recipe by dotted key, or a part of a table by name."""
@@ -199,8 +201,9 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, object]:
     """Return the values of a YAML file by dotted key, with overrides `KEY=VALUE`; empty for a file that is none.
     Numbers as 1e-6 are numbers. Raises ValueError for an override that cannot be read."""
     try:
+        read_yaml(path)  # keeps to the limits of depth and size
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     if not isinstance(tree, Mapping):
         return {}

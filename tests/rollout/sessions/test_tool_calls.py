@@ -118,6 +118,16 @@ def test_a_call_that_is_cut_off_is_text(name: str, cut: float) -> None:
     assert chat.read(text, TOOLS)[1:] == (text.strip(), [])
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_a_call_that_is_nested_without_end_is_text(name: str) -> None:
+    chat = bridge(own(name))
+    call = [{"id": "c", "type": "function", "function": {"name": "search", "arguments": {"text": "x", "count": 3}}}]
+    turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": call})
+    template, prepared = chat._encoder.conversation(turns, TOOLS, place="")
+    text = template.turn(prepared, TOOLS, place="").written.partition("<|im_end|>")[0].strip().replace("3", "[" * 9999)
+    assert chat.read(text, TOOLS)[2] in ([], [("search", {"text": "x", "count": "[" * 9999})])
+
+
 def trl_templates() -> list[Path]:
     spec = importlib.util.find_spec("trl")
     folders = list(spec.submodule_search_locations or ()) if spec else []
