@@ -97,7 +97,8 @@ ORDER = {
         "quickstart",
     ),
     "core.config": (
-        "parsing presets ppo migrate",
+        "parsing presets ppo",
+        "migrate",
         "algorithm dialects runtime",
         "common",
         "ppo_experiment",
