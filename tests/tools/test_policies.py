@@ -1,0 +1,52 @@
+"""The simulation of policies: every prompt is accounted for, and each policy loses what it is known to lose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from rollout.experience import Schedule
+from tools.experience.policies import BATCH, STALENESS, Prompts, Result, main, policies, simulate
+
+COUNT = 12 * BATCH
+PROMPTS = Prompts.make(COUNT)
+SCHEDULE = Schedule(num_prompts=COUNT, batch_size=BATCH, total_epochs=2)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    return {name: simulate(policy, PROMPTS, SCHEDULE) for name, policy in policies(SCHEDULE).items()}
+
+
+def test_no_prompt_is_trained_twice_and_each_is_accounted_for(results: dict[str, Result]) -> None:
+    for name, result in results.items():
+        assert len(np.unique(result.trained)) == len(result.trained), name
+        assert len(result.trained) + result.lost.total() == result.drawn > COUNT - 2 * BATCH, name
+
+
+def test_what_each_policy_loses(results: dict[str, Result]) -> None:
+    assert {name for name, result in results.items() if not result.lost} == {
+        "wait", "admission by batch", "skip and resume",
+    }  # fmt: skip
+    assert {name for name, result in results.items() if result.ages.max() > STALENESS} == {
+        "admission by batch", "filter after the fact", "skip and resume",
+    }  # fmt: skip
+    assert sorted(results["wait"].trained) == list(range(COUNT))
+    mean = PROMPTS.lengths.mean()
+    for name in ("drop over-age", "over-rollout"):
+        assert PROMPTS.lengths[results[name].trained].mean() < 0.9 * mean, name
+    for name in ("dynamic sampling", "filter after the fact"):
+        assert PROMPTS.spread[results[name].trained].all(), name
+
+
+def test_the_command_shows_a_table_and_draws_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "170")
+    assert main(["--prompts", str(10 * BATCH), "--picture", str(tmp_path / "p.svg")]) == 0
+    assert "over-rollout" in capsys.readouterr().out
+    lines = [e for e in ElementTree.fromstring((tmp_path / "p.svg").read_text()) if e.tag.endswith("polyline")]
+    assert len(lines) == 7
