@@ -13,6 +13,7 @@ from config_schema.section import all_keys
 from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.migrate import read, system_of, systems, translate
+from core.stages import stages_of
 from helpers.config_inputs import write_model, write_prompts
 from tools.migrate.__main__ import main
 
@@ -339,3 +340,73 @@ def test_the_table_shows_values_as_they_are_and_what_was_dropped(
     rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
     assert "dataset.path=a.jsonl; write task_sets for the others" in rows["actor_train.data_args.file_name"]
     assert "ppo.ppo_n_minibatches" in rows["actor_train.training_args.gradient_accumulation_steps"]
+
+
+STAGES = """
+project: demo
+model: {model_path: model, max_prompt_tokens: 16, max_response_tokens: 16}
+cluster: {node_num: 1, gpu_per_node: 2}
+buffer: {batch_size: 4, explorer_input: {taskset: {path: prompts.jsonl}}}
+stages:
+  - stage_name: warmup
+    mode: train
+    algorithm: {algorithm_type: sft, optimizer: {lr: 1e-3}}
+    buffer: {train_batch_size: 2, total_steps: 10, trainer_input: {experience_buffer: {path: "answers.jsonl"}}}
+  - stage_name: rft
+    algorithm: {algorithm_type: grpo, repeat_times: 4, optimizer: {lr: "${learning.rate}"}}
+    buffer: {total_steps: 20}
+learning: {rate: 3e-4}
+"""
+
+
+def test_stages_become_runs_that_follow_one_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"prompt": "1", "answer": "2"}\n' * 4)
+    places = {"model_path: model": f"model_path: {model}", "path: prompts.jsonl": f"path: {data}"}
+    text = STAGES
+    for old, new in {**places, "answers.jsonl": str(answers)}.items():
+        text = text.replace(old, new)
+    path, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    path.write_text(text)
+    assert main([str(path), "-o", str(ours)]) == 0
+    shown = capsys.readouterr().out
+    assert "stages[1].buffer.total_steps" in shown and "slipstream dry-run train --config" in shown
+    first, second = yaml.safe_load(ours.read_text())["stages"]
+    assert first["sft"]["dataset"] == {"train_bs_n_seqs": 2, "train_path": str(answers)}
+    assert first["sft"]["model"] == {"path": str(model), "optimizer": {"lr": 1e-3}}
+    assert second["grpo"]["actor"] == {"optimizer": {"lr": 3e-4}}, "it begins from the model of the first"
+    assert (second["grpo"]["group_size"], second["grpo"]["dataset"]["path"]) == (4, str(data))
+    assert [stage.name for stage in stages_of(ours, [])] == ["1-sft", "2-grpo"]
+    # every stage alone is a recipe that is accepted
+    for stage in stages_of(ours, [f"external_configs.cluster_config.fileroot={tmp_path}"]):
+        load_config(stage.experiment, stage.tree, [])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "buffer", "ours"),
+    [
+        ("sft", "path: a.jsonl, format: {messages_key: messages}",
+         {"dataset": {"train_bs_n_seqs": 8, "train_path": "a.jsonl", "messages_field": "messages"}}),
+        ("dpo", "path: a.jsonl, format: {chosen_key: good, rejected_key: bad}",
+         {"dataset": {"train_bs_n_seqs": 8, "train_path": "a.jsonl", "chosen_field": "good", "rejected_field": "bad"},
+          "dpo": {"beta": 0.2}}),
+    ],
+)  # fmt: skip
+def test_a_recipe_of_files_becomes_one_of_their_experiment(
+    algorithm: str, buffer: str, ours: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        f"algorithm: {{algorithm_type: {algorithm}, kl_loss_fn_args: {{kl_coef: 0.2}}}}\n"
+        "model: {model_path: m}\n"
+        f"buffer: {{train_batch_size: 8, trainer_input: {{experience_buffer: {{{buffer}}}}}}}\n"
+    )
+    assert main([str(path), "-o", str(tmp_path / "ours.yaml")]) == 0
+    assert f"slipstream dry-run {algorithm}" in capsys.readouterr().out.replace("\n", " ")
+    written = yaml.safe_load((tmp_path / "ours.yaml").read_text())
+    assert {key: written[key] for key in ours} == ours and written["model"] == {"path": "m"}
+    load_config(algorithm, tmp_path / "ours.yaml", ["experiment_name=a"])

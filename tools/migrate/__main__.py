@@ -22,9 +22,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from core.config.migrate import Row, counts, read, system_of, systems, translate
+from config_schema.section import all_keys
+from core.config.experiments import EXPERIMENTS
+from core.config.migrate import Recipe, Row, System, counts, read, stages_of, system_of, systems, translate
 from tools.arguments import BadRequest, data_file, program
 
+_MODELS = ("actor.path", "model.path")
 _DROPPED = "without effect here: another key that it needs is not set"
 _NAME = re.compile(r"[^A-Za-z0-9._+=-]+")
 _LAYOUT = re.compile(r"([dptm])(\d+)")
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        name, rows, text = migrated(given, arguments.recipe.name)
+        name, experiment, rows, text = migrated(given, arguments.recipe.name)
     except BadRequest as error:
         sys.stderr.write(f"error: {arguments.recipe}: {error}\n")
         return 2
@@ -60,22 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(text)
     else:
         console.print(
-            f"Written to {arguments.output}; check it: slipstream dry-run ppo-math --config {arguments.output}"
+            f"Written to {arguments.output}; check it: slipstream dry-run {experiment} --config {arguments.output}"
         )
     return 0
 
 
-def migrated(given: Mapping[str, Any], file: str) -> tuple[str, list[Row], str]:
-    """Return the system that the values of a file are of, what becomes of each key, and the text of our recipe. Raises
-    BadRequest where they are of no known system."""
+def migrated(given: Recipe, file: str) -> tuple[str, str, list[Row], str]:
+    """Return the system that the values of a file are of, what our recipe is started with, what becomes of each key,
+    and the text of our recipe. Raises BadRequest where they are of no known system."""
     system = system_of(given)
     if system is None:
         names = ", ".join(one.name for one in systems())
         raise BadRequest(f"its keys are those of none of {names}")
-    ours, rows = translate(system, given)
-    recipe = completed(ours, source=Path(file).stem, given=given)
-    rows = [row if row.target in ("", *recipe) else replace(row, fate="no meaning here", note=_DROPPED) for row in rows]
-    return system.name, rows, f"# From {file} of {system.name}\n" + yaml.safe_dump(nested(recipe), sort_keys=False)
+    experiment, tree, rows = translated(system, given, source=Path(file).stem)
+    return system.name, experiment, rows, f"# From {file} of {system.name}\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:
@@ -87,7 +88,51 @@ def _table(name: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def completed(ours: Mapping[str, Any], *, source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(system: System, given: Recipe, *, source: str) -> tuple[str, dict[str, Any], list[Row]]:
+    """Return what the recipe is started with, the recipe, and what became of each key. `source`: name for an experiment
+    without one."""
+    stages = stages_of(system, given)
+    if not stages:
+        values, rows = _run(system, given, source)
+        return system.experiment_of(given), nested(values), rows
+    known = {key: value for key, value in given.items() if key != system.stages}
+    _, rows = translate(system, known)
+    tree: dict[str, Any] = {}
+    listed = []
+    for number, (own, recipe) in enumerate(stages, start=1):
+        values, of_stage = _run(system, recipe, source)
+        kind = system.experiment_of(recipe)
+        if kind == "ppo-math":
+            kind = str(values.pop("algorithm.name", "ppo"))
+        if number > 1 and not any(row.target in _MODELS and row.key in own for row in of_stage):
+            values = {key: value for key, value in values.items() if key not in _MODELS}
+        tree |= {key: values.pop(key) for key in ("experiment_name", "trial_name") if key in values}
+        listed.append({kind: nested(values)})
+        rows += [replace(row, key=f"stages[{number}].{row.key}") for row in of_stage if row.key in own]
+    return "train", {**tree, "stages": listed}, rows
+
+
+def _run(system: System, given: Recipe, source: str) -> tuple[dict[str, Any], list[Row]]:
+    """Return the values of one run by dotted key, and what became of each key of theirs."""
+    ours, rows = translate(system, given)
+    experiment = system.experiment_of(given)
+    values = completed(ours, source=source, given=given, experiment=experiment)
+    return values, [
+        row if row.target in ("", *values) or _of_experiment(row.target, experiment) in values
+        else replace(row, fate="no meaning here", note=_DROPPED)
+        for row in rows
+    ]  # fmt: skip
+
+
+def _of_experiment(key: str, experiment: str) -> str:
+    """Return the name that a key of ppo-math has in an experiment."""
+    section, _, rest = key.partition(".")
+    return key if experiment == "ppo-math" or section != "actor" else f"model.{rest}"
+
+
+def completed(
+    ours: Mapping[str, Any], *, source: str, given: Mapping[str, Any], experiment: str = "ppo-math"
+) -> dict[str, Any]:
     """Return what passes a dry run, but for paths that this host lacks: translated values without those that have no
     effect here, and with what a run needs. `source`: name for an experiment without one."""
     values = {"ppo.kl_ctl": 0.0, "experiment_name": source, **ours}
@@ -104,6 +149,12 @@ def completed(ours: Mapping[str, Any], *, source: str, given: Mapping[str, Any])
     if values.get("algorithm.name", "ppo") == "ppo" and "critic.path" not in values:
         values["critic.init_critic_from_actor"] = True
     values["allocation_mode"] = _allocation(values, given)
+    if experiment != "ppo-math":
+        known = set(all_keys(EXPERIMENTS[experiment]))
+        values = {_of_experiment(key, experiment): value for key, value in values.items()}
+        values = {key: value for key, value in values.items() if key in known}
+        values["allocation_mode"] = f"d{_gpus(values, default=1)}m1p1"
+        values.pop("mode", None)
     return values
 
 
@@ -113,8 +164,13 @@ def _allocation(values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         parts = [dict(_LAYOUT.findall(part.rpartition(".")[2])) for part in written.split("+")]
         sides = [f"d{p.get('d', 1)}m{p.get('t', p.get('m', 1))}p{p.get('p', 1)}" for p in parts]
         return f"sglang.{sides[0]}" + "".join(f"+{side}" for side in sides[1:2])
-    gpus = int(values.get("n_nodes", 1)) * int(values.get("n_gpus_per_node", 2))
+    gpus = _gpus(values, default=2)
     return f"sglang.d{gpus // 2}m1p1+d{gpus - gpus // 2}m1p1" if gpus > 1 else "sglang.d1m1p1"
+
+
+def _gpus(values: Mapping[str, Any], *, default: int) -> int:
+    """Return the GPUs of a run; `default`: of a node that the recipe says nothing of."""
+    return int(values.get("n_nodes", 1)) * int(values.get("n_gpus_per_node", default))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

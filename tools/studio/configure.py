@@ -150,7 +150,7 @@ def migrate(body: Mapping[str, Any]) -> dict[str, Any]:
     with _as_file(_text(body)) as file:
         given = read(file)
     try:
-        name, rows, text = migrated(given, str(body.get("name") or "recipe.yaml"))
+        name, _, rows, text = migrated(given, str(body.get("name") or "recipe.yaml"))
     except BadRequest as error:
         raise ValueError(f"the text is no recipe that can be migrated: {error}") from None
     table = [{"key": row.key, "value": str(row.value), "fate": row.fate, "note": row.note} for row in rows]

@@ -46,6 +46,17 @@ class System:
     """`keys` of theirs, and as `note` what to do. With `if`, only where one of these keys of theirs is true."""
     defaults: Recipe = field(default_factory=dict)
     """Ours, where their default differs."""
+    experiment: str = ""
+    """Their key that names the algorithm. Empty: all recipes are those of ppo-math."""
+    experiments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Value of `experiment` that is an experiment of ours -> their keys and targets, which come before `keys`."""
+    stages: str = ""
+    """Their key of a list of stages, each with its keys over those of the file. Empty: they have none."""
+
+    def experiment_of(self, recipe: Recipe) -> str:
+        """Return the experiment that a flat recipe is one of."""
+        name = str(recipe.get(self.experiment, "")).lower()
+        return name if name in self.experiments else "ppo-math"
 
     def is_of(self, recipe: Recipe) -> bool:
         """Return whether a flat recipe is one of this system."""
@@ -123,8 +134,21 @@ def translate(system: System, recipe: Recipe) -> tuple[dict[str, object], list[R
     return ours, rows
 
 
+def stages_of(system: System, recipe: Recipe) -> list[tuple[Recipe, Recipe]]:
+    """Return for each stage of a flat recipe the flat keys of its own, and the file's with these over them."""
+    listed = recipe.get(system.stages)
+    found, shared = list[tuple[Recipe, Recipe]](), {key: v for key, v in recipe.items() if key != system.stages}
+    for stage in listed if isinstance(listed, list) else ():
+        own = {key: _number(_resolved(value, recipe)) for key, value in _leaves(stage or {}).items()}
+        found.append((own, {**shared, **own}))
+    return found
+
+
 def _row(system: System, recipe: Recipe, key: str, value: object) -> tuple[Row, dict[str, object]]:
-    target = _found(key, system.keys)
+    experiment = system.experiment_of(recipe)
+    if key == system.experiment and experiment != "ppo-math":
+        return Row(key=key, value=value, fate="renamed", note=f"core.quickstart {experiment}"), {}
+    target = _found(key, {**system.experiments.get(experiment, {}), **system.keys})
     if target is not None:
         if value is None or value == "":
             return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
