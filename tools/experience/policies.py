@@ -5,7 +5,7 @@
 
 A prompt is hard or easy; the length of its answers is lognormal, and hard ones are longer. SLOTS of them are sampled at
 once, one token in a unit of time, and a step trains BATCH of them. `wait` and `dynamic sampling` decide by the rules of
-rollout/experience/. A policy is a function that says what may start and what a step takes.
+rollout/experience/. A policy decides what may start and what a step takes.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class Wait(Policy):
         self._selection = OldestFirst(schedule, STALENESS)
 
     def admits(self, state: State) -> bool:
-        """As the admission of a store."""
+        """Apply the admission of a store."""
         return self._admission.admits(len(state.begun) + len(state.ready), next_step=state.step, version=state.version)
 
     def take(self, state: State) -> list[int] | None:
-        """As the lease of a store."""
+        """Apply the selection of a store."""
         if len(state.ready) < BATCH or not self._selection.is_ready(cast(Outstanding, state), state.step):
             return None
         return sorted(state.ready, key=lambda prompt: (state.ready[prompt], prompt))[:BATCH]

@@ -169,7 +169,7 @@ def _allocation(values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def _gpus(values: Mapping[str, Any], *, default: int) -> int:
-    """Return the GPUs of a run; `default`: of a node that the recipe says nothing of."""
+    """Return the GPUs of a run; `default`: of a node, where the recipe has no number."""
     return int(values.get("n_nodes", 1)) * int(values.get("n_gpus_per_node", default))
 
 
