@@ -150,11 +150,13 @@ def migrate(body: Mapping[str, Any]) -> dict[str, Any]:
     with _as_file(_text(body)) as file:
         given = read(file)
     try:
-        name, _, rows, text = migrated(given, str(body.get("name") or "recipe.yaml"))
+        name, experiment, rows, text = migrated(given, str(body.get("name") or "recipe.yaml"))
     except BadRequest as error:
         raise ValueError(f"the text is no recipe that can be migrated: {error}") from None
+    if experiment not in EXPERIMENTS:
+        raise ValueError("the recipe has several stages; translate it with `slipstream migrate`")
     table = [{"key": row.key, "value": str(row.value), "fate": row.fate, "note": row.note} for row in rows]
-    return {"system": name, "text": text, "experiment": "ppo-math", "rows": sorted(table, key=lambda row: row["fate"])}
+    return {"system": name, "text": text, "experiment": experiment, "rows": sorted(table, key=lambda row: row["fate"])}
 
 
 def _experiment(body: Mapping[str, Any]) -> str:
