@@ -21,11 +21,10 @@ from aiohttp import web
 
 from core.runs.paths import QUESTIONS
 from rollout.data.encoder import Encoder
+from rollout.data.rows import Row
 from rollout.data.source import DatasetError
 from rollout.evaluation import EvaluationSampler
 from rollout.types import GenerateRequest, Sampler, SamplingParams
-
-_PLACE = "the question"
 
 
 class Questions:
@@ -68,22 +67,27 @@ class Questions:
             return web.json_response({"error": f"the key is in {self._file}"}, status=401)
         try:
             return web.json_response(await self._answer(await request.json()))
-        except (DatasetError, ValueError, KeyError, TypeError) as error:
+        except (DatasetError, ValueError, LookupError, TypeError) as error:
             return web.json_response({"error": str(error)}, status=400)
 
     async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to {"messages": [{"role", "content"}]}. One message is rendered as a prompt of the data
         set is."""
         messages = tuple({"role": str(one["role"]), "content": str(one["content"])} for one in body["messages"])
-        if len(messages) == 1:
-            prompt, _ = self._encoder.render_prompt(messages[0]["content"], place=_PLACE)
-        else:
-            prompt = self._encoder.render(messages, place=_PLACE)
         number = next(self._numbers)
+        row = Row(
+            place="the question",
+            query_id=str(number),
+            task="",
+            prompt=messages[0]["content"],
+            solutions=(),
+            messages=messages if len(messages) > 1 else None,
+        )
+        [(prompt, token_ids)] = self._encoder.encode([row])
         completion = await self._sampler.generate(
             GenerateRequest(
                 request_id=str(number),
-                prompt_ids=self._encoder.tokenise([prompt])[0],
+                prompt_ids=token_ids,
                 sampling=self._sampling,
                 seed=self._seed + number,
             )
