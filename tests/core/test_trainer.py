@@ -4,6 +4,8 @@ Arithmetic stands beside the expected numbers. `A` is the finished answer of two
 three tokens of `pair()`; "/ 5" is the division by their trained tokens.
 """
 
+import gzip
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from core.algorithms.policy_gradient import PolicyGradient
+from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import AlgorithmSettings
 from helpers.fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
 
@@ -474,6 +477,18 @@ def test_advantages_that_need_no_pass_are_requested_with_the_batch_before_the_pu
         "take 1", "advantages 1", "push 1",
     ]  # fmt: skip
     assert run.events.index("after_step 1") < run.events.index("samples 1") < run.events.index("report 2")
+
+
+def test_only_a_step_that_is_saved_computes_the_entropy_and_trains_as_the_others(tmp_path: Path) -> None:
+    step = pair(1.0, 2.0, entropy=[[0.5, 1.0], [0.25, 0.75, 2.0]])
+    run = train(step, step, step, saved_steps=SavedSteps(folder=tmp_path, every=2, name="grpo", settings={}))
+    assert [(one.step, one.method, one.temperature) for one in run.passes] == [(1, "entropy", 1.0)]
+    assert run.field_names(step=1) == run.field_names(step=0)
+    assert run.trained_on("advantages", step=1) == run.trained_on("advantages", step=0)
+    (file,) = tmp_path.iterdir()
+    case = json.loads(gzip.decompress(file.read_bytes()))
+    assert [one["entropy"] for one in case["sequences"]] == [[0.0, 0.0, 0.5, 1.0], [0.0, 0.0, 0.25, 0.75, 2.0]]
+    assert [one["advantages"][-1] for one in case["tokens"]] == [1.0, 2.0]
 
 
 def test_staleness_counts_from_the_oldest_trained_token_to_the_version_of_the_step(tmp_path: Path) -> None:

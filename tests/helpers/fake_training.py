@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from core.algorithms.build import build_algorithm
+from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import AlgorithmConfig
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import GenerationHyperparameters, PPOHyperparameters, StalenessConfig
@@ -192,6 +193,7 @@ def train(
     fits: Mapping[str, int] | None = None,
     sample_steps: int | None = None,
     steps_of_an_epoch: int | None = None,
+    saved_steps: SavedSteps | None = None,
     **settings: Any,
 ) -> Run:
     """Run the loop over `steps`; `settings` replace those of PLAIN under the names of the configuration.
@@ -235,6 +237,7 @@ def train(
             num_minibatches=config.ppo.ppo_n_minibatches,
             temperature=config.ppo.gen.temperature,
             schedule=schedule,
+            saved_steps=saved_steps,
             monitor=monitor,
             timer=StepTimer(run.phases.append),
             mean_batch_tokens=96.0,
@@ -365,7 +368,8 @@ class _Ranks:
         )  # fmt: skip
         step = self._steps[self._index]
         outputs = {"actor": step.old or step.sampled, "ref": step.reference, "critic": step.values}
-        return [(np.arange(batch.num_sequences), self._spread(outputs[engine], batch).numpy())]
+        output = step.entropy if method == "entropy" else outputs[engine]
+        return [(np.arange(batch.num_sequences), self._spread(output, batch).numpy())]
 
     def train_step(self, update: UpdatePass) -> dict[str, float]:
         """As MegatronEngine.train_step: the sums of the loss are divided by the sum of the token weights."""
