@@ -58,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {words[0]!r}; one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return BAD_INPUT
     module, first, _ = COMMANDS[words[0]]
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        print("error: the working folder was removed; change to one that exists", file=sys.stderr)
+        return BAD_INPUT
     os.environ["PYTHONPATH"] = python_path()  # for the processes that the command starts
     # Rewards and workflows of the working folder come behind this installation. An editable one is found behind all
     # folders of the path.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    sys.path.insert(sys.path.index(os.getcwd()), str(ROOT))
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.path.insert(sys.path.index(folder), str(ROOT))
     sys.argv = [f"slipstream {words[0]}", *first, *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -48,7 +48,7 @@ def test_a_pretrained_chat_model_is_fetched_tuned_trained_evaluated_and_compared
     (logs,) = tmp_path.glob("runs/logs/*/smol/grpo")
     assert "Ann has" in slipstream(tmp_path, "samples", str(logs), "--step", "2")
     for name, model in (("before", tuned), ("after", logs)):
-        few = ("--num_questions", "4", "--n_sampling", "1", "--max_gen_tokens", "24")
+        few = ("--num_questions", "4", "--n_sampling", "1", "--max_gen_tokens", "24", "--config", f"{logs}/config.yaml")
         slipstream(
             tmp_path, "eval", "--model_path", str(model), "--output_path", name, "--data_names", "problems.jsonl", *few
         )

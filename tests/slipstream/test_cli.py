@@ -79,6 +79,14 @@ def test_a_users_packages_do_not_hide_those_of_the_installation(tmp_path: Path) 
     assert wrong.returncode == 2 and "did you mean 'score'?" in wrong.stderr
 
 
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    script = f"import os, sys; os.rmdir(os.getcwd()); {MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(ROOT), "runs"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "error: the working folder was removed; change to one that exists\n")
+
+
 def test_processes_of_a_run_import_the_installation_before_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
