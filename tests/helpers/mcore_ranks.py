@@ -98,13 +98,19 @@ def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
     return chunks
 
 
+def warm_context() -> Any:
+    """Processes that are forked from one that has imported the trainer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "pytest", "transformers", "mcore_adapter.engine"])
+    return context
+
+
 class RankPool:
     """run(function, world_size, *args) calls function(Rank, *args) on that many processes at once."""
 
-    def __init__(self, start_method: str = "forkserver") -> None:
-        """Fork the processes from one that has imported the trainer, or with "spawn" let each import it itself."""
-        self._context = multiprocessing.get_context(start_method)
-        self._context.set_forkserver_preload(["torch", "pytest", "transformers", "mcore_adapter.engine"])
+    def __init__(self, *, fresh: bool = False) -> None:
+        """`fresh`: let each process import the trainer itself."""
+        self._context = multiprocessing.get_context("spawn") if fresh else warm_context()
         self._processes: list[Any] = []
         self._tasks: list[Any] = []
         self._results: Any = self._context.Queue()

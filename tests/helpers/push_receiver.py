@@ -1,12 +1,11 @@
 """A process that receives weights by the calls of a SGLang server, and does nothing else.
 
-It joins groups, takes broadcasts, payloads and folders, and tells checksums. Past `--refuse-from N` updates it answers
-each further one with HTTP 400.
+It joins groups, takes broadcasts, payloads and folders, and tells checksums. Past `refuse_from` updates it answers each
+further one with HTTP 400.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import pickle
@@ -108,10 +107,7 @@ def serve(port_file: Path, receiver: Receiver) -> None:
         server.serve_forever()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("port_file", type=Path)
-    parser.add_argument("--refuse-from", type=int, default=1 << 30)
-    arguments = parser.parse_args()
+def receive(port_file: Path, refuse_from: int) -> None:
+    """Be such a process."""
     torch.set_num_threads(1)
-    serve(arguments.port_file, Receiver(arguments.refuse_from))
+    serve(port_file, Receiver(refuse_from))

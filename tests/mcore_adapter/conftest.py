@@ -26,7 +26,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[RankPool]:
     """As ranks, but they leave the GPUs when the file is through; CUDA does not survive a fork."""
-    pool = RankPool("spawn")
+    pool = RankPool(fresh=True)
     yield pool
     pool.close()
 

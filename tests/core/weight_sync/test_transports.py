@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from allocation import parse
@@ -30,13 +25,14 @@ from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import WeightPush
 from core.weight_sync.senders import SENDERS
+from helpers.mcore_ranks import warm_context
+from helpers.push_receiver import receive
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
 from rollout.inference.registry import choose_transport
 from rollout.inference.sglang.client import SGLangEndpoint
 from tracing import FOLDER, record_spans
 
-ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
     "model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
@@ -72,14 +68,12 @@ def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> A
     return SENDERS[kind](settings)
 
 
-def trainer_rank(
-    rank: int, port: int, pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, out: Any
-) -> None:
-    """Push two versions by each transport in turn; tells (rank, transport, report or error). The first error that
-    the ranks do not share ends them, as it ends a run."""
+def trainer_rank(rank: int, pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, out: Any) -> None:
+    """Push two versions by each transport in turn; tells (rank, place of the transport, report or error). The first
+    error that the ranks do not share ends them, as it ends a run."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for kind, staged_bytes in pushes:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for place, (kind, staged_bytes) in enumerate(pushes):
         sender = sender_on(kind, rank, folder, staged_bytes)
         try:
             sender.connect(servers)
@@ -87,23 +81,32 @@ def trainer_rank(
                 sender.prepare(gather(kind, rank, version), verify=True)
                 report = sender.send()
             sender.close()
-            out.put((rank, kind, report))
+            out.put((rank, place, report))
         except (PushError, GeneratorCallError) as e:
-            out.put((rank, kind, f"{type(e).__name__}: {e}"))
+            out.put((rank, place, f"{type(e).__name__}: {e}"))
 
 
 @contextmanager
-def receivers(folder: Path, *options: str) -> Iterator[list[SGLangEndpoint]]:
-    """One process for each of the two trainer ranks to sit beside."""
-    script = ROOT / "tests/helpers/push_receiver.py"
-    files = [folder / f"port-{i}" for i in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, str(script), str(file), *options], env=os.environ | {"PYTHONPATH": str(ROOT)})
-        for file in files
-    ]
+def processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Any]]:
+    """A process for each of `arguments`."""
+    started = [warm_context().Process(target=function, args=own) for own in arguments]
+    for process in started:
+        process.start()
     try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def receivers(folder: Path, refuse_from: int) -> Iterator[list[SGLangEndpoint]]:
+    """One process for each of the two trainer ranks to sit beside."""
+    files = [folder / f"port-{i}" for i in range(2)]
+    with processes(receive, [(file, refuse_from) for file in files]) as started:
         while not all(file.exists() for file in files):
-            assert all(process.poll() is None for process in processes)
+            assert all(process.is_alive() for process in started)
             time.sleep(0.05)
         yield [
             SGLangEndpoint(
@@ -112,30 +115,15 @@ def receivers(folder: Path, *options: str) -> Iterator[list[SGLangEndpoint]]:
             )
             for i, f in enumerate(files)
         ]  # fmt: skip
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def run_trainer(pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, num_results: int) -> dict[Any, Any]:
-    """(rank, transport) -> report or error, the first `num_results` of them."""
+    """(rank, place of the transport) -> report or error, the first `num_results` of them."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = mp.get_context("spawn")
-    out = context.Queue()
-    ranks = [context.Process(target=trainer_rank, args=(rank, port, pushes, servers, folder, out)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
+    out = warm_context().Queue()
+    with processes(trainer_rank, [(rank, pushes, servers, folder, out) for rank in range(2)]):
         results = [out.get(timeout=200) for _ in range(num_results)]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return {(rank, kind): result for rank, kind, result in results}
+    return {(rank, place): result for rank, place, result in results}
 
 
 def test_what_a_killed_push_left_on_disk_is_removed_by_the_next_attempt(tmp_path: Path) -> None:
@@ -148,26 +136,26 @@ def test_what_a_killed_push_left_on_disk_is_removed_by_the_next_attempt(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["globalstep4"]
 
 
-def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit(tmp_path: Path) -> None:
-    """The servers' own checksums are compared in the push; here the counts and the report."""
-    with receivers(tmp_path) as servers:
-        results = run_trainer([("nccl", 2000), ("ipc", 0), ("disk", None)], servers, tmp_path, num_results=6)
-    for kind in ("nccl", "ipc", "disk"):
-        report = results[0, kind]
+def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit_and_a_refusal_fails_them_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    """The servers' own checksums are compared in the push; here the counts and the report. A push by ipc fails on every
+    rank, as all of them hold memory for it; by nccl where the broadcast is."""
+    pushes: list[Push] = [("nccl", 2000), ("ipc", 0), ("disk", None), ("ipc", None), ("nccl", None)]
+    taken = 2 * (NUM_BUCKETS - 1) + 2 * (NUM_BUCKETS - 1) + 2  # a folder is one update
+    with receivers(tmp_path, refuse_from=taken + NUM_BUCKETS) as servers:
+        results = run_trainer(pushes, servers, tmp_path, num_results=9)
+    for place, (kind, _) in enumerate(pushes[:3]):
+        report = results[0, place]
         assert isinstance(report, SendReport), report
         assert report.num_buckets == NUM_BUCKETS - 1
         if kind != "disk":  # whose files have headers
             assert report.num_bytes == (NUM_BUCKETS - 1) * ((33 + 28) * 2 + 3 * 8)
-        assert results[1, kind] is None
-
-
-def test_a_server_that_refuses_a_bucket_fails_the_push_with_its_reason(tmp_path: Path) -> None:
-    """By ipc on every rank, as all of them hold memory for it; by nccl where the broadcast is."""
-    with receivers(tmp_path, "--refuse-from", "5") as servers:
-        results = run_trainer([("ipc", None), ("nccl", None)], servers, tmp_path, num_results=3)
-    assert results.keys() == {(0, "ipc"), (1, "ipc"), (0, "nccl")}
-    for result in results.values():
-        assert isinstance(result, str) and "generator-" in result and "no more of these" in result
+        assert results[1, place] is None
+    assert results.keys() - {(rank, place) for rank in range(2) for place in range(3)} == {(0, 3), (1, 3), (0, 4)}
+    for refused in ((0, 3), (1, 3), (0, 4)):
+        said = results[refused]
+        assert isinstance(said, str) and "generator-" in said and "no more of these" in said
 
 
 def settings_alone(**changes: Any) -> SenderSettings:
