@@ -23,7 +23,7 @@ def run(*arguments: str, module: str = "core.quickstart") -> subprocess.Complete
     command = [sys.executable, "-m", module, *arguments] if module else [sys.executable, *arguments]
     forced = {"FORCE_COLOR": "1"}  # by notebooks and continuous integration; a pipe is no terminal for that
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **forced}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def snapshot(folder: Path) -> set[Path]:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from helpers.virtual_clock import run_virtual
 from rollout.time_limit import WorkflowTimeoutError, not_counted, within
 
 
@@ -19,7 +20,7 @@ def test_a_run_that_never_ends_is_cancelled_with_the_key_in_the_message() -> Non
             ended.append("cancelled")
 
     with pytest.raises(WorkflowTimeoutError, match=r"workflow\.timeout_seconds=0\.05 beside generation"):
-        asyncio.run(within(0.05, never))
+        run_virtual(within(0.05, never))
     assert ended == ["cancelled"]
 
 
@@ -32,7 +33,7 @@ def test_time_in_generators_and_reward_workers_does_not_count() -> None:
         await asyncio.gather(sample(), sample())  # the clock stands still until the last has ended
         return "done"
 
-    assert asyncio.run(within(0.2, waits)) == "done"
+    assert run_virtual(within(0.2, waits)) == "done"
 
 
 def test_time_after_a_wait_counts_again() -> None:
@@ -42,7 +43,7 @@ def test_time_after_a_wait_counts_again() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(WorkflowTimeoutError):
-        asyncio.run(within(0.1, tool))
+        run_virtual(within(0.1, tool))
 
 
 def test_results_and_errors_pass_and_a_cancelled_caller_ends_the_run() -> None:
@@ -74,4 +75,4 @@ def test_results_and_errors_pass_and_a_cancelled_caller_ends_the_run() -> None:
             await caller
         assert ended.is_set()
 
-    asyncio.run(main())
+    run_virtual(main())

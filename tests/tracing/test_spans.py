@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from tracing import (
-    DELAY_SECONDS,
     EARLIER,
     FOLDER,
     FREQUENT,
@@ -196,8 +195,9 @@ def test_every_public_method_of_a_spanned_class_is_recorded_once_it_has_ended(tm
             return n * factor
 
         async def take(self) -> list[list[Any]]:
-            await asyncio.sleep(1.5 * DELAY_SECONDS)
-            return written(tmp_path, "p")
+            while not (rows := written(tmp_path, "p")):
+                await asyncio.sleep(0.01)
+            return rows
 
     record_spans("p", tmp_path, limit_mib=1)
     worker = Worker()

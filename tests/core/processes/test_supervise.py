@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def script(body: str, *, retries: int, driver_seconds: float = 60, end_seconds: 
 
 def run(body: str, *, retries: int, driver_seconds: float = 60) -> tuple[int, str]:
     command = script(body, retries=retries, driver_seconds=driver_seconds)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -191,7 +192,7 @@ def attempt(self):
     process = subprocess.Popen(script(body, retries=3), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(end)
-    said, _ = process.communicate(timeout=20)
+    said, _ = process.communicate()
     assert process.returncode == INTERRUPTED and said == "cleaned up\n"
 
 
@@ -213,7 +214,7 @@ def attempt(self):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[0] == f"{signal.SIGTERM:d} {signal.SIGINT:d}\n"
+    assert process.communicate()[0] == f"{signal.SIGTERM:d} {signal.SIGINT:d}\n"
     assert process.returncode == INTERRUPTED
 
 
@@ -238,7 +239,7 @@ def attempt(self):
     process = subprocess.Popen(script(body, retries=0, end_seconds=1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate()
     assert process.returncode == INTERRUPTED
     assert "the driver (running) had not ended 1 s after a signal, in phase 'starting'" in said
     assert "in attempt" in (tmp_path / "stacks" / "driver.txt").read_text()
@@ -330,11 +331,9 @@ def test_an_attempt_ends_with_the_process_that_the_user_started() -> None:
     assert process.stdout is not None
     driver = int(process.stdout.readline())
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=20)
-    deadline = time.monotonic() + 10
-    while is_alive(driver) and time.monotonic() < deadline:
+    process.communicate()
+    while is_alive(driver):  # a test that hangs is ended by its time limit
         time.sleep(0.05)
-    assert not is_alive(driver)
 
 
 HANGS = """
@@ -369,12 +368,13 @@ def test_a_driver_that_is_stopped_or_hangs_is_killed_with_its_stacks_and_the_nex
     driver = int(process.stdout.readline())
     if state == "stopped":
         os.kill(driver, signal.SIGSTOP)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate()
     assert process.returncode == DONE and "went on" in said
-    assert (
-        f"Attempt 1 failed after step 5: the driver ({state}) sent no heartbeat for 3 s in phase 'update' "
-        f"(deadlines.driver_seconds=2.5) and was killed; its stacks are in {tmp_path}/stacks. Restarting"
-    ) in said
+    assert re.search(
+        rf"Attempt 1 failed after step 5: the driver \({state}\) sent no heartbeat for \d+ s in phase 'update' "
+        rf"\(deadlines\.driver_seconds=2\.5\) and was killed; its stacks are in {tmp_path}/stacks\. Restarting",
+        said,
+    )
     assert not psutil.pid_exists(driver)
     (stacks,) = (tmp_path / "stacks" / "earlier").glob("driver.*.txt")
     assert "in hangs_here" in stacks.read_text() and f"driver ({state}): no heartbeat" in stacks.read_text()
@@ -403,7 +403,7 @@ def attempt(self):
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.7)  # it looks at the driver before that one can say anything
     os.kill(driver, signal.SIGCONT)
-    said, _ = process.communicate("go on\n", timeout=30)
+    said, _ = process.communicate("go on\n")
     assert process.returncode == DONE and "failed after step" not in said
 
 

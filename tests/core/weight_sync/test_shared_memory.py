@@ -6,10 +6,8 @@ import base64
 import io
 import pickle
 import random
-import socket
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -79,7 +77,7 @@ def bucket_of(version: int, bucket: int) -> dict[str, Tensor]:
     return {f"layers.{bucket}.norm.weight": torch.randn(SIZES[bucket], generator=generator).bfloat16()}
 
 
-def sharing_rank(rank: Rank, port: int) -> tuple[list[str], list[str]]:
+def sharing_rank(rank: Rank) -> tuple[list[str], list[str]]:
     """Push three times on one of four ranks, of which the last has no server beside it. Return the outcomes, and the
     servers with which this rank shares memory."""
 
@@ -89,8 +87,7 @@ def sharing_rank(rank: Rank, port: int) -> tuple[list[str], list[str]]:
             yield bucket_of(version, bucket)
 
     mp.set_sharing_strategy("file_system")
-    store = dist.TCPStore("127.0.0.1", port, 4, is_master=rank.rank == 0, timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=4, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=4)
     settings = SenderSettings(
         type="ipc", rank=rank.rank, world_size=4, dtype="bfloat16", timeout_seconds=5.0, bucket_bytes=2000
     )
@@ -120,10 +117,7 @@ def sharing_rank(rank: Rank, port: int) -> tuple[list[str], list[str]]:
 
 def test_by_ipc_several_ranks_share_two_pieces_of_memory_with_servers_of_different_speeds(ranks: RankPool) -> None:
     """Two servers share one of the ranks' GPUs. The second update is refused on all ranks, the third one goes on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    results = ranks.run(sharing_rank, 4, port)
+    results = ranks.run(sharing_rank, 4)
     assert [outcomes for outcomes, _ in results] == [["sent", "generator-1 refuses", "sent"]] * 4
     # Memory that no server opens and closes could not be freed.
     assert [shared for _, shared in results] == [["generator-0"], ["generator-0"], ["generator-1"], []]
