@@ -208,15 +208,21 @@ def _work(tasks: Any, results: Any) -> None:
         results.put(ended)
 
 
-EVERY_TIME = ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2")
+EVERY_TIME = {
+    True: ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2"), False: (*LAYOUTS, "dp2"),
+}  # fmt: skip
+"""Layouts of the first model with experts, and of the first without, outside of the nightly tests."""
 
 
 def cases(names: Any, layouts: dict[str, ParallelLayout]) -> Any:
-    """(model, layout) for each of both; models with experts in their own layouts too, some of them only at night."""
-    params = []
+    """(model, layout) for each of both; models with experts in their own layouts too. Models but the first of each kind
+    have most layouts only at night."""
+    params, seen = [], set()
     for name in names:
         has_experts = name in EXPERT_MODELS
+        every_time = ("one process", "tp2 pp2", "dp2 pp2 ep2") if has_experts in seen else EVERY_TIME[has_experts]
+        seen.add(has_experts)
         for key, layout in {**layouts, **(EXPERT_LAYOUTS if has_experts else {})}.items():
-            marks = [pytest.mark.nightly] if has_experts and key not in EVERY_TIME else []
+            marks = [] if key in every_time else [pytest.mark.nightly]
             params.append(pytest.param(name, layout, id=f"{name}-{key}", marks=marks))
     return pytest.mark.parametrize(("name", "layout"), params)

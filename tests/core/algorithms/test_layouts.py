@@ -223,7 +223,7 @@ def test_loss_and_gradient_are_the_same_in_any_order_of_sequences(
 def test_loss_and_gradient_are_the_same_in_every_layout(
     ranks: RankPool, model: str, one_process: Runs, layout: str
 ) -> None:
-    for runs in ranks.run(run_cases, 2, LAYOUTS[layout], model, CASES, [128, LONGEST + 8], timeout=1200.0):
+    for runs in ranks.run(run_cases, 2, LAYOUTS[layout], model, CASES, [128], timeout=1200.0):
         for case in CASES:
             for steps in runs[case]:
                 assert_same(steps, one_process[case][0])

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
 from helpers.postgres import PostgresServer
-from helpers.runs import rows
+from helpers.runs import metrics_of, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -123,10 +123,13 @@ def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..
     assert {"eval/prompts/accuracy", "eval/few/accuracy", "eval/few/mean_length_tokens"} <= found[0].keys()
 
 
-def test_a_serve_job_answers_behind_one_address_with_the_weights_that_a_train_job_publishes(
+def test_serve_and_explore_jobs_follow_the_weights_that_a_train_job_publishes(
     assets, start: Callable[..., Command], tmp_path: Path
 ) -> None:
-    train = start("train", "train", exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 1})
+    """The serve job answers behind one address with them; the explore job evaluates them beside its sampling."""
+    control = {"total_train_steps": 2, "ckpt_freq_steps": 1, "eval_freq_steps": 1, "eval_at_start": True}
+    changes = {"evaluation": {"path": str(assets.prompts), "num_prompts": 4}, "exp_ctrl": control}
+    train = start("train", "train", **changes)
     serve = start("serve", "serve", serve={"api_key": "secret", "follow": True}, prompt={
         "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, experience={"path": str(
         tmp_path / "shared" / "experience.db"), "store": "sqlite"})  # fmt: skip
@@ -143,11 +146,16 @@ def test_a_serve_job_answers_behind_one_address_with_the_weights_that_a_train_jo
     assert all(answer["choices"][0]["message"]["role"] == "assistant" for answer in answers)
     with pytest.raises(urllib.error.HTTPError, match="401"):
         ask("other")
-    explore = start("explore", "explore", exp_ctrl={"total_train_steps": 2, "ckpt_freq_steps": 1})
-    assert train.finish() == 0, train.output()[-4000:]
-    assert explore.finish() == 0, explore.output()[-4000:]
+    explore = start("explore", "explore", allocation_mode="embedded.d2m1p1+d1m1p1", n_gpus_per_node=3, **changes)
+    for job in (train, explore):
+        assert job.finish() == 0, job.output()[-4000:]
     serve.wait_for("Serving version 2.")
     assert ask("secret")["choices"]
+    evaluated, by_trainer = (
+        {row["step"] for row in metrics_of(job) if "eval/accuracy" in row} for job in (explore, train)
+    )
+    assert 2 in evaluated and evaluated <= {0, 1, 2} and not by_trainer
+    assert "beside training" in explore.output()
 
 
 @pytest.mark.nightly

@@ -31,6 +31,9 @@ from rollout.inference.router import NoGeneratorError
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow
 
+ZERO = "helpers.rewards:zero"
+"""A reward whose worker starts fast."""
+
 
 def config_of(
     assets,
@@ -57,8 +60,10 @@ def config_of(
     })  # fmt: skip
 
 
-def service(assets, generator: Any, eval_paths: list[str], *, logs: str | Path = "", **options: Any) -> RolloutService:
-    config = config_of(assets, eval_paths, **options)
+def service(
+    assets, generator: Any, eval_paths: list[str], *, logs: str | Path = "", reward: str = ZERO, **options: Any
+) -> RolloutService:
+    config = config_of(assets, eval_paths, reward=reward, **options)
     return RolloutService({"generator-0": generator}, config, Path(logs), put=lambda arrays: arrays, fetch=list)
 
 
@@ -70,7 +75,7 @@ def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) 
 
     async def evaluate(paths: list[str]) -> dict[str, float]:
         generator = EmbeddedGenerator(assets.model, threads=1)
-        made = service(assets, generator, paths)
+        made = service(assets, generator, paths, reward="math")
         try:
             facts = await made.start()
             assert facts.num_eval_prompts == (7 if len(paths) == 2 else 6)
@@ -125,7 +130,7 @@ def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positi
     generator = Recording()
 
     async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)], reward="helpers.rewards:zero")
+        made = service(assets, generator, [str(assets.prompts)])
         try:
             await made.start()
             return await made.evaluate(0)

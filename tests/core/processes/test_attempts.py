@@ -84,6 +84,7 @@ def test_a_run_outlives_its_driver_a_stopped_driver_a_stopped_rank_and_its_ray(
     nothing_left(command)
 
 
+@pytest.mark.nightly  # daily: the only generator of a run
 def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weights(
     assets, run_command, nothing_left
 ) -> None:

@@ -64,7 +64,7 @@ def test_a_run_saved_at_tp2_continues_under_another_layout(ranks, folder, saved,
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_moe", marks=pytest.mark.nightly), "deepseek_v3"])
 def test_a_run_with_experts_continues_under_another_layout(ranks, folder, name):
     """Weights, correction biases and the optimizer's state of every expert, wherever it lies."""
     saving = ParallelLayout(dp=2, ep=2)
@@ -132,13 +132,18 @@ def background_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dt
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        (ParallelLayout(), "float32"),
         (TP2, "bfloat16"),
         (ParallelLayout(dp=2), "float32"),
-        (ParallelLayout(dp=2), "bfloat16"),
-        (ParallelLayout(pp=2), "float32"),
-        (ParallelLayout(dp=2, pp=2), "bfloat16"),
-        (ParallelLayout(pp=2, vpp=2), "float32"),
+        *(
+            pytest.param(layout, dtype, marks=pytest.mark.nightly)
+            for layout, dtype in (
+                (ParallelLayout(), "float32"),
+                (ParallelLayout(dp=2), "bfloat16"),
+                (ParallelLayout(pp=2), "float32"),
+                (ParallelLayout(dp=2, pp=2), "bfloat16"),
+                (ParallelLayout(pp=2, vpp=2), "float32"),
+            )
+        ),
     ],
     ids=str,
 )

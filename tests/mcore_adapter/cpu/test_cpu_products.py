@@ -1,11 +1,11 @@
 """torch.mm by oneDNN: its numbers, which products it takes, and what torch computes with it."""
 
-import subprocess
-import sys
+import warnings
 
 import pytest
 import torch
 
+from helpers.mcore_ranks import warm_context
 from mcore_adapter.cpu import layers as products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -71,26 +71,25 @@ def test_what_is_no_product_is_refused_as_by_torch(a: torch.Tensor, b: torch.Ten
     assert str(found.value) == str(expected.value)
 
 
-COMPUTES = """
-import warnings
-import torch
-from mcore_adapter.cpu import layers as products
-warnings.simplefilter("error")
-products.use_onednn(); products.use_onednn()
-torch.manual_seed(0)
-calls, compute = [], products._linear
-products._linear = lambda x, w: calls.append(1) or compute(x, w)
-x, weight = torch.randn(3, 100, 192, requires_grad=True), torch.randn(128, 192, requires_grad=True)
-(torch.matmul(x, weight.t()) ** 2).sum().backward()
-wide = x.detach().double().flatten(0, 1)
-product = wide @ weight.detach().double().t()
-torch.testing.assert_close(x.grad.double().flatten(0, 1), 2 * product @ weight.detach().double(), rtol=1e-4, atol=1e-2)
-torch.testing.assert_close(weight.grad.double(), 2 * product.t() @ wide, rtol=1e-4, atol=1e-2)
-print(len(calls))
-"""
+def compute_by_torch() -> None:
+    warnings.simplefilter("error")
+    products.use_onednn()
+    products.use_onednn()
+    torch.manual_seed(0)
+    calls, compute = [], products._linear
+    products._linear = lambda x, w: calls.append(1) or compute(x, w)
+    x, weight = torch.randn(3, 100, 192, requires_grad=True), torch.randn(128, 192, requires_grad=True)
+    (torch.matmul(x, weight.t()) ** 2).sum().backward()
+    wide, w = x.detach().double().flatten(0, 1), weight.detach().double()
+    product = wide @ w.t()
+    torch.testing.assert_close(x.grad.double().flatten(0, 1), 2 * product @ w, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(weight.grad.double(), 2 * product.t() @ wide, rtol=1e-4, atol=1e-2)
+    assert len(calls) == 3
 
 
 def test_torch_computes_with_it_forward_and_backward() -> None:
     """In a process of its own: what is replaced stays replaced. No warning is shown."""
-    done = subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    process = warm_context().Process(target=compute_by_torch)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

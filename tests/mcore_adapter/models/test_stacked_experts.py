@@ -23,20 +23,11 @@ from helpers.engine_cases import (
     transformers_step,
     whole,
 )
-from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
+from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool, cases
 from helpers.tiny_models import EXPERT_MODELS
 from mcore_adapter.data.batch import ROUTED_EXPERTS
 
 BALANCED = dict(moe_aux_loss_coeff=0.05, moe_bias_update_rate=0.01)
-LAYOUTS = {
-    "one process": ParallelLayout(),
-    "tp2": ParallelLayout(tp=2),
-    "pp2 vpp2": ParallelLayout(pp=2, vpp=2),
-    "dp2 ep2": EXPERT_LAYOUTS["dp2 ep2"],
-    "tp2 ep2": EXPERT_LAYOUTS["tp2 ep2"],
-    "cp2 ep2": EXPERT_LAYOUTS["cp2 ep2"],
-    "dp2 pp2 ep2": EXPERT_LAYOUTS["dp2 pp2 ep2"],
-}
 
 
 def stacked(function: Any, rank: Rank, *args: Any, **kwargs: Any) -> Any:
@@ -66,14 +57,12 @@ def one_by_one(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
     return {name: ranks.run(run, 1, ParallelLayout(), str(model_folders[name][0])) for name in EXPERT_MODELS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EXPERT_MODELS)
+@cases(EXPERT_MODELS, {name: LAYOUTS[name] for name in ("one process", "tp2", "pp2 vpp2")})
 def test_stacked_experts_train_as_experts_one_by_one_do(
-    ranks: RankPool, model_folders: Any, one_by_one: dict[str, Any], name: str, layout: str
+    ranks: RankPool, model_folders: Any, one_by_one: dict[str, Any], name: str, layout: ParallelLayout
 ) -> None:
-    where = LAYOUTS[layout]
     run = partial(stacked, actor_run)
-    results = ranks.run(partial(run, **BALANCED), where.world_size, where, str(model_folders[name][0]))
+    results = ranks.run(partial(run, **BALANCED), layout.world_size, layout, str(model_folders[name][0]))
     assert_same_steps(results, one_by_one[name])
     torch.testing.assert_close(whole(results), whole(one_by_one[name]), rtol=1e-5, atol=1e-5)
 
@@ -128,7 +117,7 @@ def continued(rank: Rank, layout: ParallelLayout, model: str, path: str) -> Any:
         return steps_of(engine)
 
 
-@pytest.mark.parametrize("saving", ["stacked", "one by one"])
+@pytest.mark.parametrize("saving", ["stacked", pytest.param("one by one", marks=pytest.mark.nightly)])
 def test_a_checkpoint_does_not_depend_on_how_experts_are_stored(
     ranks: RankPool, model_folders: Any, tmp_path: Path, saving: str
 ) -> None:
@@ -164,7 +153,7 @@ def test_stacked_weights_are_exported_one_expert_at_a_time_and_as_they_are_now(
 ) -> None:
     from safetensors.torch import load_file
 
-    folder, where = model_folders["qwen3_moe"][0], LAYOUTS[layout]
+    folder, where = model_folders["qwen3_moe"][0], {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
     before, after, _ = ranks.run(partial(stacked, exported), where.world_size, where, str(folder))[0]
     _, expected, _ = ranks.run(exported, where.world_size, where, str(folder))[0]
     stored = load_file(folder / "model.safetensors")
