@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,18 +11,23 @@ import pytest
 # that calls it: those of autograd would start a pool each, whose waiting costs more than the work of small models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ROOT = Path(__file__).parent
 LONGEST = (
-    "test_attempts",
     "test_ppo_end_to_end",
-    "test_recover_run",
-    "test_model",
-    "test_checkpoint",
+    "test_modes",
     "test_lint",
+    "test_model",
+    "test_recover_run",
     "test_eval",
-    "test_sft_end_to_end",
-    "test_examples",
-    "test_convert",
+    "test_checkpoint",
     "test_stacked_experts",
+    "test_convert",
+    "test_layouts",
+    "test_examples",
+    "test_sft_end_to_end",
+    "test_quickstart_cli",
+    "test_task_sets_run",
+    "test_evaluation_beside",
     "test_ppo_sglang",
 )
 """Modules by their processor time; those that are not listed take less."""
@@ -41,10 +47,19 @@ SLOW_SECONDS = 1800
 """After which a slow test hangs: several runs, on a machine with other work."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each test process begin to import at another folder: what one has compiled, the others only read."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and [Path(word).resolve() for word in config.args] == [ROOT]:
+        parts = sorted(path for path in ROOT.iterdir() if path.is_dir() or path.name.startswith("test_"))
+        first = int(worker.removeprefix("gw")) * len(parts) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        config.args = [str(path) for path in parts[first:] + parts[:first]]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(place)), item.path))
     for item in items:
         if item.path.stem in SLOW_MODULES or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
