@@ -272,18 +272,21 @@ EXPERTS = {"moe_aux_loss_coeff": 0.05, "moe_bias_update_rate": 0.01, "recompute"
 @pytest.mark.parametrize(
     ("layout", "model", "settings"),
     [
-        (ParallelLayout(), "qwen2_tied", {}),
         (ParallelLayout(tp=2, pp=2), "qwen2_tied", {}),
-        (ParallelLayout(pp=2, vpp=2), "qwen2_tied", {}),
-        (ParallelLayout(cp=2), "qwen2_tied", {}),
         (ParallelLayout(cp=3), "qwen2_tied", {}),
         (ParallelLayout(dp=2), "qwen2_tied", CRITIC),
-        (ParallelLayout(tp=2), "qwen2_tied", CRITIC),
-        (ParallelLayout(), "qwen3_moe", EXPERTS),
         (ParallelLayout(dp=2, ep=2), "qwen3_moe", EXPERTS),
-        (ParallelLayout(cp=2), "qwen3_moe", EXPERTS),
-        (ParallelLayout(pp=2), "qwen3_moe", EXPERTS),
-        (ParallelLayout(tp=2), "deepseek_v2", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (ParallelLayout(), "qwen2_tied", {}),
+                (ParallelLayout(pp=2, vpp=2), "qwen2_tied", {}),
+                (ParallelLayout(tp=2), "qwen2_tied", CRITIC),
+                (ParallelLayout(cp=2), "qwen3_moe", EXPERTS),
+                (ParallelLayout(pp=2), "qwen3_moe", EXPERTS),
+                (ParallelLayout(tp=2), "deepseek_v2", {}),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "critic" if value == CRITIC else None,
 )
@@ -360,7 +363,12 @@ def options_run(
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(dp=2), ParallelLayout(dp=2, pp=2), ParallelLayout(dp=2, pp=2, vpp=2)]
+    "layout",
+    [
+        ParallelLayout(dp=2),
+        pytest.param(ParallelLayout(dp=2, pp=2), marks=pytest.mark.nightly),
+        ParallelLayout(dp=2, pp=2, vpp=2),
+    ],
 )
 def test_communication_beside_the_computation_changes_nothing(ranks, folder, layout):
     model = str(folder / "qwen2_tied")

@@ -91,9 +91,10 @@ def one_rank(sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> li
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
-@pytest.mark.parametrize("keep_halves", [True, False], ids=["kept", "computed again"])
 @pytest.mark.parametrize("num_experts", [NUM_EXPERTS, K], ids=["all experts", "those of the first rank"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "keep_halves"), [(torch.float32, True), (torch.bfloat16, False)], ids=["kept", "computed again"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_together_what_one_computes(
     ranks: RankPool, case: str, dtype: torch.dtype, num_experts: int, keep_halves: bool
