@@ -28,22 +28,10 @@ def test_the_generator_gets_the_first_nodes_and_the_trainer_the_rest() -> None:
     assert allocation.trainer.slots == tuple((node, gpu) for node in (2, 3) for gpu in range(8))
 
 
-def test_tensor_groups_keep_to_one_node_where_slots_in_a_row_would_cross() -> None:
-    # In a row, the trainer's first group of four would be GPUs 4 and 5 of node 0 with 0 and 1 of node 1.
-    allocation = parse("sglang.d4m1p1+d2m4p1", n_nodes=2, n_gpus_per_node=6)
-    assert all(len(nodes) == 1 for nodes in nodes_of_groups(allocation, "actor_train"))
-    assert allocation.trainer.tp_groups_across_nodes == 0
-
-
 def test_colocated_groups_keep_to_one_node_where_the_node_is_no_multiple_of_them() -> None:
     allocation = parse("sglang.d3m4p1", n_nodes=2, n_gpus_per_node=6)
     assert [len(nodes) for nodes in nodes_of_groups(allocation, "actor_train")] == [1, 1, 2]
     assert allocation.table()[0].tp_groups_across_nodes == 1
-
-
-def test_a_group_larger_than_a_node_takes_whole_nodes() -> None:
-    allocation = parse("sglang.d4m4p1+d1m16p1", n_nodes=4, n_gpus_per_node=8)
-    assert nodes_of_groups(allocation, "actor_train") == [{2, 3}]
 
 
 def test_a_whole_server_stays_on_one_node_and_its_slots_are_neighbours() -> None:

@@ -575,20 +575,6 @@ def test_a_workflow_that_returns_something_else_is_told_so(group: object, said: 
     assert said in str(error.value)
 
 
-def test_leaving_the_producer_cancels_everything_it_started() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(seconds=1e6)
-        async with make_producer(workflow, max_staleness=3) as producer:
-            await settle()
-            assert workflow.running == 16
-            assert producer.stats()["rollout/num_in_flight"] == 16
-        assert workflow.running == 0
-        assert len(asyncio.all_tasks()) == 1
-        assert set(workflow.calls.values()) == {1}, "nothing is tried again"
-
-    run_virtual(main())
-
-
 def test_the_last_epoch_ends_the_stream() -> None:
     async def main() -> None:
         workflow = CallWorkflow()
@@ -773,43 +759,6 @@ def test_a_workflow_that_never_ends_is_run_again_and_then_skipped() -> None:
         ) as producer:
             await producer.take(0)
             assert producer.stats()["rollout/num_failures"] == 2 and producer.stats()["rollout/num_skipped"] == 1
-
-    run_virtual(main())
-
-
-def test_a_workflow_that_exits_fails_like_any_other() -> None:
-    """In a task, SystemExit would end the event loop, and nothing would ever answer."""
-
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(*range(20), error=SystemExit))
-        with pytest.raises(WorkflowFailureError, match=r"the workflow raised SystemExit\(this prompt\)"):
-            async with make_producer(workflow, max_retries=0) as producer:
-                await producer.take(0)
-
-    run_virtual(main())
-
-
-def test_a_sample_that_keeps_failing_in_a_task_group_costs_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    """Up to Python 3.12, asyncio.TaskGroup leaves the task with a count of cancellations."""
-
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(1, 6))
-        async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
-            taken = await train(producer, workflow, range(5))
-        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
-        assert producer.stats()["rollout/num_skipped"] == 2
-        assert workflow.calls["q1"] == 4
-
-    run_virtual(main())
-    assert "q1: attempt 1 of 4 failed: ZeroDivisionError('this prompt') (test_producer.py, line" in caplog.text
-
-
-def test_samples_that_fail_in_every_task_group_end_the_run_with_their_error() -> None:
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(*range(20)))
-        with pytest.raises(WorkflowFailureError, match=r"max_error_share=0.05 .* ZeroDivisionError: this prompt"):
-            async with make_producer(workflow, errors=skipping(0.05)) as producer:
-                await producer.take(0)
 
     run_virtual(main())
 

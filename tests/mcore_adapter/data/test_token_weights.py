@@ -13,19 +13,6 @@ def batch_with_a_masked_sequence():
     return batch
 
 
-def plain_sequence_weights(batch) -> list[float]:
-    weights = []
-    for begin, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-        mask = batch.loss_mask[begin:end].tolist()
-        weights += [1 / sum(mask) if trained else 0.0 for trained in mask]
-    return weights
-
-
-def test_a_sequence_mean_weighs_every_trained_token_by_one_over_those_of_its_sequence() -> None:
-    batch = batch_with_a_masked_sequence()
-    assert sequence_mean(batch).tolist() == pytest.approx(plain_sequence_weights(batch), rel=1e-15)
-
-
 def test_branches_of_a_rollout_weigh_as_one_sequence() -> None:
     batch = random_batch(num_sequences=5)
     rollouts = torch.tensor([4, 2, 4, 3, 4])  # the second and the fourth are whole rollouts
@@ -42,21 +29,6 @@ def test_a_sequence_without_trained_tokens_leaves_the_count_of_sequences() -> No
     weighed, divisors = weigh_tokens(batch, sequence_mean)
     assert divisors.loss == pytest.approx(4, rel=1e-14) and divisors.metrics == pytest.approx(4, rel=1e-14)
     assert weighed.fields[TOKEN_WEIGHTS].dtype == torch.float32
-
-
-def test_a_token_mean_divides_by_the_number_of_trained_tokens_exactly() -> None:
-    batch = batch_with_a_masked_sequence()
-    weighed, divisors = weigh_tokens(batch, token_mean)
-    assert divisors.loss == divisors.metrics == int(batch.loss_mask.sum())
-    assert torch.equal(weighed.fields[TOKEN_WEIGHTS], batch.loss_mask.float())
-
-
-def test_a_constant_divisor_stays_while_metrics_are_means_over_the_trained_tokens() -> None:
-    batch = batch_with_a_masked_sequence()
-    weighed, divisors = weigh_tokens(batch, lambda minibatch: token_sum(minibatch, divisor=1000.0))
-    assert divisors.loss == 1000.0 and divisors.metrics == int(batch.loss_mask.sum())
-    trained = weighed.fields[TOKEN_WEIGHTS][batch.loss_mask]
-    assert torch.equal(trained, torch.ones_like(trained))
 
 
 def test_a_minibatch_without_trained_tokens_is_divided_by_one() -> None:
