@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from allocation import GENERATOR_BACKENDS, MEGATRON_ROLES, ROLES, AllocationError, parse, parse_device_mappings
 
 DEGREES = st.integers(1, 4)
-LETTERS = ("d", ("m", "t"), "p", "c", "v", "e")
 WORDS = st.sampled_from(
     [*ROLES, *GENERATOR_BACKENDS, "megatron", "vllm", "rew_inf", "attn", "ffn", "*", ".", ":", ",", "+", "|", "(", ")"]
     + [" ", "d4", "m2", "t2", "p1", "c2", "e2", "v2", "d1m1p1", "8", "heuristic", "manual", "-1", "９", "range(", "[0]"]

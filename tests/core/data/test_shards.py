@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,56 +127,6 @@ def assert_same(actual: PackedBatch, expected: PackedBatch) -> None:
         assert torch.equal(actual.fields[name], value) and actual.fields[name].dtype == value.dtype
 
 
-# What engines cut when every rank held the whole batch: microbatches of each data-parallel rank.
-RECORDED: dict[str, tuple[Planner, int, Unit, int, Any, list[Any]]] = {
-    "two ranks": (
-        Planner(dp=2, attention_cost=0.01), 30, "sequence", 3,
-        [[[6, 8, 1], [7, 5, 2]], [[9, 11, 10], [3, 4, 0]]],
-        [[[[7, 10]], [[11, 2]]], [[[6]], [[4, 0, 1]]], [[[9, 5]], [[3, 8]]]],
-    ),
-    "groups on three ranks that share prompts": (
-        Planner(dp=3, share_prompts=True, attention_cost=0.01), 40, "group", 3,
-        [[[3, 5, 4, 10]], [[6, 11, 8]], [[9, 7, 0, 1, 2]]],
-        [[[[6, 10]], [[9, 8]], [[7, 11]]], [[[5]], [[4]], [[]]], [[[3]], [[0, 1]], [[2]]]],
-    ),
-    "pairs": (
-        Planner(dp=2, share_prompts=True, attention_cost=0.01), 40, "pair", 4,
-        [[[10, 11, 7, 8], [3, 0, 1, 2]], [[6, 4], [9, 5]]],
-        [[[[11, 4]], [[5, 10]]], [[[9, 8]], [[3, 2]]], [[[6]], [[7]]], [[[0]], [[1]]]],
-    ),
-    "an interleaved pipeline with padding": (
-        Planner(dp=1, pp=2, interleaved=True, sequence_multiple=4, attention_cost=0.01), 40, "group", 2,
-        [[[6, 1, 10], [3, 11, 8], [9, 0, 4], [5, 7, 2]]],
-        [[[[6], [7, 8], [11, 10], [9]]], [[[3], [0, 2], [1, 4], [5]]]],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_shards_hold_the_microbatches_that_ranks_with_the_whole_batch_ran(case: str) -> None:
-    planner, limit, unit, count, whole_plan, plans = RECORDED[case]
-    stored = store_batch(planner, limit, unit=unit, count=count)
-    expected, _ = weigh_tokens(stored.batch, token_mean)
-    without_experts = {name: v for name, v in expected.fields.items() if name != ROUTED_EXPERTS}
-    for dp_rank in range(planner.dp):
-        rank = stored.rank(dp_rank)
-        whole = rank.whole(replay_routing=False)
-        assert planner.plan(whole.shape, limit) == whole_plan
-        owned = planner.plan(whole.shape, limit, whole.owners)
-        assert {i for part in owned[dp_rank] for i in part} == {i for of in plans for part in of[dp_rank] for i in part}
-        for sequences in owned[dp_rank]:
-            assert_same(whole.select(sequences), PackedBatch(**{**vars(stored.batch.select(sequences)), "fields": {}}))
-        for i, (minibatch, plan) in enumerate(zip(stored.minibatches, plans, strict=True)):
-            shard = rank.minibatch(i, "actor", replay_routing=True)
-            cut = planner.plan(shard.shape, limit)
-            assert [[[minibatch[j] for j in part] for part in of_rank] for of_rank in cut] == plan
-            assert shard.shape.num_tokens == sum(int(stored.batch.seq_lens[j]) for j in minibatch)
-            for places, sequences in zip(cut[dp_rank], plan[dp_rank], strict=True):
-                assert_same(shard.select(places), expected.select(sequences))
-                plain = rank.minibatch(i, "actor", replay_routing=False).select(places)
-                assert plain.fields.keys() == without_experts.keys()
-
-
 @pytest.mark.parametrize("weights", [None, sequence_mean, partial(token_sum, divisor=100.0)])
 def test_token_weights_and_their_sums_are_those_of_whole_minibatches(weights: TokenWeights | None) -> None:
     stored = store_batch(Planner(dp=2), 30, weights=weights)
@@ -266,16 +215,6 @@ def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatche
     for rank, microbatches in enumerate(plan):
         run = sorted(i for part in microbatches for i in part)
         assert run == (sorted(range(len(lens))) if dp == 1 else np.flatnonzero(owners == rank).tolist())
-
-
-def test_ranks_run_the_plan_that_travels_with_the_batch_until_a_limit_is_lowered() -> None:
-    planner = Planner(dp=2)
-    stored = store_batch(planner, 60)
-    planned = stored.rank(0).minibatch(0, "actor", replay_routing=False)
-    (limit,) = [at for _, at in planned.plans]
-    assert limit == 60 and planned.plan(planner, limit) is planned.plans[planner, limit]
-    assert planned.plan(planner, 45) == planner.plan(planned.shape, 45)
-    assert stored.rank(0).whole(replay_routing=False).plans.keys() == {(planner, 60)}
 
 
 def test_a_limit_that_was_lowered_since_runs_on_the_right_tokens() -> None:

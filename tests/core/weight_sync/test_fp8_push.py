@@ -26,7 +26,6 @@ from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.inference.sglang.hooks.checksums import position_checksum
 
 SHAPE = ModelShape(num_heads=2, num_kv_heads=1, head_dim=128, vocab_size=64)
-CPU = torch.device("cpu")
 ATTENTION, QKV = "model.layers.0.self_attn.", "model.layers.0.self_attn.qkv_proj.weight"
 
 

@@ -20,7 +20,6 @@ from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
 
 LEASE = 3.0
 FORK = multiprocessing.get_context("fork")
-PROMPT = [1, 2, 3]
 
 
 @pytest.fixture(params=["memory", "folder"])

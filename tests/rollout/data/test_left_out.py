@@ -14,7 +14,6 @@ from rollout.data import left_out
 from rollout.data.encoder import PromptFormat
 from rollout.data.left_out import check_lengths, count_left_out
 from rollout.data.rows import Row
-from rollout.data.source import DatasetError
 
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} {% endfor %}"
 
@@ -56,20 +55,6 @@ def test_empty_prompts_are_counted_apart_and_none_left_out_is_no_line(caplog: py
     caplog.clear()
     count_left_out("d.jsonl", [1, 4], max_prompt_len=4).report(logging.getLogger("here"))
     assert caplog.messages == []
-
-
-def test_a_dry_check_counts_as_the_run_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    words, prompts = words_model(tmp_path / "words"), rows(*["one " * 4] * 6, "one " * 20)
-    check(words, prompts, max_prompt_len=4)
-    check(words, prompts, max_prompt_len=20)
-    assert [r.getMessage().partition(" left out")[0] for r in caplog.records] == ["d.jsonl: 1 of 7 prompts are"]
-    with pytest.raises(DatasetError, match="max_prompt_len=3 leaves none of 7 prompts; the shortest has 4 tokens"):
-        check(words, prompts, max_prompt_len=3)
-    chat = words_model(tmp_path / "chat", chat_template=CHATML)
-    check(chat, prompts, max_prompt_len=6, system="one two")
-    with pytest.raises(DatasetError, match="leaves none of 7 prompts; the shortest has 6 tokens"):
-        check(chat, prompts, max_prompt_len=5, system="one two")
 
 
 def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
