@@ -28,10 +28,6 @@ MODEL = {
 }
 
 
-def model_error(layout: str, role: str = "actor_train", **changes: int) -> AllocationError:
-    return model_errors(layout_of(layout), role, **{**MODEL, **changes})[0]
-
-
 def batch_error(layout: str, role: str = "actor_train", **numbers: int) -> AllocationError:
     return batch_errors(layout_of(layout), role, **numbers)[0]
 
@@ -43,37 +39,42 @@ def layout_of(text: str) -> ParallelLayout:
     return parse(text, n_nodes=1, n_gpus_per_node=slots).trainer.layout
 
 
-def test_a_model_that_divides_has_no_errors() -> None:
-    assert model_errors(layout_of("d4m2p4v7"), "actor_train", **MODEL) == []
+@pytest.mark.parametrize(
+    ("layout", "role", "changes"),
+    [
+        ("d4m2p4v7", "actor_train", {}),
+        ("d1m1p3", "actor_train", {}),
+        ("d1m4p1", "actor_gen", {}),  # a server may hold a key-value head on several ranks
+        ("d1m2p1", "actor_gen", {"vocab_size": 50_257}),
+    ],
+)
+def test_a_model_that_can_be_cut_has_no_errors(layout: str, role: str, changes: dict[str, int]) -> None:
+    assert model_errors(layout_of(layout), role, **{**MODEL, **changes}) == []
 
 
-def test_heads_must_be_divisible_by_tensor_parallelism() -> None:
-    error = model_error("d1m8p1", num_kv_heads=12)
-    assert "actor_train:d1m8p1 of /models/small: m8 must divide num_attention_heads=12" in str(error)
-    assert error.nearest == "m = 4"
-
-
-def test_kv_heads_must_be_divisible_by_tensor_parallelism_of_a_trainer() -> None:
-    error = model_error("d1m4p1")
-    assert "m4 must divide num_key_value_heads=2" in str(error)
-    assert error.nearest == "m = 2"
-
-
-def test_a_server_may_hold_a_kv_head_on_several_ranks_but_not_parts_of_them() -> None:
-    assert not model_errors(layout_of("d1m4p1"), "actor_gen", **MODEL)
-    error = model_error("d1m6p1", "actor_gen", num_kv_heads=4, intermediate_size=0)
-    assert "m6 must divide num_key_value_heads=4, or be a multiple of it" in str(error)
-    assert error.nearest == "m = 4 or 12"
-
-
-def test_every_chunk_of_a_pipeline_needs_a_layer() -> None:
-    assert not model_errors(layout_of("d1m1p3"), "actor_train", **MODEL)
-    error = model_error("d1m1p29")
-    assert "p29: each needs a layer, and num_hidden_layers=28" in str(error)
-    assert error.nearest == "p = 28 without v"
-    chunks = model_error("d1m1p4v8")
-    assert "p4 x v8 = 32 chunks: each needs a layer, and num_hidden_layers=28" in str(chunks)
-    assert chunks.nearest == "v = 7"
+@pytest.mark.parametrize(
+    ("layout", "role", "changes", "rule", "nearest"),
+    [
+        ("d1m8p1", "actor_train", {"num_kv_heads": 12},
+         "actor_train:d1m8p1 of /models/small: m8 must divide num_attention_heads=12", "m = 4"),
+        ("d1m4p1", "actor_train", {}, "m4 must divide num_key_value_heads=2", "m = 2"),
+        ("d1m6p1", "actor_gen", {"num_kv_heads": 4, "intermediate_size": 0},
+         "m6 must divide num_key_value_heads=4, or be a multiple of it", "m = 4 or 12"),
+        ("d1m1p29", "actor_train", {}, "p29: each needs a layer, and num_hidden_layers=28", "p = 28 without v"),
+        ("d1m1p4v8", "actor_train", {},
+         "p4 x v8 = 32 chunks: each needs a layer, and num_hidden_layers=28", "v = 7"),
+        ("d1m2p1", "actor_train", {"vocab_size": 50_257}, "m2 must divide vocab_size=50257", "m = 1"),
+        ("d1m2p1", "actor_train", {"intermediate_size": 8_961}, "m2 must divide intermediate_size=8961", "m = 1"),
+        ("d4m1p1e2", "actor_train", {}, "no experts", None),
+        ("d4m1p1e4", "actor_train", {"num_experts": 6}, "e4 must divide num_experts=6", "e = 3 or 6"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_cannot_cut_the_model_is_named_with_the_nearest_one_that_can(
+    layout: str, role: str, changes: dict[str, int], rule: str, nearest: str | None
+) -> None:
+    error = model_errors(layout_of(layout), role, **{**MODEL, **changes})[0]
+    assert rule in str(error)
+    assert nearest in (None, error.nearest)
 
 
 def test_a_single_expert_is_not_split() -> None:
@@ -106,24 +107,6 @@ def test_the_layouts_with_experts_that_are_shown_can_be_trained() -> None:
     assert shown and caught.value.nearest
     for text in [*shown, caught.value.nearest]:
         assert model_errors(parse(text, n_nodes=4, n_gpus_per_node=8).trainer.layout, "actor_train", **model) == []
-
-
-def test_the_vocabulary_must_be_divisible_by_tensor_parallelism() -> None:
-    error = model_error("d1m2p1", vocab_size=50_257)
-    assert "m2 must divide vocab_size=50257" in str(error)
-    assert error.nearest == "m = 1"
-    assert not model_errors(layout_of("d1m2p1"), "actor_gen", **{**MODEL, "vocab_size": 50_257})
-
-
-def test_the_feed_forward_width_must_be_divisible_by_tensor_parallelism() -> None:
-    assert "m2 must divide intermediate_size=8961" in str(model_error("d1m2p1", intermediate_size=8_961))
-
-
-def test_experts_must_exist_and_be_divisible_by_expert_parallelism() -> None:
-    assert "no experts" in str(model_error("d4m1p1e2"))
-    error = model_error("d4m1p1e4", num_experts=6)
-    assert "e4 must divide num_experts=6" in str(error)
-    assert error.nearest == "e = 3 or 6"
 
 
 def test_all_errors_of_a_layout_are_found_at_once() -> None:
