@@ -135,7 +135,7 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_gone(tmp_path: Path) ->
     script = (
         "import pathlib, sys; from rich.console import Console; from core.monitoring.screen import Screen\n"
         "screen = Screen(Console(), compact=True)\n"
-        "for number in range(100000): screen.print(f'line {number}')\n"
+        "for number in range(20000): screen.print(f'line {number}')\n"
         "screen.finish(model=None, logs=pathlib.Path('logs'), experiment='sft')\n"
         "pathlib.Path(sys.argv[1]).touch()"
     )
