@@ -158,6 +158,7 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
     assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
 
 
+@pytest.mark.nightly
 def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
     assets: Any, run_command: Any, tmp_path: Path
 ) -> None:
