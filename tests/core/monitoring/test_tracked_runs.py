@@ -37,14 +37,6 @@ def set_aside(folder: Path) -> None:
     (folder / "logs" / "tracked_runs.json").unlink()
 
 
-def test_the_ids_of_both_services_outlive_the_process(tmp_path: Path) -> None:
-    runs_of(tmp_path).put("wandb", "a1")
-    runs_of(tmp_path).put("mlflow", "b2")
-    assert runs_of(tmp_path).get("wandb") == "a1" and runs_of(tmp_path).get("mlflow") == "b2"
-    set_aside(tmp_path)
-    assert runs_of(tmp_path).get("wandb") is None
-
-
 def sft_config(*overrides: str) -> ExperimentConfig:
     required = ["experiment_name=e", "trial_name=trial", "allocation_mode=d1m1p1", "n_gpus_per_node=1"]
     paths = ["model.path=/m", "dataset.train_path=/d.jsonl"]
@@ -221,12 +213,3 @@ def test_an_offline_wandb_run_that_was_closed_does_not_miss_its_process(tmp_path
     command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
-
-
-def test_every_attempt_of_a_run_continues_the_same_one(mlflow: MLflow, tmp_path: Path) -> None:
-    config = sft_config(f"monitor.mlflow_uri={mlflow.uri}")
-    for _ in range(2):
-        (sink,) = open_trackers(config, RunPaths.for_trial(str(tmp_path), "e", "trial"))
-        sink.write(1, {"loss": 1.0})
-        sink.close()
-    assert len(mlflow.histories()) == 1
