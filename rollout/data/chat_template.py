@@ -133,6 +133,11 @@ class ChatTemplate:
             raise DatasetError(f"{place}: the chat template has no token that ends the assistant's turn; {_WAY_OUT}")
         return Turn("", after.partition(_ANSWER)[2])
 
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Whether a turn has an end of its own; otherwise the mark of the next turn ends it, as in GLM's templates."""
+        return bool(self._end[0].strip())
+
     def ends_turn(self, written: str) -> bool:
         """Return whether the text of an answer ends with an end token."""
         return written.rstrip().endswith(tuple(self._ends))

@@ -47,7 +47,8 @@ class Bridge:
         if not end:
             return self._tokens(rest)
         tokens = self._tokens(end + rest)  # from the end token on: a tokenizer may begin a text with a blank
-        return tokens[1:] if len(sampled) and int(sampled[-1]) in self._ends else tokens
+        last = int(sampled[-1]) if len(sampled) else None
+        return tokens[1:] if last in self._ends and (chat.ends_turns or last == tokens[0]) else tokens
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer, without the token that ended it."""

@@ -128,6 +128,20 @@ def test_a_call_that_is_nested_without_end_is_text(name: str) -> None:
     assert chat.read(text, TOOLS)[2] in ([], [("search", {"text": "x", "count": "[" * 9999})])
 
 
+@pytest.mark.parametrize(("sampled", "between"), [("<|pad|>", ""), ("<|im_end|>", "<|pad|>"), ("", "<|pad|>")])
+def test_the_mark_of_the_next_turn_follows_another_end_of_an_answer(sampled: str, between: str) -> None:
+    """As in GLM's templates, where the mark itself is an end token."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|pad|>' if m.role == 'user' else '<|im_start|>' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    chat = Bridge(Encoder(tokenizer))
+    ids = tokenizer.encode(f"yes{sampled}", add_special_tokens=False)
+    added = chat.following({"role": "assistant", "content": "yes"}, ids, ({"role": "user", "content": "go"},), None)
+    assert tokenizer.decode(added) == f"{between}go<|im_start|>"
+
+
 def trl_templates() -> list[Path]:
     spec = importlib.util.find_spec("trl")
     folders = list(spec.submodule_search_locations or ()) if spec else []
