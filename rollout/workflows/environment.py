@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import field_validator
@@ -37,8 +38,11 @@ class EnvironmentWorkflow:
         @field_validator("environment")
         @classmethod
         def _check_environment(cls, environment: str) -> str:
-            if environment.partition(":")[0] not in ADAPTERS:
+            library = environment.partition(":")[0]
+            if library not in ADAPTERS:
                 find_plugin(environment, kind="environment")
+            elif find_spec(library) is None:
+                raise ValueError(f"{environment}: {library} is not installed; pip install {library.replace('_', '-')}")
             return environment
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
-from rollout.environments.protocol import make_environment
+from rollout.environments.protocol import ADAPTERS, make_environment
 from rollout.plugins import PluginError
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
+from rollout.workflows.environment import EnvironmentWorkflow
 
 TOKENIZER = chat_tokenizer()
 PROMPT = Prompt(query_id="q", index=1, task="t", text="7", token_ids=np.array([5], np.int32), solutions=("2",))
@@ -160,6 +162,14 @@ def test_what_is_no_environment_is_refused() -> None:
         make_environment("own_games:NoStep")
     with pytest.raises(PluginError, match="there is no module 'no_games'"):
         make_environment("no_games:Guess")
+
+
+def test_a_library_that_is_not_installed_is_named_before_the_start() -> None:
+    lacking = [library for library in ADAPTERS if find_spec(library) is None]
+    if not lacking:
+        pytest.skip("all libraries are installed")
+    with pytest.raises(ValueError, match=f"{lacking[0]} is not installed; pip install"):
+        EnvironmentWorkflow.Config(environment=f"{lacking[0]}:Any")
 
 
 def test_a_game_that_textarena_does_not_have_is_named() -> None:
