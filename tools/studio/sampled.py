@@ -183,7 +183,7 @@ class SampleIndex:
         with self._lock:
             if not self._columns.num_rows:
                 return np.zeros(0, int)
-            return np.unique(self._columns["step"][self._matches(Query(of=of))])
+            return np.unique(self._columns["step"][self._kept(Query(of=of))])
 
     def find(self, query: Query) -> dict[str, Any]:
         """Return {rows, matched, looked_at, next}: at most query.count answers. `matched`: answers that the conditions
@@ -213,7 +213,15 @@ class SampleIndex:
             return np.stack([self._columns[name][matches] for name in ("file", "offset")], axis=1)
 
     def _matches(self, query: Query) -> np.ndarray:
-        """Return the rows that the conditions keep [N], in their order. Raises ValueError."""
+        """Return the rows that the conditions keep [N], in the order of the query. Raises ValueError."""
+        columns, found = self._columns, self._kept(query)
+        values = columns[SORTS[_place("sort", query.sort, SORTS)]][found].astype(np.float64)
+        values = np.nan_to_num(-values if query.descending else values, nan=np.inf)
+        order = np.lexsort((columns["offset"][found], -columns["step"][found], values))
+        return found[order]
+
+    def _kept(self, query: Query) -> np.ndarray:
+        """Return the rows that the conditions keep [N], without the text. Raises ValueError."""
         columns = self._columns
         keep = np.ones(columns.num_rows, bool)
         for name, least, most in (
@@ -239,11 +247,7 @@ class SampleIndex:
             keep &= columns["query"] == _checksum(query.query_id)
         if query.episode:
             keep &= columns["episode"] == _checksum(query.episode)
-        found = np.flatnonzero(keep)
-        values = columns[SORTS[_place("sort", query.sort, SORTS)]][found].astype(np.float64)
-        values = np.nan_to_num(-values if query.descending else values, nan=np.inf)
-        order = np.lexsort((columns["offset"][found], -columns["step"][found], values))
-        return found[order]
+        return np.flatnonzero(keep)
 
     def _read(self, place: Iterable[Any], wanted: re.Pattern[str] | None = None) -> dict[str, Any] | None:
         """Return the answer at (inode, offset) in full; None where it is gone, or no text of it has `wanted`."""

@@ -195,7 +195,8 @@ def explain(run: Run, body: Mapping[str, Any], allowed: Allowed) -> dict[str, An
 
 def _moved(run: Run, sequences: Sequence[Mapping[str, Any]], allowed: Allowed) -> list[dict[str, Any]]:
     """Return the tokens with the largest gradients, with the text around them."""
-    places = ((abs(grad), number, i) for number, one in enumerate(sequences) for i, grad in enumerate(one["grads"]))
+    grads = [(abs(grad), number, i) for number, one in enumerate(sequences) for i, grad in enumerate(one["grads"])]
+    places = [place for place in grads if place[0]]
     found = []
     for _, number, i in heapq.nlargest(_MOST_MOVED, places):
         one = sequences[number]
