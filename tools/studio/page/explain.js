@@ -39,11 +39,10 @@ export async function explainPage({ content, query, run, alive, studio }) {
       return bar;
     }));
     const advantage = (one) => figure(Array.isArray(one.advantage) ? one.advantage.find((value) => value !== 0) ?? 0 : one.advantage);
-    result.replaceChildren(...[
+    result.replaceChildren(
       facts([["loss", answer.loss], ["algorithm", answer.algorithm || "own settings"], ...Object.entries(answer.metrics)].map(([name, value]) => [name, figure(value)])),
       h("h2", {}, "Tokens that moved the loss most"),
-      answer.moved.length ? null : message("No token moves it: every gradient is 0."),
-      table([
+      !answer.moved.length ? message("No token moves it: every gradient is 0.") : table([
         { title: "share", align: "right", cell: (one) => share(Math.abs(one.grad)) },
         { title: "token", cell: (one) => h("code", { class: "around" }, one.before, h("mark", { class: one.grad > 0 ? "down" : "up" }, one.text || `token ${one.place}`), one.after) },
         { title: "the update makes it", cell: (one) => (one.grad > 0 ? "less likely" : "more likely") },
@@ -62,7 +61,7 @@ export async function explainPage({ content, query, run, alive, studio }) {
         { title: "tokens", cell: bars },
         { title: "", cell: open },
       ], answer.sequences),
-      answer.left_out ? message(`${figure(answer.left_out)} sequences with smaller gradients are left out.`) : null].filter(Boolean));
+      answer.left_out ? message(`${figure(answer.left_out)} sequences with smaller gradients are left out.`) : "");
   }
   await explain(query.get("step") || String(steps[steps.length - 1]));
   return null;
