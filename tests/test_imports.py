@@ -137,7 +137,7 @@ ORDER = {
         "__main__",
     ),
     "tools.bench": ("workload trl_script", "cpu datapath", "gpu", "__main__"),
-    "tools.bench.gpu": ("shapes", "trainer", "runs servers plan", "push"),
+    "tools.bench.gpu": ("shapes", "trainer", "runs servers plan", "push compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14
@@ -230,6 +230,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.choice"},
     "a benchmark loads what its row measures": {
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.exporting transformers",
+        "tools.bench.gpu.compare": "aiconfigurator_core",
     },
 }
 """Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""
