@@ -50,6 +50,12 @@ class Lengths:
         """Return the length that belongs to a number drawn from the standard normal distribution."""
         return self.median if self.are_alike else min(float(self.longest), self.median * math.exp(self.spread * drawn))
 
+    def share_beyond(self, tokens: float) -> float:
+        """Return the share of answers that have more than so many tokens, above 0 and below `longest`."""
+        if self.are_alike:
+            return float(tokens < self.median)
+        return 1 - _NORMAL.cdf(math.log(tokens / self.median) / self.spread)
+
     def _power(self, power: int, median: float) -> float:
         """Return the mean of length ** power."""
         s, cut = self.spread, (math.log(self.longest) - math.log(median)) / self.spread

@@ -43,6 +43,7 @@ _SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to samp
 _REQUEST_SECONDS = 0.0014
 """In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
+_DRAIN_PARTS = 16
 LONGEST_ANSWERS = "longest answers"
 """One of StepTime.limited_by."""
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
@@ -151,14 +152,14 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     running = running_requests(scene, servers, length)
     decode = decode_seconds(servers, calibration, running=running, context=prompt + answers.mean_begun)
     rollout = scene.sequences * answers.mean * decode / (running * servers.layout.dp)
-    rollout += prefill_seconds(
+    prefill = prefill_seconds(
         servers, calibration, prompts=scene.prompts / servers.layout.dp, length=prompt, answers=scene.group_size
     )
+    rollout += prefill
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
-    tail = answers.longest_of(scene.sequences) - answers.mean  # the last answers are nearly alone
-    batch = rollout + tail * decode_seconds(servers, calibration, running=8, context=length)
+    batch = prefill + _batch_seconds(scene, servers, calibration, answers, running=running)
     if in_turns:
         rollout, lag = batch, 0.0
         step = rollout + trainer + push + turn
@@ -168,6 +169,23 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     return StepTime(
         update=update, passes=passes, rollout=rollout, push=push, turn=turn, lag=lag, step=step, tokens=tokens
     )
+
+
+def _batch_seconds(
+    scene: Scene, servers: Servers, calibration: Calibration, answers: Lengths, *, running: int
+) -> float:
+    """Return the seconds in which servers decode a batch alone, to the end of its longest answer: with fewer and fewer
+    requests, once the last ones have begun."""
+    share, prompt = scene.sequences / servers.layout.dp, scene.prompt_tokens / 2
+    together = min(running, share)
+    decode = decode_seconds(servers, calibration, running=together, context=prompt + answers.mean_begun)
+    seconds = (share - together) * answers.mean * decode / together
+    part = answers.longest_of(scene.sequences) / _DRAIN_PARTS
+    for number in range(_DRAIN_PARTS):
+        begun = (number + 0.5) * part
+        left = max(1.0, together * answers.share_beyond(begun))
+        seconds += part * decode_seconds(servers, calibration, running=left, context=prompt + begun)
+    return seconds
 
 
 def running_requests(scene: Scene, servers: Servers, length: float) -> int:
@@ -343,7 +361,7 @@ def prefill_seconds(
     return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * _REQUEST_SECONDS)
 
 
-def decode_seconds(servers: Servers, calibration: Calibration, *, running: int, context: float) -> float:
+def decode_seconds(servers: Servers, calibration: Calibration, *, running: float, context: float) -> float:
     """Return the seconds of a decode step of a server with so many requests of `context` tokens on average."""
     c, config = calibration, servers.config
     tp = servers.layout.tp
