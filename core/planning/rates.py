@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +44,8 @@ _SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to samp
 _REQUEST_SECONDS = 0.0014
 """In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
-_DRAIN_PARTS = 16
+_DRAIN_PARTS, _ROUNDS = 16, 6
+Decoding = Callable[[float, float], float]
 LONGEST_ANSWERS = "longest answers"
 """One of StepTime.limited_by."""
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
@@ -150,8 +152,9 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     )
     passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
     running = running_requests(scene, servers, length)
-    decode = decode_seconds(servers, calibration, running=running, context=prompt + answers.mean_begun)
-    rollout = scene.sequences * answers.mean * decode / (running * servers.layout.dp)
+    decode = decoding(servers, calibration)
+    usual = decode(running, prompt + answers.mean_begun)
+    rollout = scene.sequences * answers.mean * usual / (running * servers.layout.dp)
     prefill = prefill_seconds(
         servers, calibration, prompts=scene.prompts / servers.layout.dp, length=prompt, answers=scene.group_size
     )
@@ -159,32 +162,38 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
-    batch = prefill + _batch_seconds(scene, servers, calibration, answers, running=running)
+
+    def batch(beside: float) -> float:
+        return prefill + _batch_seconds(scene, servers, decode, answers, running=running, beside=beside)
+
     if in_turns:
-        rollout, lag = batch, 0.0
+        rollout, lag = batch(0.0), 0.0
         step = rollout + trainer + push + turn
     else:
-        lag = (batch + trainer) / (scene.max_staleness + 1)
-        step = max(rollout, trainer, lag) * _SLACK + push
+        step = lag = max(rollout, trainer)
+        for _ in range(_ROUNDS):  # the longer a step is, the fewer requests run beside its longest answers
+            lag = (lag + (batch(running * rollout / step) + trainer) / (scene.max_staleness + 1)) / 2
+            step = max(rollout, trainer, lag)
+        step = step * _SLACK + push
     return StepTime(
         update=update, passes=passes, rollout=rollout, push=push, turn=turn, lag=lag, step=step, tokens=tokens
     )
 
 
 def _batch_seconds(
-    scene: Scene, servers: Servers, calibration: Calibration, answers: Lengths, *, running: int
+    scene: Scene, servers: Servers, decode: Decoding, answers: Lengths, *, running: int, beside: float
 ) -> float:
-    """Return the seconds in which servers decode a batch alone, to the end of its longest answer: with fewer and fewer
-    requests, once the last ones have begun."""
+    """Return the seconds in which servers decode a batch to the end of its longest answer: with fewer and fewer
+    requests, once the last ones have begun, but no fewer than run `beside` them on average."""
     share, prompt = scene.sequences / servers.layout.dp, scene.prompt_tokens / 2
     together = min(running, share)
-    decode = decode_seconds(servers, calibration, running=together, context=prompt + answers.mean_begun)
-    seconds = (share - together) * answers.mean * decode / together
+    usual = prompt + answers.mean_begun
+    seconds = (share - together) * answers.mean * decode(together, usual) / together
     part = answers.longest_of(scene.sequences) / _DRAIN_PARTS
     for number in range(_DRAIN_PARTS):
         begun = (number + 0.5) * part
         left = max(1.0, together * answers.share_beyond(begun))
-        seconds += part * decode_seconds(servers, calibration, running=left, context=prompt + begun)
+        seconds += part * (decode(left, prompt + begun) if left > beside else decode(beside, usual))
     return seconds
 
 
@@ -344,7 +353,7 @@ def wave_seconds(servers: Servers, calibration: Calibration, *, running: int, pr
     """Return the seconds in which a server answers so many requests that begin at once: prompts, then one decode step
     for each token of an answer."""
     context = prompt + answer / 2
-    step = decode_seconds(servers, calibration, running=running, context=context)
+    step = decoding(servers, calibration)(running, context)
     return prefill_seconds(servers, calibration, prompts=running, length=prompt, answers=1) + answer * step
 
 
@@ -361,15 +370,20 @@ def prefill_seconds(
     return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * _REQUEST_SECONDS)
 
 
-def decode_seconds(servers: Servers, calibration: Calibration, *, running: float, context: float) -> float:
-    """Return the seconds of a decode step of a server with so many requests of `context` tokens on average."""
+def decoding(servers: Servers, calibration: Calibration) -> Decoding:
+    """Return a function of requests and of the mean tokens of their context: the seconds of a decode step of a
+    server."""
     c, config = calibration, servers.config
     tp = servers.layout.tp
     layer, _ = layer_operations(config)
-    operations = layer * config.num_layers + 2.0 * config.hidden_size * config.vocab_size
-    products = running * operations / tp / c.products
+    products = (layer * config.num_layers + 2.0 * config.hidden_size * config.vocab_size) / tp / c.products
     reading = server_weights(servers) * servers.layout.pp / c.memory
-    request = (_SAMPLED_BYTES * config.vocab_size / tp + context * cache_bytes_per_token(servers)) / c.memory
-    links = c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0
-    # Weights are read while others are multiplied; the overlap is not complete.
-    return c.decode_step_seconds + links + math.hypot(reading, products) + running * request
+    sampling = _SAMPLED_BYTES * config.vocab_size / tp / c.memory
+    token = cache_bytes_per_token(servers) / c.memory
+    launched = c.decode_step_seconds + (c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0)
+
+    def seconds(running: float, context: float) -> float:
+        # Weights are read while others are multiplied; the overlap is not complete.
+        return launched + math.hypot(reading, running * products) + running * (sampling + context * token)
+
+    return seconds

@@ -20,7 +20,7 @@ import numpy as np
 
 from core.planning.lengths import Lengths
 from core.planning.memory import plan_servers
-from core.planning.rates import Calibration, decode_seconds, prefill_seconds, step_time
+from core.planning.rates import Calibration, decoding, prefill_seconds, step_time
 from core.planning.scene import Scene
 from core.planning.virtual_clock import run_virtual
 from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
@@ -289,7 +289,8 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
     prompt = scene.prompt_tokens / 2
     context = prompt + answers.mean_begun
     most = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / context)))
-    steps = [decode_seconds(servers, calibration, running=n, context=context) for n in range(most + 1)]
+    decode = decoding(servers, calibration)
+    steps = [decode(n, context) for n in range(most + 1)]
     return World(
         num_servers=servers.layout.dp, max_running=most, step_seconds=steps,
         prompts=scene.prompts, group_size=scene.group_size, answers=answers,

@@ -17,7 +17,7 @@ from core.planning.choice import proposals
 from core.planning.gpus import GPUS
 from core.planning.lengths import Lengths
 from core.planning.memory import plan_memory, plan_servers, states_of
-from core.planning.rates import calibration_of, decode_seconds, pass_seconds, step_time, update_seconds, wave_seconds
+from core.planning.rates import calibration_of, decoding, pass_seconds, step_time, update_seconds, wave_seconds
 from core.planning.scene import Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, search
 from core.planning.simulation import simulate, world_of
@@ -142,7 +142,8 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
 def test_a_longer_context_and_a_stage_more_cost_time() -> None:
     scene = make_scene(SHAPES["7B"])
     assert scene.servers is not None
-    short, long = (decode_seconds(scene.servers, CALIBRATION, running=64, context=context) for context in (500, 8000))
+    decode = decoding(scene.servers, CALIBRATION)
+    short, long = decode(64, 500), decode(64, 8000)
     read = 64 * 7500 * 28 * 2 * 4 * 128 * 2
     assert long - short == pytest.approx(read / CALIBRATION.memory)
     one, two = (make_scene(SHAPES["7B"], layout) for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)))
