@@ -110,6 +110,8 @@ def _plan(given: argparse.Namespace) -> int:
         words.append(unplaced(load))
     _check_together(given)
     scene = scene_of(load([]).config, gpu)
+    if scene.on_gpu and not gpu.gib:
+        raise PlanError(f"--calibration {given.calibration}: rates of a {gpu.name}, but the trainer computes on GPUs")
     width = max(_WIDTH, Console().width)
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
     usual = usual_lengths(scene)

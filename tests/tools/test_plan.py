@@ -116,6 +116,9 @@ def test_a_calibration_of_another_gpu_gives_times(
     assert main(["--config", str(recipe), "--calibration", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "(B200, 178.0 GiB)" in shown and "trained tokens/s" in shown
+    write_calibration(replace(known, gpu="CPU of 2 cores", gib=0.0), path)
+    assert main(["--config", str(recipe), "--calibration", str(path)]) == 2
+    assert "rates of a CPU of 2 cores, but the trainer computes on GPUs" in capsys.readouterr().err
     path.write_text("{}")
     assert main(["--config", str(recipe), "--calibration", str(path)]) == 2
     assert "write a new one with slipstream plan --calibrate" in capsys.readouterr().err
