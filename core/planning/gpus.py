@@ -27,7 +27,7 @@ GPUS: dict[str, Gpu] = {
     "A100": Gpu(name="A100", gib=79.1),
 }
 """Key: name as in --gpu."""
-_FORMAT = re.compile(r"(?P<name>[A-Za-z0-9-]+):(?P<gib>\d+(\.\d+)?)")
+_FORMAT = re.compile(r"(?P<name>[A-Za-z0-9-]+):(?P<gib>(?!0+(\.0*)?$)\d+(\.\d+)?)")
 
 
 def gpu_of_machine() -> Gpu | None:
@@ -44,11 +44,11 @@ def gpu_of_machine() -> Gpu | None:
 def find_gpu(text: str) -> Gpu:
     """Return the GPU of a name, "H100" or as the driver writes it, "NVIDIA H100 80GB HBM3"; or of NAME:GIB. Raises
     PlanError for another one."""
-    for name, gpu in GPUS.items():
-        if re.search(rf"\b{name}\b", text, re.IGNORECASE):
-            return gpu
     if match := _FORMAT.fullmatch(text):
         return Gpu(name=match["name"], gib=float(match["gib"]))
+    for name, gpu in GPUS.items():
+        if re.search(rf"\b{name}\b(?!:)", text, re.IGNORECASE):
+            return gpu
     raise PlanError(
         f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
         "times need a calibration (--calibrate), see docs/planner.md"

@@ -135,6 +135,9 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*calibration"):
         find_gpu("B300")
+    assert find_gpu("H100:40").gib == 40, "a part of a GPU that is in the table"
+    with pytest.raises(PlanError, match=r"--gpu H100:0: unknown"):
+        find_gpu("H100:0")
     assert find_gpu("B200:178").gib == 178 and find_gpu("NVIDIA H100 80GB HBM3") == GPUS["H100"]
     with pytest.raises(PlanError, match=r"1024 \+ 40000 = 41024 tokens, max_position_embeddings=32768; lower"):
         make_scene(tmp_path, "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000")
