@@ -44,7 +44,7 @@ DISTRIBUTION = {
 }
 """Where the name to import and the name to install differ."""
 
-YARDSTICKS = {"trl", "playwright"}
+YARDSTICKS = {"trl", "playwright", "aiconfigurator_core"}
 """Libraries that benchmarks alone load: one to compare with, in an environment of its own, and a browser to measure."""
 
 # In the repository they are sources too, but nothing imports them.
