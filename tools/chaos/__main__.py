@@ -3,6 +3,7 @@
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
     python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
+    python -m tools.chaos --kills 12 --mode split --postgres postgresql://user@host/database    # a store on a server
     python -m tools.chaos --kills 12 --workflow agent     # turns of an environment, a tool with effects
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer, Ray's raylet or a process of
@@ -45,6 +46,7 @@ from tools.chaos.run import (
     family,
     find_target,
     make_assets,
+    make_schema,
     targets_of,
     targets_of_jobs,
     wait_gone,
@@ -132,6 +134,12 @@ def main() -> int:
     parser.add_argument(
         "--mode", choices=("both", "split"), default="both", help="one job, or a train job and an explore job"
     )
+    parser.add_argument(
+        "--postgres",
+        default="",
+        metavar="ADDRESS",
+        help="server for the stores of --mode split, in schemas killed0, ...",
+    )
     parser.add_argument("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
     parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
@@ -140,13 +148,15 @@ def main() -> int:
     if (given.mode == "split" or given.workflow == "agent") and given.algorithm in ("sft", "dpo"):
         option = "--mode split" if given.mode == "split" else "--workflow agent"
         parser.error(f"{option} does not work with --algorithm {given.algorithm}, which samples nothing")
+    if given.postgres and given.mode != "split":
+        parser.error("--postgres needs --mode split: one job has its store in memory")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         verdict = chaos(
             folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split",
-            agent=given.workflow == "agent",
+            agent=given.workflow == "agent", postgres=given.postgres,
         )  # fmt: skip
     for problem in verdict.problems:
         print(problem)
@@ -165,6 +175,7 @@ def chaos(
     *,
     split: bool = False,
     agent: bool = False,
+    postgres: str = "",
 ) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
     make_assets(folder)
@@ -174,8 +185,10 @@ def chaos(
     plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm, agent=agent)
-    killed = replace(undisturbed, mode="train") if split else undisturbed
+    killed = replace(undisturbed, mode="train", postgres=postgres) if split else undisturbed
     trials = [replace(killed, name=f"killed{number}") for number in range(len(plans))]
+    for trial in trials if postgres else ():
+        make_schema(postgres, trial.name)
     stop, verdict = threading.Event(), Verdict(problems=[])
     with Leftovers(folder) as leftovers, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:

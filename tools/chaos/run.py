@@ -54,6 +54,8 @@ class Trial:
     """A preset (ppo: with a critic), sft or dpo; None: PPO without a critic."""
     mode: str = "both"
     """Of the job; train: an explore job fills its store."""
+    postgres: str = ""
+    """Address of the server that has the store of two jobs. Empty: it is a SQLite file."""
     agent: bool = False
     """Whether its workflow has turns, an environment, and a tool with effects."""
 
@@ -202,8 +204,25 @@ def _workflow(trial: Trial) -> dict:
 def _job(trial: Trial) -> dict:
     if trial.mode == "both":
         return {}
-    shared = trial.folder / "shared" / trial.name.removesuffix("-explore")
-    return {"mode": trial.mode, "experience": {"store": "sqlite", "path": str(shared / "experience.db")}}
+    run = trial.name.removesuffix("-explore")
+    shared = trial.folder / "shared" / run
+    if not trial.postgres:
+        return {"mode": trial.mode, "experience": {"store": "sqlite", "path": str(shared / "experience.db")}}
+    path = f"{trial.postgres}?options=-csearch_path%3D{run}"
+    return {
+        "mode": trial.mode,
+        "experience": {"store": "postgres", "path": path},
+        "synchronizer": {"folder": str(shared / "weights")},
+    }
+
+
+def make_schema(address: str, run: str) -> None:
+    """Make an empty schema for the store of a run on a PostgreSQL server."""
+    import psycopg
+
+    with psycopg.connect(address, autocommit=True) as server:
+        server.execute(f"DROP SCHEMA IF EXISTS {run} CASCADE".encode())
+        server.execute(f"CREATE SCHEMA {run}".encode())
 
 
 def _model(trial: Trial) -> dict:
