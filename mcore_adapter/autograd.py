@@ -1,4 +1,4 @@
-"""The context of a torch.autograd.Function, typed: it takes whatever attributes forward leaves for backward."""
+"""What torch and Megatron leave untyped: the context of an autograd.Function, and attributes of parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def mark(parameter: Tensor, **attributes: object) -> None:
+    """Set attributes by which Megatron tells parameters apart."""
+    vars(parameter).update(attributes)
 
 
 class Context(Protocol):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
 from mcore_adapter.checkpoint.writing import HostCopy
@@ -76,7 +76,7 @@ class MegatronEngine:
             fp8=fp8,
         )
         self._fill()
-        self._chunks: Sequence[Any] = self._model
+        self._chunks: Sequence[nn.Module] = self._model
         self._plans: dict[tuple[int, Receivers], ExportPlan] = {}  # by the arguments of iter_hf_weights()
         self._optimizer: TrainOptimizer | None = None
         self._recompute: AutoRecompute | None = None

@@ -24,7 +24,7 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -219,9 +219,19 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path(root)}
     environment |= {"CURVES": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    options: dict[str, Any] = {"cwd": root, "env": environment, "start_new_session": True, "stdin": subprocess.DEVNULL}
     for _ in range(ATTEMPTS):
-        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, **options) as process:
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(
+                command,
+                cwd=root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            ) as process,
+        ):
             try:
                 while process.poll() is None:
                     show(len(trained_rows(folder / case)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from mcore_adapter.autograd import Context
+from mcore_adapter.autograd import Context, mark
 from mcore_adapter.cpu.attention import packed_causal_attention, plan_trees, tree_attention, zigzag_attention
 from mcore_adapter.data.packing import SharedPromptParams
 
@@ -84,7 +83,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 _SMALL = 2**22
 """Products with fewer terms stay with torch: making oneDNN's kernel for new sizes takes longer."""
 
-_library: Any = None
+_library: object = None
 """What it replaces is replaced as long as it exists."""
 
 
@@ -123,7 +122,7 @@ class CpuRMSNorm(torch.nn.Module):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma, "set by build_model()"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class CpuDuplicatedLinear(torch.nn.Module):
         assert not bias, "no supported family has a bias here"
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
@@ -152,7 +151,7 @@ class CpuCoreAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
@@ -172,7 +171,7 @@ class CpuCoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:

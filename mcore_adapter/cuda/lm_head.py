@@ -9,7 +9,7 @@ buffer is kept from forward to backward, which then recomputes nothing. Otherwis
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class FusedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         tp_group: dist.ProcessGroup | None,
-        combine: Any,
+        combine: Callable[..., tuple[Tensor, Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         shard = weight.shape[0]
         first = 0 if tp_group is None else tp_group.rank() * shard

@@ -117,7 +117,7 @@ class SafetensorsFolder:
         """Read the headers. Raises OSError, WeightsError."""
         self.folder = Path(folder)
         self.stored = stored_tensors(self.folder)
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, safe_open] = {}
 
     def file_of(self, name: str) -> Path:
         """Return the file of a tensor."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mcore_adapter.autograd import Context
+from mcore_adapter.autograd import Context, mark
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,7 @@ class StackedExperts(MegatronModule):
 def _parameter(num: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.empty(num, rows, columns, dtype=dtype, device=device))
     # Other replicas of an expert are other ranks than those of what is around it: reduced and counted apart.
-    cast(Any, weight).allreduce = False
-    cast(Any, weight).tensor_model_parallel = True
+    mark(weight, allreduce=False, tensor_model_parallel=True)
     return weight
 
 

@@ -233,9 +233,9 @@ def _spread(trained: Tensor, microbatch: PackedMicrobatch) -> Tensor:
 
 
 def run_schedule(
-    chunks: Sequence[Any],
+    chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[PackedMicrobatch],
-    postprocess: Callable[[PackedMicrobatch, Tensor], Any],
+    postprocess: Callable[[PackedMicrobatch, Tensor], object],
     *,
     forward_only: bool,
 ) -> list[Any]:

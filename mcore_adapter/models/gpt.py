@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from allocation import ParallelLayout
+from mcore_adapter.autograd import mark
 from mcore_adapter.data.packing import SharedPromptParams
 from mcore_adapter.device import Device
 from mcore_adapter.memory.recompute import install_recomputation, recompute_layers
@@ -84,7 +84,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device))
         # Each rank sees its share of the tokens: Megatron adds up the gradients of parameters marked so.
-        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
         self._sequence_parallel, self._tp_group = config.sequence_parallel, tp_group
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
@@ -152,7 +152,7 @@ class ModelChunk(GPTModel):
             )
 
     def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        self, input_ids: Tensor, position_ids: Tensor, *args: object, packed_seq_params: object = None, **kwargs: object
     ) -> tuple[object, ...]:
         """Run Megatron's preprocessing, with an angle for each row where sequences share rows."""
         embedded, angles, *rest = super()._preprocess(
@@ -163,7 +163,7 @@ class ModelChunk(GPTModel):
         return embedded, angles, *rest
 
 
-def _table_length(longest: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+def _table_length(longest: Callable[..., int], *args: object, **kwargs: object) -> int:
     """Return the number of angles for a microbatch: a power of two, as Megatron keeps the tables of 32 lengths, which
     for every other longest sequence would be gigabytes."""
     return 1 << (longest(*args, **kwargs) - 1).bit_length()
@@ -212,8 +212,7 @@ def build_model(
     for param, conversion in named_conversions(chunks):
         if isinstance(conversion, OfExpert):
             # Other replicas of an expert are other ranks than those of what is around it: reduced and counted apart.
-            cast(Any, param).allreduce = False
-            cast(Any, param).tensor_model_parallel = True
+            mark(param, allreduce=False, tensor_model_parallel=True)
         elif conversion.tp_dim is not None and not getattr(param, "tensor_model_parallel", False):
             tensor_parallel.set_tensor_model_parallel_attributes(param, True, conversion.tp_dim, 1)
     return chunks

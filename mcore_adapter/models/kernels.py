@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
@@ -13,6 +13,9 @@ from torch import nn
 
 from mcore_adapter.models.router import Router
 from mcore_adapter.optimizer.training import TrainOptimizer, addition
+
+if TYPE_CHECKING:
+    from mcore_adapter.models.gpt import ModelChunk
 
 PARTS = {
     "core_attention": "attention",
@@ -40,12 +43,12 @@ LIBRARIES = {
 """First names of modules, the longest match first."""
 
 
-def computed_by(chunks: Sequence[nn.Module], optimizer: TrainOptimizer | None) -> dict[str, str]:
+def computed_by(chunks: Sequence[ModelChunk], optimizer: TrainOptimizer | None) -> dict[str, str]:
     """Return part -> "library (class)", the parts that every layer has from its first one. Without experts or optimizer
     there is no such part; a norm that another module computes is left out."""
     found = dict(_of_modules(chunks))
     ordered = {title: found[title] for title in PARTS.values() if title in found}
-    first: Any = chunks[0]
+    first = chunks[0]
     fused = first.config.apply_rope_fusion
     rotary = rope_utils.fused_apply_rotary_pos_emb_thd if fused else rope_utils._apply_rotary_pos_emb_thd
     ordered["rotary embedding"] = _named(rotary)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -159,7 +159,7 @@ class _HostNumber:
 
     def __init__(self, number: Tensor) -> None:
         self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
-        self._copied: Any = None
+        self._copied: torch.Event | None = None
         if number.device.type != "cpu":
             self._copied = torch.get_device_module(number.device).current_stream().record_event()
 
@@ -327,7 +327,7 @@ def _mask(logits: Tensor, experts: Tensor) -> Tensor:
 class RoutedLayer(TransformerLayer):
     """A layer whose router receives the microbatch: its packing carries a `routing` beside it."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         if isinstance(self.mlp.experts, StackedExperts):
             router: Router = self.mlp.router
@@ -338,7 +338,7 @@ class RoutedLayer(TransformerLayer):
                 begin = dispatcher.begin
                 self.mlp.register_forward_pre_hook(lambda mlp, args: begin(args[0]))
 
-    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args: object, packed_seq_params: object = None, **kwargs: object) -> object:
         router = self.mlp.router
         router.inputs = getattr(packed_seq_params, "routing", None)
         try:

@@ -138,7 +138,7 @@ def _finalize_sums(
     before_reduction: Callable[[], None],
     model: list[DistributedDataParallel],
     num_tokens: torch.Tensor | None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
     """Reduce gradients without Megatron's own division by a token count: it would cost two collectives a step to
     exchange what every rank has already."""

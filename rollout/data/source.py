@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from config_schema.nearest import did_you_mean
 from model_specs.untrusted import parse_json
@@ -195,7 +195,7 @@ def find_columns(names: Sequence[str], fields: Fields, hints: Fields, *, in_full
     )
 
 
-def value_of(record: Mapping[str, object], name: str) -> Any:
+def value_of(record: Mapping[str, object], name: str) -> object:
     """Return the value of a column, or of a key of the dictionary in it: reward_model.ground_truth. None: not there."""
     if name in record:
         return record[name]
@@ -206,7 +206,7 @@ def value_of(record: Mapping[str, object], name: str) -> Any:
     return value_of(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str) -> object:
     """Return the list or dictionary that a text holds as json, as csv files have them; else the text itself."""
     if text[:1] in ("[", "{"):
         try:

@@ -195,7 +195,7 @@ class TaskSets:
         places = epoch * self._quotas + within
         return {name: int(place) for name, place in zip(self._sets, places, strict=True)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the cursor, the place in every set, and what identifies this stream."""
         states = {name: one.dataset.identity() for name, one in self._sets.items()}
         first = next(iter(states.values()))

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from rollout.inference.backend import GeneratorConfig
 from rollout.inference.versions import MemoryVersions
 from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
 from tracing import frequent_span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -414,7 +417,7 @@ def _num_given(request: GenerateRequest) -> int:
 class StopTexts:
     """The stop texts of a run, by the vocabulary of its tokenizer."""
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
         self._tokenizer, self._texts = tokenizer, tuple(texts)
         self._tail = 4 + max((len(text.encode()) for text in texts), default=0)  # a token has a byte of text or more
         self.token_ids = tuple(self._candidates()) if texts else ()

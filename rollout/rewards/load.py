@@ -169,7 +169,7 @@ def _from_trl(function: Callable[..., Any], parameters: Mapping[str, inspect.Par
     return judge
 
 
-def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
+def _from_verl(function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
     def judge(prompt: Prompt, text: str) -> object:
         row: dict[str, object] = {
             "data_source": prompt.meta.get("data_source", prompt.task),

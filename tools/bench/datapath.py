@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class NullRank(TrainerRank):
 
     def close_batch(self) -> None:
         super().close_batch()
-        engine: Any = self._engines["actor"]
+        engine = cast("NullEngine", self._engines["actor"])
         append(self._log_file, gib=peak_gib(), fetched=self._fetched_bytes, trained=engine.trained_bytes)
         self._fetched_bytes = engine.trained_bytes = 0
 

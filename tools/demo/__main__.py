@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -132,7 +131,7 @@ def answers(model: Path, questions: Sequence[str]) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    language_model: Any = AutoModelForCausalLM.from_pretrained(model)
+    language_model = AutoModelForCausalLM.from_pretrained(model)
     texts = []
     for question in questions:
         inputs = torch.tensor([tokenizer(question)["input_ids"]])

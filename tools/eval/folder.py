@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def _near(text: str, position: int) -> str:
     return repr(text[max(0, position - 20) : position + 20])
 
 
-def check_same(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+def check_same(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """Hold settings against those of the answers that are there, which are returned; questions of other sets are kept.
     Raises EvalError where they differ."""
     try:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -77,8 +76,8 @@ class Meter:
         self._start = self._last = self._said = time.monotonic()
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self._bars.__exit__(*exc_info)
+    def __exit__(self, *exc_info: object) -> None:
+        self._bars.stop()
         if self._all.new:
             logger.info("%s", self._line())
 
@@ -245,7 +244,7 @@ def _workflows(
     }  # fmt: skip
 
 
-def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, Any]:
+def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, object]:
     """Return what determines the answers beside the model, for the file beside them. The number of questions and
     samples may change."""
     questions = {b.name: _hash([(r.query_id, r.prompt, r.solutions) for r in b.rows]) for b in settings.benchmarks}

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from model_specs.hf_config import parse_config, read_config
+from model_specs.untrusted import RawConfig
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import Interrupt, check_request
 from rollout.inference.embedded.engine import Engine, Finished
@@ -32,6 +33,7 @@ class GeneratorError(RuntimeError):
     """The generator is closed or its engine failed (then __cause__ is the reason)."""
 
 
+T = TypeVar("T")
 _Waiter = Future[Any]
 """A call of some event loop, resolved from the engine's thread."""
 
@@ -64,7 +66,7 @@ class EmbeddedGenerator:
 
     def __init__(
         self,
-        model: str | Path | Mapping[str, Any],
+        model: str | Path | RawConfig,
         *,
         max_running: int = 256,
         dtype: str = "float32",
@@ -84,7 +86,7 @@ class EmbeddedGenerator:
         self._paused = bool(self._weights.missing)
         self._error: GeneratorError | None = None
         self._changed = threading.Condition()
-        self._commands: list[tuple[Callable[[], Any], _Waiter | None]] = []
+        self._commands: list[tuple[Callable[[], object], _Waiter | None]] = []
         self._pending: dict[str, _Waiter | None] = {}  # request id -> the waiting call; None: drain() returns it
         self._drained: list[tuple[str, Completion]] = []
         self._drainers: list[_Waiter] = []
@@ -155,7 +157,7 @@ class EmbeddedGenerator:
     async def partial(self) -> dict[str, Completion]:
         """Return the tokens so far of the requests in flight, by request id, and completions that drain() has not
         returned yet."""
-        partial: dict[str, Completion] = await self._call(self._engine.partial)
+        partial = await self._call(self._engine.partial)
         with self._changed:
             return partial | dict(self._drained)
 
@@ -176,16 +178,17 @@ class EmbeddedGenerator:
         error.__cause__ = self._error and self._error.__cause__
         return error
 
-    def _send(self, command: Callable[[], Any], waiter: _Waiter | None) -> None:
+    def _send(self, command: Callable[[], object], waiter: _Waiter | None) -> None:
         with self._changed:
             self._raise_if_gone()
             self._commands.append((command, waiter))
             self._changed.notify_all()
 
-    async def _call(self, command: Callable[[], Any]) -> Any:
+    async def _call(self, command: Callable[[], T]) -> T:
         waiter = _Waiter()
         self._send(command, waiter)
-        return await asyncio.wrap_future(waiter)
+        answer: T = await asyncio.wrap_future(waiter)
+        return answer
 
     def _enqueue(self, requests: Sequence[GenerateRequest], waiters: Sequence[_Waiter | None]) -> None:
         added = list(requests)
