@@ -57,7 +57,7 @@ def test_measurements_of_gpus_can_be_tried_without_one(
     monkeypatch.setenv("LOCAL_RANK", "0")  # which the measurements set
     words = ("gpu", "--trial", "--shape", "tiny", "--only", "experts", "long", "checkpoint")
     rows = rows_of(tmp_path, *words)
-    for name in ("update.experts_64", "update.experts_64_auto", "long.4B_64"):
+    for name in ("update.experts_64", "update.experts_64_megatron", "long.4B_64"):
         assert rows[f"{name}_tokens_per_second"]["baseline"] > 0
     assert rows["checkpoint.tiny_size"]["value"] > 0
 
