@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def mark(parameter: Tensor, **attributes: object) -> None:
-    """Set attributes by which Megatron tells parameters apart."""
+    """Set attributes by which Megatron distinguishes parameters."""
     vars(parameter).update(attributes)
 
 
