@@ -130,8 +130,9 @@ def attempt(self):
     assert run(body, retries=1)[0] == DONE
 
 
-@pytest.mark.parametrize("end", SIGNALS)
-@pytest.mark.parametrize("where", ["end_orphans", "logger.error"])
+@pytest.mark.parametrize(
+    ("where", "end"), [*(("end_orphans", end) for end in SIGNALS), ("logger.error", signal.SIGINT)]
+)
 def test_a_signal_between_two_attempts_ends_the_run(where: str, end: int) -> None:
     body = f"""
 from core.processes import supervise
@@ -148,9 +149,15 @@ def attempt(self):
     assert run(body, retries=1)[0] == INTERRUPTED
 
 
-@pytest.mark.parametrize("end", SIGNALS)
-@pytest.mark.parametrize("before", ["os.fork", "signal.pthread_sigmask"])
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    ("before", "end", "in_background"),
+    [
+        *(("os.fork", end, False) for end in SIGNALS),
+        ("os.fork", signal.SIGINT, True),
+        ("signal.pthread_sigmask", signal.SIGINT, False),
+        ("signal.pthread_sigmask", signal.SIGTERM, True),
+    ],
+)
 def test_a_signal_that_comes_before_there_is_an_attempt_ends_it(before: str, end: int, in_background: bool) -> None:
     body = f"""
 if {in_background}:  # a shell without job control starts it so
