@@ -103,9 +103,3 @@ def test_maxrl_gives_rewards_of_minus_one_and_one_the_advantages_of_zero_and_one
     assert maximum_likelihood(2 * scores - 1, ids).tolist() == expected
     lowest = torch.full((8,), -0.3)  # their mean in float32 is a little more
     assert maximum_likelihood(lowest, torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
-
-
-def test_the_deviation_of_the_batch_is_that_of_all_scores() -> None:
-    scores, ids = torch.tensor([0.0, 2.0, 4.0, 6.0]), torch.tensor([0, 0, 1, 1])
-    std = math.sqrt(20 / 3)
-    assert centred(scores, ids, std="batch").tolist() == pytest.approx([-1 / std, 1 / std, -1 / std, 1 / std])
