@@ -327,7 +327,8 @@ class _Binder:
 
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
-    """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path."""
+    """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path. A name
+    without a section, as of flat configurations, is first looked for elsewhere."""
     if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
     equivalent = hint(name, path)
@@ -335,10 +336,11 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
         return equivalent
     siblings = list(fields_by_key(model))
     prefix = path.removesuffix(name)
-    if near := nearest_names(name, siblings):
-        return f"did you mean {prefix + near[0]!r}?"
     everywhere = [known for known in all_keys(root) if ".NAME." not in known]
     same_name = [k for k in everywhere if k.rpartition(".")[2] == name]
+    near = nearest_names(name, siblings)
+    if near and (prefix or not same_name):
+        return f"did you mean {prefix + near[0]!r}?"
     if same_name:
         return f"did you mean {' or '.join(map(repr, same_name[:3]))}?"
     if near := nearest_names(path, everywhere, cutoff=0.7):

@@ -50,6 +50,7 @@ def test_what_a_hint_names_exists(key: str) -> None:
         ("algorithm.adv_estimator=grpo", "algorithm.name"),
         ("actor_rollout_ref.rollout.n=8", "generator"),
         ("use_lora=true", "LoRA is not supported"),
+        ("vllm_gpu_memory_utilization=0.4", "generator.flags"),
     ],
 )
 def test_keys_of_other_trainers_are_answered_with_ours(given: str, meant: str) -> None:
