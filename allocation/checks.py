@@ -97,18 +97,8 @@ def batch_errors(
     the same number of sequences, at least one, for each rank in each update: the batch is a multiple of
     ppo_n_minibatches * dp.
     """
-    counts = {
-        "dataset.train_bs_n_seqs": train_bs_n_seqs,
-        "group_size": group_size,
-        "ppo.ppo_n_minibatches": ppo_n_minibatches,
-    }
-    errors = [
-        AllocationError("must be from 1 up", key=key, value=count, nearest="1")
-        for key, count in counts.items()
-        if count < 1
-    ]
-    if errors or role == GENERATOR_ROLE:
-        return errors
+    if role == GENERATOR_ROLE:
+        return []
     layouts = {**(beside or {}), role: layout}
     error = _dealing_error(layout, role, _Batch(train_bs_n_seqs, group_size, ppo_n_minibatches), layouts)
     return [error] if error else []
@@ -234,12 +224,6 @@ class Layouts:
         training = self.trainer[TRAINER_ROLE].world_size
         return self.generator.world_size + training if self.disaggregated else training
 
-    @property
-    def are_of_one_size(self) -> bool:
-        """Whether the roles that share slots have as many ranks as each other."""
-        shared = [*self.trainer.values(), *([] if self.disaggregated else [self.generator])]
-        return len({layout.world_size for layout in shared}) == 1
-
     def place(self, cluster: Cluster) -> Allocation:
         return place(
             cluster,
@@ -337,10 +321,7 @@ _NO_LAYOUT = (
 
 
 def make_cluster(n_nodes: int, n_gpus_per_node: int) -> Cluster:
-    """Build the cluster. Raises AllocationError for invalid counts."""
-    for key, count in (("n_nodes", n_nodes), ("n_gpus_per_node", n_gpus_per_node)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise AllocationError("must be a whole number from 1 up", key=key, value=count, nearest="1")
+    """Build the cluster. Raises AllocationError for one that is too large."""
     for key, count, other in (("n_gpus_per_node", n_gpus_per_node, 1), ("n_nodes", n_nodes, n_gpus_per_node)):
         if count * other > MAX_SLOTS:
             raise AllocationError(
@@ -383,7 +364,9 @@ def _check_total(cluster: Cluster, layouts: Layouts, checks: Checks) -> None:
     near = nearest_to(cluster, layouts, checks)
     ways = [] if near is None else [str(near)]
     counts = _nearest_cluster(cluster, needed)
-    if needed <= MAX_SLOTS and layouts.are_of_one_size and checks.accepts(layouts.place(replace(cluster, **counts))):
+    shared = [*layouts.trainer.values(), *([] if layouts.disaggregated else [layouts.generator])]
+    are_of_one_size = len({layout.world_size for layout in shared}) == 1
+    if needed <= MAX_SLOTS and are_of_one_size and checks.accepts(layouts.place(replace(cluster, **counts))):
         ways.append(" ".join(f"{key}={count}" for key, count in counts.items()))
     sampling, training = layouts.generator.world_size, layouts.trainer[TRAINER_ROLE].world_size
     raise AllocationError(

@@ -3,17 +3,15 @@
 Invariant: as in resolve.py, every slot of the cluster is used and every role has a place; here roles may overlap in
 part, and rank r runs on entry r, in the order that the user wrote.
 
-Mappings are lists, `range` (with steps), `list(...)` and `+` between them, read from Python's syntax tree; nothing is
-evaluated by Python. The outcome is a list of at most `limit` numbers, or an AllocationError.
+Mappings are lists, `range` (with steps), `list(...)` of one of them, and `+` between them; nothing is evaluated by
+Python. The outcome is a list of at most `limit` numbers, or an AllocationError.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -35,8 +33,11 @@ from allocation.layout import (
 from allocation.plan import FALLBACK, Allocation, Cluster, RoleAllocation, Slot, spans
 from allocation.resolve import parse_role_layout, role_name
 
-_TOKENS = re.compile(r"(?:list\b|range\b|[0-9]{1,9}\b|[\[\](),+\-*]|[ \t\r\n])*")
-_PLAIN_LIST = re.compile(r"\s*\[(?:\s*(?:0|[1-9][0-9]*)\s*,)*\s*(?:0|[1-9][0-9]*)\s*\]\s*")
+_NUMBER = r"\s*-?[0-9]{1,9}\s*"
+_TERM = re.compile(
+    rf"range\((?P<range>{_NUMBER}(?:,{_NUMBER}){{0,2}})\)|\[(?P<items>(?:{_NUMBER},)*(?:{_NUMBER}|\s*))\]"
+)
+_LIST_OF = re.compile(r"list\((.*)\)", re.DOTALL)
 _EXAMPLE = "list(range(0,8))"
 
 
@@ -45,85 +46,29 @@ def parse_devices(mapping: str | Sequence[int], *, limit: int) -> list[int]:
 
     `limit` is the number of slots in the cluster: a longer list cannot be meant. Raises AllocationError without key.
     """
-    if not isinstance(mapping, str):
-        return _check_numbers(mapping, limit)
-    accepted = _TOKENS.match(mapping)
-    end = accepted.end() if accepted else 0
-    if end != len(mapping):
-        raise _wrong(f"only numbers, lists, range and list are read here, got {mapping[end : end + 20]!r}")
-    if _PLAIN_LIST.fullmatch(mapping):
-        # Thousands of slots in full: a fraction of the time that a syntax tree of them takes.
-        return _check_numbers(json.loads(mapping), limit)
-    try:
-        return _read(ast.parse(mapping.strip(), mode="eval").body, limit)
-    except SyntaxError as error:
-        raise _wrong(f"not a list: {error.msg}") from None
-    except (RecursionError, MemoryError):
-        raise _wrong("nested too deeply to read") from None
-
-
-def _read(tree: ast.expr, limit: int) -> list[int]:
+    terms = map(_term, mapping.split("+")) if isinstance(mapping, str) else [mapping]
     devices: list[int] = []
-    # `a + b + c` nests to the left, as deep as it is long: walk it with a stack.
-    pending: list[ast.expr] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            pending += (node.right, node.left)
-            continue
-        devices += _sequence(node, limit)
-        if len(devices) > limit:
-            raise _too_many(len(devices), limit)
+    for numbers in terms:
+        count = len(devices) + len(numbers)
+        if count > limit:
+            rule = f"names {count} slots or more, and n_nodes x n_gpus_per_node = {limit}"
+            raise AllocationError(rule, f"list(range(0,{limit}))")
+        devices += numbers
     return devices
 
 
-def _sequence(node: ast.expr, limit: int) -> Sequence[int]:
-    """Return a list display, range(...) or list(...)."""
-    if isinstance(node, ast.List | ast.Tuple):
-        items: list[int] = []
-        for element in node.elts:
-            items += _sequence(element.value, limit) if isinstance(element, ast.Starred) else [_number(element)]
-            if len(items) > limit:
-                raise _too_many(len(items), limit)
-        return items
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        if node.func.id == "range" and 1 <= len(node.args) <= 3:
-            arguments = [_number(argument) for argument in node.args]
-            if len(arguments) == 3 and arguments[2] == 0:
-                raise _wrong("the step of range must not be 0")
-            numbers = range(*arguments)
-            if len(numbers) > limit:
-                raise _too_many(len(numbers), limit)
-            return numbers
-        if node.func.id == "list" and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
-            return _sequence(node.args[0], limit)
-    raise _wrong(f"expected a list, range(start, stop, step) or a sum of these, got {ast.unparse(node)[:40]!r}")
-
-
-def _number(node: ast.expr) -> int:
-    sign = 1
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, node = -1, node.operand
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return sign * node.value
-    raise _wrong(f"expected a whole number, got {ast.unparse(node)[:40]!r}")
-
-
-def _check_numbers(mapping: Sequence[int], limit: int) -> list[int]:
-    if not isinstance(mapping, Sequence):
-        raise _wrong(f"expected a list of slots or its text, got {type(mapping).__name__}")
-    if len(mapping) > limit:
-        raise _too_many(len(mapping), limit)
-    for item in mapping:
-        if type(item) is not int:
-            raise _wrong(f"expected a whole number, got {item!r}")
-    return list(mapping)
-
-
-def _too_many(count: int, limit: int) -> AllocationError:
-    return AllocationError(
-        f"names {count} slots or more, and n_nodes x n_gpus_per_node = {limit}", f"list(range(0,{limit}))"
-    )
+def _term(text: str) -> Sequence[int]:
+    """Return a list or a range; list(...) around it changes nothing."""
+    inner = _LIST_OF.fullmatch(text.strip())
+    found = _TERM.fullmatch(inner[1].strip() if inner else text.strip())
+    if found is None:
+        raise _wrong(f"expected a list, range(start, stop, step) or a sum of these, got {text.strip()[:40]!r}")
+    if found["range"] is None:
+        return [int(number) for number in found["items"].split(",") if number.strip()]
+    arguments = [int(number) for number in found["range"].split(",")]
+    if arguments[2:] == [0]:
+        raise _wrong("the step of range must not be 0")
+    return range(*arguments)
 
 
 def _wrong(rule: str) -> AllocationError:
@@ -159,7 +104,7 @@ def parse_device_mappings(
             role = _placed_role(name, roles)
             # Colocated roles repeat one text: read it once.
             devices = read.get(str(mapping)) or parse_devices(mapping, limit=cluster.num_slots)
-            _check_devices(devices, cluster, used)
+            _check_devices(devices, cluster)
         except AllocationError as error:
             raise error.within(f"{name}.device_mapping", mapping) from None
         try:
@@ -197,7 +142,7 @@ def _placed_role(name: str, taken: Mapping[str, RoleAllocation]) -> str:
     return role
 
 
-def _check_devices(devices: Sequence[int], cluster: Cluster, used: Set[int]) -> None:
+def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
     total = cluster.num_slots
     everything = f"list(range(0,{total}))"
     if not devices:
@@ -211,17 +156,7 @@ def _check_devices(devices: Sequence[int], cluster: Cluster, used: Set[int]) -> 
         )
     if len(set(devices)) != len(devices):
         twice = next(device for device, count in Counter(devices).items() if count > 1)
-        raise AllocationError(
-            f"slot {twice} is given to two ranks of the role", nearest=str(_without_repeats(devices, total, used))
-        )
-
-
-def _without_repeats(devices: Sequence[int], total: int, used: Set[int]) -> list[int]:
-    """Return as many slots, each once: in place of a repeated one the next that is free, if any."""
-    once = dict.fromkeys(devices)
-    after = [*range(min(once), total), *range(min(once))]
-    free = [slot for slot in after if slot not in once and slot not in used]
-    return sorted([*once, *free[: len(devices) - len(once)]])
+        raise AllocationError(f"slot {twice} is given to two ranks of the role", nearest=everything)
 
 
 def _role_layout(
@@ -262,15 +197,9 @@ def _check_all_used(used: set[int], cluster: Cluster, *, key: str) -> None:
     idle = sorted(set(range(cluster.num_slots)) - used)
     if not idle:
         return
-    needed = max(used) + 1
-    nearest = f"extend a device_mapping to {cluster.num_slots - 1}"
-    if len(used) == needed and needed % cluster.n_gpus_per_node == 0:
-        nearest = f"n_nodes={needed // cluster.n_gpus_per_node}"
-    elif len(used) == needed and needed % cluster.n_nodes == 0:
-        nearest = f"n_gpus_per_node={needed // cluster.n_nodes}"
     raise AllocationError(
         f"no role uses slots {spans(idle)} of the {cluster.num_slots} in n_nodes={cluster.n_nodes} x "
         f"n_gpus_per_node={cluster.n_gpus_per_node}; all must be used",
         key=key,
-        nearest=nearest,
+        nearest=f"extend a device_mapping to {cluster.num_slots - 1}",
     )

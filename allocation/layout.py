@@ -36,13 +36,6 @@ class AllocationError(ValueError):
         part = "" if self.value is None else f"{self.key} {shorten(self.value)}: "
         return AllocationError(part + self.rule, key=key, value=value, nearest=self.nearest)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.rule, self.key, self.value, self.nearest)
-
-
-def _rebuild(rule: str, key: str, value: object, nearest: str | None) -> AllocationError:
-    return AllocationError(rule, key=key, value=value, nearest=nearest)
-
 
 def shorten(value: object) -> str:
     """Return the value as an error shows it: quoted when text, cut in the middle when long."""
@@ -110,10 +103,6 @@ class ParallelLayout:
     etp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "vpp", "etp"):
-            degree = getattr(self, name)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise AllocationError("must be a whole number from 1 up", key=name, value=degree, nearest="1")
         if self.vpp > 1 and self.pp == 1:
             raise AllocationError(
                 f"v{self.vpp} cuts the stages of a pipeline into chunks, and there is one stage (p1)",

@@ -101,13 +101,8 @@ def _units(layout: ParallelLayout, per_node: int, *, generator: bool) -> list[in
     """Return the sizes of the blocks of consecutive ranks that should stay on one node, best first."""
     larger = layout.tp * (layout.pp if generator else layout.cp)
     units = [larger] if larger <= per_node else []
-    tensor = _fitting(layout.tp, per_node)
+    tensor = min(layout.tp, per_node)  # a group that is larger than a node has whole nodes
     return units if units == [tensor] else [*units, tensor]
-
-
-def _fitting(tp: int, per_node: int) -> int:
-    """Return the size of a tensor-parallel group, or whole nodes if it is larger than a node."""
-    return min(tp, per_node)
 
 
 def _exact_split(cluster: Cluster, generator_size: int, generator_unit: int, trainer_unit: int) -> list[int] | None:

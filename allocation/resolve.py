@@ -81,7 +81,11 @@ def parse_spec(text: str) -> Spec:
         return _two_sides(pluses, "+")
     if len(bars) == 2:
         return _two_sides(bars, "|")
-    return _one_side(text)
+    side = _side(text)
+    if isinstance(side, Spec):
+        return side
+    backend, layout = side
+    return Spec(backend=None if backend == "megatron" else backend, trainer={REST: layout})
 
 
 def parse_role_layout(text: str) -> tuple[Backend | None, ParallelLayout]:
@@ -100,14 +104,6 @@ def parse_layout(text: str) -> ParallelLayout:
     if stripped.startswith("("):
         return _parse_moe(stripped)
     return ParallelLayout(**_dims(stripped))
-
-
-def _one_side(text: str) -> Spec:
-    side = _side(text)
-    if isinstance(side, tuple):
-        backend, layout = side
-        return Spec(backend=None if backend == "megatron" else backend, trainer={REST: layout})
-    return side
 
 
 def _two_sides(texts: list[str], separator: str) -> Spec:
@@ -294,7 +290,6 @@ def parse(
     *,
     n_nodes: int,
     n_gpus_per_node: int,
-    key: str = "allocation_mode",
     default_backend: Backend | Callable[[], Backend] = "embedded",
     trainer_only: bool = False,
     checks: Checks | None = None,
@@ -306,12 +301,10 @@ def parse(
     so a side for the generator is an error. What an error suggests passes `checks`. Raises AllocationError.
     """
     cluster = make_cluster(n_nodes, n_gpus_per_node)
-    if not isinstance(text, str):
-        raise AllocationError("expected text", key=key, value=text, nearest="'sglang.d4m2p1+d2m4p1'")
     try:
         return _resolve(text.strip(), cluster, default_backend, trainer_only, checks or Checks())
     except AllocationError as error:
-        raise error.within(key, text) from None
+        raise error.within("allocation_mode", text) from None
 
 
 def _resolve(

@@ -171,11 +171,6 @@ def test_inference_needs_a_sequence_for_each_rank_and_no_multiple() -> None:
     assert batch_errors(layout_of("d3m1p1"), "actor_gen", train_bs_n_seqs=1) == []
 
 
-def test_counts_below_one_are_named() -> None:
-    errors = batch_errors(layout_of("d3m1p1"), "actor_train", train_bs_n_seqs=0, group_size=-1, ppo_n_minibatches=0)
-    assert [error.key for error in errors] == ["dataset.train_bs_n_seqs", "group_size", "ppo.ppo_n_minibatches"]
-
-
 def test_sequences_must_be_dealt_out_evenly_over_the_trainers_gpus() -> None:
     # A training batch that the number of trainer GPUs does not divide: each GPU's minibatch is the quotient.
     error = batch_error("d3m1p1", train_bs_n_seqs=32, group_size=8)

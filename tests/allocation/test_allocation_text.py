@@ -203,17 +203,8 @@ def test_a_wrong_text_is_answered_with_the_rule_and_a_way_out(text: str, rule: s
 
 
 def test_a_cluster_must_have_slots_and_not_more_than_can_be_meant() -> None:
-    assert error_of("heuristic", n_nodes=0).key == "n_nodes"
-    assert error_of("heuristic", n_gpus_per_node=-1).key == "n_gpus_per_node"
     assert error_of("heuristic", n_nodes=10**9).nearest == "12500"
     assert error_of("heuristic", n_gpus_per_node=10**9).key == "n_gpus_per_node"
-
-
-def test_the_error_speaks_of_the_key_it_was_given_and_survives_pickling() -> None:
-    with pytest.raises(AllocationError, match="^allocation='d4': ") as caught:
-        parse("d4", n_nodes=1, n_gpus_per_node=8, key="allocation")
-    assert isinstance(caught.value, ValueError)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_an_allocation_survives_pickling() -> None:
