@@ -31,7 +31,7 @@ from core.config.dialects.areal_v02 import Translated, translate
 from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
-from core.config.parsing.values import CoerceError, InterpolationError, Interpolator, coerce, describe, to_node
+from core.config.parsing.values import CoerceError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
 from core.config.presets import PRESETS, plain_name
 from core.config.runtime import BenchConfig
@@ -273,7 +273,7 @@ class _Binder:
         try:
             # A scalar is resolved already, and must not be twice: its text may hold a literal ${.
             values[name] = coerce(node if isinstance(node, Scalar) else self._resolve_inside(node), annotation)
-        except (CoerceError, InterpolationError) as error:
+        except CoerceError as error:
             self._problem(path, str(error))
 
     def _resolved(self, path: str, node: Node) -> Node | None:
@@ -281,7 +281,7 @@ class _Binder:
             return node
         try:
             return self._interpolator.resolve(node)
-        except InterpolationError as error:
+        except CoerceError as error:
             self._problem(path, str(error))
             return None
 
@@ -311,16 +311,16 @@ class _Binder:
         self.problems.append(Problem(key=path, message=message, where=node.where))
 
     def _default_node(self, key: str) -> Node:
-        """Return the default of a dotted key, for references to keys that are not given. Raises InterpolationError."""
+        """Return the default of a dotted key, for references to keys that are not given. Raises CoerceError."""
         value: object = None
         model: type[Section] | None = self._model
         for name in key.split("."):
             known = fields_by_key(model) if model else {}
             if name not in known:
-                raise InterpolationError(f"${{{key}}} is not a key; {_suggestion(self._model, self._model, key, key)}")
+                raise CoerceError(f"${{{key}}} is not a key; {_suggestion(self._model, self._model, key, key)}")
             attribute, info = known[name]
             if info.is_required() and sub_section(info) is None:
-                raise InterpolationError(f"${{{key}}} has no value")
+                raise CoerceError(f"${{{key}}} has no value")
             value = default_of(value if isinstance(value, Section) else None, attribute, info)
             model = sub_section(info)
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)

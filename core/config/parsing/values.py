@@ -13,6 +13,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Union, get_args, get_origin
 
 import yaml
@@ -26,7 +27,8 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 class CoerceError(ValueError):
-    """A value that a field's type cannot take. The message is the rule and the value."""
+    """A value that a field's type cannot take, or an interpolation that has no value. The message is the rule and the
+    value."""
 
 
 def coerce(node: Node, annotation: object) -> object:
@@ -163,34 +165,26 @@ _MAX_LENGTH = 100_000
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
-class InterpolationError(ValueError):
-    """An interpolation that has no value. The message contains the interpolation and the reason."""
-
-
 class Interpolator:
     """Resolves interpolations against trees, the first one that has the key.
 
-    `default_of(key)` gives the schema's default of a key that the tree leaves out; it raises InterpolationError for a
+    `default_of(key)` gives the schema's default of a key that the tree leaves out; it raises CoerceError for a
     key that does not exist or has no default."""
 
-    def __init__(
-        self, trees: Sequence[Node], default_of: Callable[[str], Node], environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, trees: Sequence[Node], default_of: Callable[[str], Node]) -> None:
         self._trees = trees
         self._default_of = default_of
-        self._environment = os.environ if environment is None else environment
         self._resolving: list[str] = []
         self._resolved: dict[str, Node] = {}
 
     def resolve(self, scalar: Scalar) -> Node:
-        """Return the value that a scalar stands for. Raises InterpolationError."""
+        """Return the value that a scalar stands for. Raises CoerceError."""
         text = scalar.text
         if "${" not in text:
             return scalar
         end = _closing_brace(text, 2) if text.startswith("${") else -1
         if end == len(text) - 1:
-            node = self._evaluate(text[2:-1])
-            return _moved(node, scalar.where)
+            return replace(self._evaluate(text[2:-1]), where=scalar.where)
         return Scalar(self._in_text(text), scalar.where, quoted=True)
 
     def _in_text(self, text: str) -> str:
@@ -203,14 +197,14 @@ class Interpolator:
                 continue
             end = _closing_brace(text, start + 2)
             if end < 0:
-                raise InterpolationError(f"{text[start:]} has no closing brace")
+                raise CoerceError(f"{text[start:]} has no closing brace")
             node = self._evaluate(text[start + 2 : end])
             if not isinstance(node, Scalar):
-                raise InterpolationError(f"{text[start : end + 1]} is not a single value and cannot be part of a text")
+                raise CoerceError(f"{text[start : end + 1]} is not a single value and cannot be part of a text")
             out.append(text[at:start] + ("" if node.is_null else node.text))
             length += len(out[-1])
             if length > _MAX_LENGTH:
-                raise InterpolationError(f"stands for more than {_MAX_LENGTH} characters")
+                raise CoerceError(f"stands for more than {_MAX_LENGTH} characters")
             at = end + 1
         return "".join(out) + text[at:]
 
@@ -219,11 +213,11 @@ class Interpolator:
         if expression.startswith(_ENV):
             return self._environment_variable(expression[len(_ENV) :])
         if not _KEY.fullmatch(expression):
-            raise InterpolationError(
+            raise CoerceError(
                 f"${{{expression}}} is not understood; write ${{a.b.c}} for another key or ${{oc.env:VAR,default}}"
             )
         if expression in self._resolving:
-            raise InterpolationError(f"refers to itself: {' -> '.join([*self._resolving, expression])}")
+            raise CoerceError(f"refers to itself: {' -> '.join([*self._resolving, expression])}")
         if expression not in self._resolved:
             self._resolving.append(expression)
             try:
@@ -238,12 +232,12 @@ class Interpolator:
 
     def _environment_variable(self, expression: str) -> Scalar:
         name, comma, default = expression.partition(",")
-        value = self._environment.get(name.strip())
+        value = os.environ.get(name.strip())
         if value is not None:
             return Scalar(value, "", quoted=not value)
         if not comma:
             name = name.strip()
-            raise InterpolationError(
+            raise CoerceError(
                 f"the environment variable {name} is not set; set it, or give a default: ${{oc.env:{name},...}}"
             )
         default = default.strip()
@@ -263,12 +257,3 @@ def _closing_brace(text: str, start: int) -> int:
             if depth == 0:
                 return i
     return -1
-
-
-def _moved(node: Node, where: str) -> Node:
-    """Return a node as if written at `where`."""
-    if isinstance(node, Scalar):
-        return Scalar(node.text, where, node.quoted)
-    if isinstance(node, Items):
-        return Items(node.items, where)
-    return Table(where, dict(node.children))

@@ -7,10 +7,8 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import yaml
 
@@ -23,6 +21,7 @@ _DEEPEST = 100
 _OVERRIDE = "override "
 """What the place of a value from an override begins with."""
 _STANDARD_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_STANDARD_TAG}merge"
 
 
 @dataclass(frozen=True)
@@ -176,131 +175,73 @@ def copied(node: Node) -> Node:
     return node
 
 
-def size(node: Node) -> int:
-    """Return the number of values of a tree, sections and lists counted as one each beside theirs."""
-    below = node.children.values() if isinstance(node, Table) else node.items if isinstance(node, Items) else ()
-    return 1 + sum(map(size, below))
-
-
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Mark(Protocol):
-    """A place in the text; PyYAML has two classes of them."""
-
-    line: int
-
-
 class _Reader:
-    """Makes nodes from the events of PyYAML's parser and collects problems on the way.
-
-    What an anchor stands for is copied wherever it is used, and counted each time."""
+    """Makes nodes from those of PyYAML and collects problems on the way. What an anchor stands for is read wherever it
+    is used."""
 
     def __init__(self, source: str, *, with_lines: bool = True) -> None:
         self._source = source
         self._with_lines = with_lines
-        self._anchors: dict[str, Node | None] = {}
-        """None: the node of the anchor is not complete yet."""
         self._num_nodes = 0
         self.problems: list[Problem] = []
 
     def read(self, text: str) -> Node:
         """Return the tree of a text; `problems` has what is wrong with it."""
-        root: Node | None = None
         try:
-            events = iter(yaml.parse(text, Loader=_Loader))
-            for event in events:
-                if isinstance(event, yaml.DocumentStartEvent):
-                    if root is not None:
-                        self._add("not valid YAML: it has more than one document", event)
-                        return Table(self._source)
-                    root = self._node(next(events), events)
-        except _TooLargeError:
-            pass  # a problem tells it
+            root = yaml.compose(text, Loader=_Loader)
+            return Scalar("", self._source) if root is None else self._node(root)
         except yaml.MarkedYAMLError as error:
-            where = self._at(error.problem_mark)
             what = ", ".join(part for part in (error.context, error.problem) if part)
-            self.problems.append(Problem(key="", message=f"not valid YAML: {what}", where=where))
+            self._add(f"not valid YAML: {what}", error.problem_mark)
         except yaml.YAMLError as error:
-            message = f"not valid YAML: {' '.join(str(error).split())}"
-            self.problems.append(Problem(key="", message=message, where=self._source))
+            self._add(f"not valid YAML: {' '.join(str(error).split())}", None)
         except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
-            self.problems.append(Problem(key="", message="not UTF-8 text", where=self._source))
+            self._add("not UTF-8 text", None)
         except RecursionError:
-            self.problems.append(Problem(key="", message="nested too deeply to read", where=self._source))
-        return Scalar("", self._source) if root is None else root
+            self._add("nested too deeply to read", None)
+        return Scalar("", self._source)
 
-    def _at(self, mark: _Mark | None) -> str:
+    def _at(self, mark: yaml.Mark | None) -> str:
         return f"{self._source}:{mark.line + 1}" if self._with_lines and mark is not None else self._source
 
-    def _add(self, message: str, event: yaml.Event) -> None:
-        self.problems.append(Problem(key="", message=message, where=self._at(event.start_mark)))
+    def _add(self, message: str, mark: yaml.Mark | None) -> None:
+        self.problems.append(Problem(key="", message=message, where=self._at(mark)))
 
-    def _count(self, event: yaml.Event, number: int = 1) -> None:
-        self._num_nodes += number
-        if self._num_nodes >= _MAX_NODES:
-            self._add(f"more than {_MAX_NODES} values, anchors followed", event)
-            raise _TooLargeError
+    def _node(self, node: yaml.Node) -> Node:
+        self._num_nodes += 1
+        if self._num_nodes > _MAX_NODES:
+            why = f"more than {_MAX_NODES} values, anchors followed"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=node.start_mark)
+        where = self._at(node.start_mark)
+        if not node.tag.removeprefix(_STANDARD_TAG).isalpha():
+            self._add(f"tag {node.tag} is not supported", node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            return Items(tuple(map(self._node, node.value)), where)
+        if isinstance(node, yaml.MappingNode):
+            return self._table(where, node)
+        return Scalar(node.value, where, quoted=node.style not in (None, ""))
 
-    def _node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> Node:
-        self._count(event)
-        where = self._at(event.start_mark)
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event, where)
-        assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent), "there is no fourth kind of node"
-        if event.tag is not None and not event.tag.removeprefix(_STANDARD_TAG).isalpha():
-            self._add(f"tag {event.tag} is not supported", event)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = None
-        node: Node
-        if isinstance(event, yaml.ScalarEvent):
-            node = Scalar(event.value, where, quoted=event.style not in (None, ""))
-        elif isinstance(event, yaml.SequenceStartEvent):
-            node = Items(tuple(self._until(yaml.SequenceEndEvent, events)), where)
-        else:
-            node = self._table(where, events)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = node
-        return node
-
-    def _until(self, end: type[yaml.Event], events: Iterator[yaml.Event]) -> Iterator[Node]:
-        while not isinstance(event := next(events), end):
-            yield self._node(event, events)
-
-    def _alias(self, event: yaml.AliasEvent, where: str) -> Node:
-        if event.anchor not in self._anchors:
-            self._add(f"there is no anchor {event.anchor!r}", event)
-            return Scalar("", where)
-        node = self._anchors[event.anchor]
-        if node is None:
-            self._add("an anchor contains itself", event)
-            return Table(where)
-        self._count(event, size(node))
-        return copied(node)
-
-    def _table(self, where: str, events: Iterator[yaml.Event]) -> Table:
+    def _table(self, where: str, node: yaml.MappingNode) -> Table:
         table, merged = Table(where), dict[str, Node]()
-        while not isinstance(event := next(events), yaml.MappingEndEvent):
-            is_merge = isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style in (None, "")
-            key, key_where = self._node(event, events), self._at(event.start_mark)
-            value = self._node(next(events), events)
-            if is_merge:
+        for key, below in node.value:
+            value = self._node(below)
+            if key.tag == _MERGE:
                 for source in value.items if isinstance(value, Items) else (value,):
                     if isinstance(source, Table):
                         merged = {**source.children, **merged}
                     else:
-                        self._add("<< takes a mapping", event)
-            elif not isinstance(key, Scalar):
-                self._add("a key must be plain text", event)
+                        self._add("<< takes a mapping", key.start_mark)
+            elif not isinstance(key, yaml.ScalarNode):
+                self._add("a key must be plain text", key.start_mark)
             else:
-                if key.text in table.children:
-                    self._add(f"{key.text}: given twice (first at {table.children[key.text].where})", event)
+                if key.value in table.children:
+                    first = table.children[key.value].where
+                    self._add(f"{key.value}: given twice (first at {first})", key.start_mark)
                 if isinstance(value, Table):  # a block begins at its first key; users look for the section's name
-                    value.where = key_where
-                table.children[key.text] = value
+                    value.where = self._at(key.start_mark)
+                table.children[key.value] = value
         table.children = {**merged, **table.children}
         return table
-
-
-class _TooLargeError(Exception):
-    """The text stands for more values than any configuration has."""
