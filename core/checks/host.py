@@ -7,7 +7,6 @@ import json
 import netrc
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -61,11 +60,7 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield folders that cannot be written, or a disk without room for one recover checkpoint."""
-    try:
-        paths = RunPaths.of(config)
-    except RuntimeError:
-        return  # reported with the recipe
-    message = ""
+    paths, message = RunPaths.of(config), ""
     # Of one problem with the folder that all are in, one message.
     for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
         try:
@@ -130,19 +125,6 @@ def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
     except AllocationError:
         return []  # reported with the configuration
     return sorted({slot.gpu for slot in allocation.gpu_slots})
-
-
-def _port(config: ExperimentConfig) -> Iterator[Problem]:
-    port = config.launch.master_port
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            message = f"port {port}: {os.strerror(error.errno or 0)}; write 0 for a free one"
-            yield Problem(key="launch.master_port", message=message)
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
@@ -214,7 +196,7 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
 def host_problems(config: ExperimentConfig, *, connections: bool, nodes: bool) -> Iterator[Problem]:
     """Yield the problems of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
-    for check in (_monitors, _fileroot, _temporary, _ray, _port, _gpus):
+    for check in (_monitors, _fileroot, _temporary, _ray, _gpus):
         yield from check(config)
     if connections:
         yield from _connection(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -11,7 +11,6 @@ from typing import TypeVar, cast
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
 from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
-from core.checks.rules import keys_of_conversations, not_used
 from core.config.common import ModelUse
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
@@ -51,8 +50,6 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
             yield from check(sampled)
     else:
         yield from _rows(cast("SFTConfig | DPOConfig", config), lengths=lengths, read=read)
-    yield from _environment(config)
-    yield from _home(config)
     yield from check_checkpoint(config)
     yield from check_settings(config, read)
 
@@ -73,7 +70,6 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
         vocabularies[use.key] = model.vocab_size
         yield from _family(use, model)
         yield from _positions(config, use, model)
-        yield from _replay(use, model)
         yield from _split(config, use, model)
     if len(set(vocabularies.values())) > 1:
         sizes = ", ".join(f"{key} {size}" for key, size in vocabularies.items())
@@ -86,12 +82,6 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         known = "" if family in FAMILIES else f" ({family!r} is not one of {', '.join(sorted(FAMILIES))})"
         message = f"{family!r}, but config.json of {use.path} has {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
-
-
-def _replay(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
-    if use.key == "actor" and use.section.moe_routing_replay and model.moe is None:
-        message = f"true, but {use.path} is of type {model.model_type!r}, a model without experts; write false"
-        yield Problem(key="actor.moe_routing_replay", message=message)
 
 
 def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:
@@ -148,14 +138,12 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
     checkpoint can be continued with them."""
     model, longest = Path(config.actor.path), config.dataset.max_prompt_len
     trained: list[Row] = []
-    chats: set[bool] = set()
 
     def scan(placed: tuple[SetConfig, DataSource]) -> None:
         one, source = placed
         rows = scan_rows(source, solved=config.judged_by_math(one))
         if isinstance(one, TaskSetConfig) and one.column:
             by_column(rows, one.column, source.path)
-        chats.update(row.messages is not None for row in rows)
         if not trained:
             trained.extend(rows)
         if lengths:
@@ -176,29 +164,19 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
         )
     if config.demonstrations.path:
         try:
-            chats.update(row.messages is not None for row in read_examples(config.demonstrations.path))
+            read_examples(config.demonstrations.path)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
-    _report_prompt_keys(config, chats)
 
 
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
-    columns, chats = config.dataset.pair_columns, set[bool]()
-
-    def scan(source: DataSource) -> None:
-        if columns is None:
-            chats.update(row.messages is not None for row in read_examples(source))
-        else:
-            chats.update(pair.chosen.messages is not None for pair in read_preferences(source, columns))
-
-    if not lengths or keys_of_conversations(config):
-        found = list(_data_sets(config.data_sources, scan))
-        _report_prompt_keys(config, chats)
-        if not lengths or found:
-            yield from found
-            return
+    columns = config.dataset.pair_columns
+    if not lengths:
+        read_rows = read_examples if columns is None else partial(read_preferences, fields=columns)
+        yield from _data_sets(config.data_sources, read_rows)
+        return
     open_one = cache(partial(opener, config))
     for number, (key, source) in enumerate(config.data_sources):
         try:
@@ -209,13 +187,6 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         if number == 0:  # the rows to train on
             report_steps(data, config)
             yield from check_rows(config, data, read)
-
-
-def _report_prompt_keys(config: ExperimentConfig, chats: Container[bool]) -> None:
-    """Log keys of prompt.* that no row uses. `chats`: whether rows are conversations."""
-    keys = keys_of_conversations(config)
-    if keys and False in chats and True not in chats:
-        logger.warning("%s", not_used(keys, "prompt.template is set, and no row is a conversation"))
 
 
 def _data_sets(sets: Iterable[tuple[str, T]], scan: Callable[[T], object]) -> Iterator[Problem]:
@@ -285,20 +256,3 @@ def _store(config: PPOMATHConfig) -> Iterator[Problem]:
         load_processors(processors)
     except PluginError as error:
         yield Problem(key="experience.processors", message=str(error))
-
-
-def _environment(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield names that no environment can hold."""
-    for name in config.external_configs.envs:
-        if not name or "=" in name or "\0" in name:
-            message = f"{name!r} cannot be set: a name is not empty and has no '=' and no NUL"
-            yield Problem(key="external_configs.envs", message=message)
-
-
-def _home(config: ExperimentConfig) -> Iterator[Problem]:
-    fileroot = config.external_configs.cluster_config.fileroot
-    try:
-        Path(fileroot).expanduser()
-    except RuntimeError:
-        message = f"{fileroot}: there is no such home folder; write the path in full"
-        yield Problem(key="external_configs.cluster_config.fileroot", message=message)

@@ -68,7 +68,7 @@ def check_checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
         recover = RunPaths.of(config).recover
         if has_checkpoint(recover):
             return
-    except (OSError, RuntimeError):
+    except OSError:
         return  # a folder that cannot be used, which is reported with fileroot
     if config.resume_from is not None:
         if message := _not_resumable(config.resume_from):

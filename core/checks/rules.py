@@ -29,8 +29,6 @@ from rollout.data.left_out import has_chat_template
 from rollout.inference.registry import BACKENDS, choose_transport
 
 _OPTIONS = "algorithm.options."
-_OF_CHAT_TEMPLATES = ("prompt.system", "prompt.chat_template", "prompt.chat_options")
-"""Keys that conversations and prompts in the chat template use; prompt.instruction is for the latter alone."""
 
 
 class RunFacts:
@@ -260,15 +258,6 @@ def _set_by_name(config: ExperimentConfig, reason: Reason) -> str:
     if not any(key in preset and f"{key}={as_yaml(preset[key])}" in reason.text for key in reason.settings):
         return ""
     return f", which algorithm.name={config.algorithm_name} sets"
-
-
-def keys_of_conversations(config: ExperimentConfig) -> list[str]:
-    """Return the keys that were given and that only rows which are conversations use, because prompt.template decides
-    about all others and the model has a chat template."""
-    if config.prompt.template is None or not RunFacts(config).has_chat_template:
-        return []
-    given = given_keys(config)
-    return [key for key in _OF_CHAT_TEMPLATES if key in given]
 
 
 def not_used(keys: Sequence[str], reason: str) -> str:

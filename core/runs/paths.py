@@ -44,14 +44,14 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: CommonExperimentConfig) -> RunPaths:
-        """Return the folders of the trial of a configuration. Raises RuntimeError for an unknown home folder."""
+        """Return the folders of the trial of a configuration."""
         fileroot = config.external_configs.cluster_config.fileroot
         return cls.for_trial(fileroot, config.experiment_name, config.trial_name)
 
     @classmethod
     def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> RunPaths:
         """Return absolute paths; `~` in `fileroot` is the home folder."""
-        root = Path(fileroot).expanduser().absolute()
+        root = Path(os.path.expanduser(fileroot)).absolute()
         return cls._below(root, Path(_user()) / experiment_name / trial_name)
 
     @classmethod

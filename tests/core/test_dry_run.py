@@ -232,63 +232,6 @@ def test_a_checkpoint_that_is_there_or_is_not_needed_is_no_problem(tmp_path: Pat
     assert dry_run(path, "recover_mode=resume") == dry_run(path, absent) == 0
 
 
-@pytest.mark.parametrize("experiment", ["ppo-math", "sft", "dpo"])
-@pytest.mark.parametrize(("given", "texts", "conversations", "unused"), [
-    ("prompt.template=Q{prompt}", True, False, True),
-    ("prompt.template=Q{prompt}", True, True, False),
-    ("prompt.template=Q{prompt}", False, True, False),
-    ("prompt.template=null", True, False, False),
-])  # fmt: skip
-def test_keys_of_the_chat_template_are_reported_where_the_template_leaves_them_no_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, experiment: str, given: str, texts: bool, conversations: bool,
-    unused: bool,
-) -> None:  # fmt: skip
-    path = write_run(tmp_path) if experiment == "ppo-math" else write_run(tmp_path, SMALLEST_SFT)
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    chat, answer = [{"role": "user", "content": "1 + 1"}], [{"role": "assistant", "content": "2"}]
-    pairs = {
-        "ppo-math": ({"prompt": "1 + 1", "answer": "2"}, {"messages": chat, "answer": "2"}),
-        "sft": ({"prompt": "1 + 1", "answer": "2"}, {"messages": [*chat, *answer]}),
-        "dpo": (
-            {"prompt": "1 + 1", "chosen": "2", "rejected": "3"},
-            {"prompt": chat, "chosen": answer, "rejected": [{"role": "assistant", "content": "3"}]},
-        ),
-    }[experiment]
-    rows = [row for row, wanted in zip(pairs, (texts, conversations), strict=True) if wanted]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-    loaded = load_config(experiment, path, [given, "prompt.system=s", "prompt.chat_options.a=1"])
-    assert run_checks(loaded) == []
-    said = "prompt.system, prompt.chat_options: not used by this run (prompt.template is set, and no row is a "
-    assert [said in record.getMessage() for record in caplog.records] == [True] * unused
-
-
-def test_a_conversation_among_the_demonstrations_uses_the_chat_template(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, shown = write_run(tmp_path), tmp_path / "demonstrations.jsonl"
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    row = {"messages": [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]}
-    shown.write_text(json.dumps(row) + "\n")
-    words = ["prompt.template=Q{prompt}", "prompt.system=s"]
-    for more, reported in (([], True), ([f"demonstrations.path={shown}"], False)):
-        caplog.clear()
-        loaded = load_config("ppo-math", path, [*words, *more])
-        run_checks(loaded)
-        assert ("no row is a conversation" in caplog.text) is reported
-
-
-def test_a_dry_run_that_measures_rows_reports_keys_of_the_chat_template_once(
-    assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, chat_template = write_run(tmp_path, SMALLEST_SFT), tmp_path / "chat.jinja"
-    chat_template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 4)
-    words = [f"model.path={assets.model}", "prompt.template=1{prompt}", f"prompt.chat_template={chat_template}"]
-    assert main(["sft", "--config", str(path), "--dry-run", *words]) == 0
-    said = "prompt.chat_template: not used by this run (prompt.template is set, and no row is a conversation); remove"
-    assert capsys.readouterr().out.count(said) == 1
-
-
 @pytest.mark.parametrize(
     ("experiment", "words", "key"),
     [

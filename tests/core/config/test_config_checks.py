@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -154,12 +153,6 @@ def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> No
     write_model(tmp_path / "model", model_type="gpt2")
     (message,) = problems(path)
     assert "actor.path: model/config.json: model_type='gpt2' is not supported; supported: deepseek_v2, " in message
-
-
-def test_replay_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
-    servers = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.sglang.device=cpu"]
-    (message,) = problems(write_run(tmp_path), *servers, "actor.moe_routing_replay=true")
-    assert "actor.moe_routing_replay: true, but model is of type 'qwen2', a model without experts; write" in message
 
 
 @pytest.mark.parametrize(
@@ -555,17 +548,6 @@ def test_what_may_not_be_read_or_entered_is_named() -> None:
     ], done.stderr
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        (message,) = problems(path, f"launch.master_port={port}")
-    assert f"launch.master_port: port {port}: Address already in use; write 0 for a free one" in message
-    assert problems(path, f"launch.master_port={port}") == []
-
-
 def test_all_problems_are_found_together(tmp_path: Path) -> None:
     path = write_run(tmp_path, SMALLEST_PPO.replace("MODEL", "/no/model"))
     write_prompts(tmp_path / "prompts.jsonl", num_rows=0)
@@ -631,11 +613,6 @@ def test_a_data_set_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None
         "/proc/self/mem: cannot read the data set: Input/output error; name a file of rows "
         "(jsonl, json, csv, tsv, parquet or arrow)"
     )
-
-
-def test_a_home_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    (message,) = problems(write_run(tmp_path), "external_configs.cluster_config.fileroot=~nobody-by-this-name/out")
-    assert "fileroot: ~nobody-by-this-name/out: there is no such home folder" in message
 
 
 def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
