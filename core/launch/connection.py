@@ -96,24 +96,17 @@ def join(cluster: JoinedCluster, options: Options) -> None:
 
 
 def _use_token_if_required(cluster: JoinedCluster) -> None:
-    """Set RAY_AUTH_MODE=token if the cluster requires it and the mode is not given."""
-    given = os.environ.get(_AUTH_MODE)
-    if (given or "").lower() == "token":
-        _check_token(cluster)  # without one, Ray would abort this process
-    if not _requires_token(cluster):
+    """Set RAY_AUTH_MODE=token if the cluster requires it. Raises LaunchError where it is given, or required, without a
+    token: Ray would abort this process."""
+    is_given = os.environ.get(_AUTH_MODE, "").lower() == "token"
+    if not is_given and not _requires_token(cluster):
         return
-    if given is not None:
-        raise LaunchError(_refusal(cluster, f"{_AUTH_MODE}={given} here"))
-    _check_token(cluster)
+    if not _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        raise LaunchError(_refusal(cluster, f"there is none here ({_TOKEN})"))
     os.environ[_AUTH_MODE] = "token"
     _raylet.Config.initialize("")  # Ray has read the variable already
     if _requires_token(cluster):
         raise LaunchError(_refusal(cluster, f"the one here ({_TOKEN}) is another"))
-
-
-def _check_token(cluster: JoinedCluster) -> None:
-    if not _raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-        raise LaunchError(_refusal(cluster, f"there is none here ({_TOKEN})"))
 
 
 def _requires_token(cluster: JoinedCluster) -> bool:

@@ -83,7 +83,6 @@ def test_the_cluster_decides_whether_the_token_is_used(
     [
         ([True], False, None, "there is none here"),
         ([True, True], True, None, "the one here (~/.ray/auth_token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH) is"),
-        ([True], True, "disabled", "RAY_AUTH_MODE=disabled here"),
         ([], False, "token", "there is none here"),
     ],
 )
