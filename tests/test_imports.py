@@ -146,8 +146,7 @@ MOST_FILES = 14
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional library": {"rollout.experience.stores.postgres": "psycopg", "tools.chaos.run": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
-        "core.data.offline": "core.data.datasets rollout.data.tokenizer rollout.experience.schedule",
-        "core.checks.recipe": "rollout.data.task_sets rollout.experience rollout.experience.processors",
+        "core.checks.recipe": "core.data.datasets rollout.data.task_sets rollout.experience rollout.experience.processors",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
 
 
+_STD_EPS = 1e-6
+
+
 def group_means(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of the group of each sequence, and the number of sequences in it: [N] each."""
     num_groups = int(group_ids.max()) + 1
@@ -30,11 +33,9 @@ def group_means(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return mean[group_ids], count[group_ids]
 
 
-def centred(
-    scores: Tensor, group_ids: Tensor, *, std: Literal["none", "group", "batch"] = "group", eps: float = 1e-6
-) -> Tensor:
-    """Divide (score - mean of its group) by (standard deviation + eps), that of a sample (n - 1) of its group or of the
-    batch, or by nothing; 0 in a group of one: [N].
+def centred(scores: Tensor, group_ids: Tensor, *, std: Literal["none", "group", "batch"] = "group") -> Tensor:
+    """Divide (score - mean of its group) by (standard deviation + 1e-6), that of a sample (n - 1) of its group or of
+    the batch, or by nothing; 0 in a group of one: [N].
 
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; std=none: Liu et al. 2025 (Dr. GRPO)."""
     means, counts = group_means(scores, group_ids)
@@ -42,9 +43,9 @@ def centred(
     if std == "none":
         return difference
     if std == "batch":
-        return difference / (scores.std() + eps) if scores.numel() > 1 else difference
+        return difference / (scores.std() + _STD_EPS) if scores.numel() > 1 else difference
     variance = group_means(difference.square(), group_ids)[0] * counts / (counts - 1).clamp(min=1)
-    return difference / (variance.sqrt() + eps)
+    return difference / (variance.sqrt() + _STD_EPS)
 
 
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:

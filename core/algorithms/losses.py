@@ -327,7 +327,6 @@ def _regularised(
 def value_loss(
     output: ModelOutput,
     fields: Mapping[str, Tensor],
-    sequences: Sequences | None = None,
     *,
     value_eps_clip: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:

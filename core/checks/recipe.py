@@ -15,7 +15,6 @@ from core.config.common import ModelUse
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
 from core.config.ppo import SetConfig, TaskSetConfig
-from core.data.offline import open_sample, opener, report_steps
 from core.explore.workflow import check_workflows
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
@@ -177,6 +176,8 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         read_rows = read_examples if columns is None else partial(read_preferences, fields=columns)
         yield from _data_sets(config.data_sources, read_rows)
         return
+    from core.data.datasets import open_sample, opener, report_steps  # imports torch
+
     open_one = cache(partial(opener, config))
     for number, (key, source) in enumerate(config.data_sources):
         try:

@@ -1,5 +1,5 @@
 """The data sets of sft, dpo and demonstrations: rows of a file, tokenised, in the order of each epoch, as packed
-batches.
+batches. Those of sft and dpo are opened in one way by a run, and by a dry run, which measures them.
 
 Invariants: epoch e visits the items in an order that is a function of (seed, e) alone. Only tokens of the two answers
 of a pair (end-of-sequence included) are trained on; the sequences of a pair are adjacent, the chosen one first.
@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +22,15 @@ import torch
 from core.runs.checkpoints import State
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder, MaskedSequence, encode_examples, first_row
-from rollout.data.left_out import evenly_spaced, level_of, sample_text
+from rollout.data.left_out import SAMPLE, evenly_spaced, level_of, sample_text
 from rollout.data.prompts import check_same_stream
 from rollout.data.rows import Preference, PreferenceFields, checksum_of, read_examples, read_preferences
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
+from rollout.data.tokenizer import load_tokenizer
+from rollout.experience.schedule import Schedule
+
+if TYPE_CHECKING:
+    from core.config.experiments import DPOConfig, SFTConfig
 
 logger = logging.getLogger(__name__)
 
@@ -268,3 +274,53 @@ def _pairs(examples: Sequence[Preference], sequences: Sequence[MaskedSequence]) 
             "turns of this one in another way, or none is trained: let the answers differ in their last turn only"
         )
     return [_Pair(*answers) for answers in zip(sequences[::2], sequences[1::2], strict=True)]
+
+
+class OpenData(Protocol):
+    """Opens a data set; with `sample` tokenises only so many rows of it. Raises DatasetError."""
+
+    def __call__(self, source: DataSource, *, sample: int | None = None) -> Rows: ...
+
+
+def opener(config: SFTConfig | DPOConfig) -> OpenData:
+    """Return what opens the data sets of a run. Raises DatasetError where the tokenizer or the chat template cannot be
+    read."""
+    folder, columns = config.model.path, config.dataset.pair_columns
+    encoder = Encoder(load_tokenizer(folder), config.prompt.prompt_format(boxed=False), folder=folder)
+    load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
+
+    def open_one(source: DataSource, *, sample: int | None = None) -> Rows:
+        return load(
+            source,
+            encoder,
+            max_seqlen=config.dataset.max_seqlen,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
+            sample=sample,
+        )
+
+    return open_one
+
+
+def open_sample(open_one: OpenData, source: DataSource) -> Rows:
+    """Open a data set without a run: a sample of a large one. Raises DatasetError as a run does."""
+    try:
+        return open_one(source, sample=SAMPLE)
+    except NoneLeftError as error:
+        logger.info("%s; reading every row: one that fits may not be in the sample of at most %d", error, SAMPLE)
+        return open_one(source)
+
+
+def report_steps(data: Rows, config: SFTConfig | DPOConfig) -> None:
+    """Log how many steps a run makes of the data set that it trains on."""
+    count = round(len(data) / data.share)
+    control, batch_size = config.exp_ctrl, config.dataset.train_bs_n_seqs
+    schedule = Schedule(
+        num_prompts=count, batch_size=batch_size, total_epochs=control.total_train_epochs,
+        total_steps_limit=control.steps_limit,
+    )  # fmt: skip
+    logger.info(
+        "%s: %s%d %s of %.1f tokens on average: %d steps per epoch with dataset.train_bs_n_seqs=%d, %d steps in all",
+        config.dataset.train_path, "" if data.share == 1 else "about ", count, data.ITEMS, data.mean_tokens,
+        schedule.steps_per_epoch, batch_size, schedule.total_steps,
+    )  # fmt: skip

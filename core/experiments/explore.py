@@ -17,6 +17,7 @@ from core.experiments.context import wait_facts
 from core.experiments.workers import make_push, start_generators
 from core.launch.published import PublishedWeights, follow, load, transport_of
 from core.launch.remote import has_ended
+from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
@@ -26,7 +27,6 @@ from core.weight_sync.folder import VersionFolder
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
     from core.experiments.context import RunContext
-    from core.launch.rollout_client import RolloutClient
     from core.weight_sync.push import WeightPush
     from rollout.experience.schedule import Schedule
 
@@ -75,9 +75,9 @@ def _explore_alone(config: PPOMATHConfig, context: RunContext) -> None:
     with sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, schedule):
         load(config.actor.path, 0, weights, push)
         context.screen.end_phase()
-        rollout.begin(0, None, ignore_changes=False)
-        while not rollout.has_explored(schedule.total_prompts):
-            rollout.check()
+        rollout.call(RolloutActor.begin, 0, None, False)
+        while not rollout.call(RolloutActor.has_explored, schedule.total_prompts):
+            rollout.call(RolloutActor.check)
             push.sync_rejoined()
             time.sleep(_LOOK_EVERY_SECONDS)
 
@@ -91,19 +91,19 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
             version = None
             evaluations = _Evaluations(config, context, schedule, rollout, push)
             while version is None or version < schedule.total_steps:
-                rollout.check()
+                rollout.call(RolloutActor.check)
                 evaluations.look()
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
                     if config.synchronizer.style == "dynamic_by_explorer" and version is not None:
                         wanted = config.synchronizer.interval * schedule.batch_size
-                        if rollout.has_explored(wanted):
+                        if rollout.call(RolloutActor.has_explored, wanted):
                             folder.request(version)
                     time.sleep(_LOOK_EVERY_SECONDS)
                     continue
                 if version is None:
                     screen.end_phase()
-                    rollout.begin(newer, None, ignore_changes=False)
+                    rollout.call(RolloutActor.begin, newer, None, False)
                 else:
                     rollout.set_version(newer)
                 version = newer
@@ -206,13 +206,13 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         else:
             version = 0
             load(config.serve.model or config.actor.path, version, weights, push)
-        rollout.follow(version)
-        url = rollout.serve()
+        rollout.call(RolloutActor.follow, version)
+        url = rollout.call(RolloutActor.serve)
         context.screen.end_phase()
         logger.info("Serving version %d at %s/v1", version, url, extra=NOTICE)
         while True:
             time.sleep(_LOOK_EVERY_SECONDS)
             push.sync_rejoined()
             if subscription is not None and (newer := follow(subscription, weights, push)) is not None:
-                rollout.follow(newer)
+                rollout.call(RolloutActor.follow, newer)
                 logger.info("Serving version %d.", newer, extra=NOTICE)

@@ -21,13 +21,14 @@ from core.experiments.workers import (
     start_trainer,
 )
 from core.launch.remote import has_ended
-from core.launch.rollout_client import BatchActor, RolloutClient
+from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
 from core.monitoring.metrics import SkippedUpdates
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
 from core.train.periodic import Evaluations
 from core.trainer import PPOTrainer
 from core.weight_sync.folder import Publisher, VersionFolder
+from core.weight_sync.push import PUSHED
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -88,9 +89,8 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         context = context.fitted_to(schedule)
         _load(config, trainer, context, schedule)
         weights = Publisher(
-            trainer.actor.group,
+            lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.actor.path),
             VersionFolder(config.weights_folder),
-            model_path=config.actor.path,
             interval=config.synchronizer.interval,
             on_request=config.synchronizer.style == "dynamic_by_explorer",
             last_step=schedule.total_steps,
@@ -202,7 +202,7 @@ def _train(
         if evaluates and is_due:
             with timer("evaluate"):
                 evaluations.begin(0)
-        rollout.begin(start.state.version, start.rollout_state, ignore_changes=config.recover_ignore_changes)
+        rollout.call(RolloutActor.begin, start.state.version, start.rollout_state, config.recover_ignore_changes)
         if evaluates and continues:
             evaluations.begin(start.state.step)
         with context.recover, periodic.saved_at_interrupt():

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from core.algorithms.base import Objective
 from core.algorithms.offline import DPO, SFT
-from core.data.datasets import Rows
-from core.data.offline import opener
+from core.data.datasets import Rows, opener
 from core.data.stored_batch import BatchWriter, assemble
 from core.experiments.context import RunContext, Start
 from core.experiments.workers import TrainedEngines, trainer_groups

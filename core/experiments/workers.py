@@ -14,6 +14,7 @@ from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
+from core.launch.trainer_rank import TrainerRank
 from core.recovery.memory import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.calls import SenderSettings
@@ -92,12 +93,12 @@ class TrainedEngines(list[EngineRef]):
     def prepare_saves(self) -> None:
         """Let the ranks take the memory for copies while they wait for others to start."""
         for engine in self:
-            engine.group.prepare_saves(engine.name)
+            engine.group.call(TrainerRank.prepare_saves, engine.name)
 
     def begin_save(self, folder: Path) -> WaitWritten:
         """Copy every engine to host memory and start writing distributed checkpoints of them under `folder`."""
         for engine in self:
-            engine.group.begin_save(engine.name, str(folder / engine.name))
+            engine.group.call(TrainerRank.begin_save, engine.name, str(folder / engine.name))
 
         def wait(stop: threading.Event) -> None:
             for engine in self:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Concatenate, Literal, Protocol
+from typing import TYPE_CHECKING, Concatenate, Literal
 
 import ray
 from ray.actor import ActorHandle
@@ -32,6 +32,7 @@ from rollout.inference.router import NO_ANSWER
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from core.launch.rollout_client import RolloutClient
     from core.recovery.memory import MemoryLimits
     from rollout.inference.backend import BackendSettings, WeightEndpoint
 
@@ -44,14 +45,6 @@ _MAX_RESTARTS = 3
 
 State = Literal["starting", "waiting for weights", "serving", "pinned", "unpinned", "gone"]
 """pinned: it keeps its weights for an evaluation. unpinned: it takes part from the next push on."""
-
-
-class Judge(Protocol):
-    """Who decides which replicas are lost (core/launch/rollout_client.py)."""
-
-    def wait_lost(self, known: Sequence[str]) -> ObjectRef[dict[str, str]]: ...
-
-    def check_generators(self) -> dict[str, str]: ...
 
 
 @dataclass(eq=False)
@@ -89,7 +82,8 @@ class GeneratorPool:
         lost replica is started again. One that shares its GPUs with the trainer is not: then the attempt ends."""
         self._cluster, self._placed, self._threads = cluster, placed, threads
         self._restarts, self._memory = restarts, memory
-        self.judge: Judge | None = None
+        self.judge: RolloutClient | None = None
+        """Decides which replicas are lost."""
         self._report: ObjectRef[dict[str, str]] | None = None
         self._key = secrets.token_hex(32)
         self._ending = False

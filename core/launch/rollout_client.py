@@ -98,7 +98,8 @@ class RolloutClient:
         self._announced: list[ObjectRef[None]] = []
         self._taking: Sequence[Ref] = ()
 
-    def _call(self, method: Callable[Concatenate[RolloutActor, P], Pending[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, method: Callable[Concatenate[RolloutActor, P], Pending[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a method of the process, when what was announced is done."""
         result: R = self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
         return result
 
@@ -148,21 +149,17 @@ class RolloutClient:
         """Let the samples of the batch of the last take() be written. Returns at once, as set_version()."""
         self._announced.append(self._actor.send(RolloutActor.write_samples))
 
-    def begin(self, version: int, state: object | None, *, ignore_changes: bool) -> None:
-        """Start sampling, from the beginning or from a recover checkpoint's state."""
-        self._call(RolloutActor.begin, version, state, ignore_changes)
-
     def set_version(self, version: int) -> None:
         """Report that the generators now sample with this version, so that prompts are admitted. Returns at once; its
         error is raised by a later call, all of which wait for it but wait_taken()."""
         self._announced.append(self._actor.send(RolloutActor.set_version, version))
 
     def state_dict(self) -> object:
-        return self._call(RolloutActor.state_dict)
+        return self.call(RolloutActor.state_dict)
 
     def samples(self) -> list[Sample]:
         """Return the best, worst and longest answer of the last batch as text; empty if samples.share=0."""
-        return self._call(RolloutActor.samples)
+        return self.call(RolloutActor.samples)
 
     def evaluate(self, step: int, meanwhile: Callable[[], None]) -> dict[str, float]:
         """Return the figures of the evaluation sets under the weights of `step`. `meanwhile`: see wait_taken()."""
@@ -181,22 +178,6 @@ class RolloutClient:
         """Let a generator that evaluated sample for training again; it has the current weights."""
         self._announced.append(self._actor.send(RolloutActor.release_generator, name))
 
-    def has_explored(self, count: int) -> bool:
-        """Return whether so many prompts have finished since the last version, or there is nothing left to sample."""
-        return self._call(RolloutActor.has_explored, count)
-
-    def serve(self) -> str:
-        """Answer requests to the policy over HTTP from now on; return the address."""
-        return self._call(RolloutActor.serve)
-
-    def follow(self, version: int) -> None:
-        """Report the version that the generators of a serve job have."""
-        self._call(RolloutActor.follow, version)
-
-    def check(self) -> None:
-        """Raise what ended the sampling, if anything has."""
-        self._call(RolloutActor.check)
-
     def wait_lost(self, known: Sequence[str]) -> ObjectRef[dict[str, str]]:
         """Return a reference to the lost generators, by name, with the reasons; it is there when one is lost that is
         not `known`."""
@@ -204,14 +185,14 @@ class RolloutClient:
 
     def check_generators(self) -> dict[str, str]:
         """Check the health of every generator now; return the lost ones, by name, with the reasons."""
-        return self._call(RolloutActor.check_generators)
+        return self.call(RolloutActor.check_generators)
 
     def replace_generator(self, name: str, actor: Any) -> None:
         """Allow requests to this generator from now on, in place of one that has failed."""
-        self._call(RolloutActor.replace_generator, name, actor)
+        self.call(RolloutActor.replace_generator, name, actor)
 
     def close(self) -> None:
         """Close the rollout side when it has done what was announced: calls that run at once have no order."""
         if announced := self._with_announced():
             self._gather(announced, "close", timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
-        self._call(RolloutActor.close)
+        self.call(RolloutActor.close)

@@ -100,6 +100,10 @@ class TrainerGroup:
             logs_waiting=logs_wait,
         )[len(announced) :]
 
+    def call(self, method: Callable[Concatenate[TrainerRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Return the results of a method of every rank, in rank order."""
+        return self._gather(self._send(method, *args, **kwargs), method.__name__)
+
     def raise_if_dead(self) -> None:
         """Raise LaunchError when a rank has exited. Does not wait for those that are busy."""
         answered, self._pings = (
@@ -164,8 +168,7 @@ class TrainerGroup:
 
     def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None:
         """Make a sender in every rank, and join the servers."""
-        calls = self._send(TrainerRank.push_connect, plan, servers, self._cluster.host)
-        self._gather(calls, "push_connect")
+        self.call(TrainerRank.push_connect, plan, servers, self._cluster.host)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
         """Gather the first buckets of the engine's weights."""
@@ -180,27 +183,19 @@ class TrainerGroup:
 
     def push_close(self) -> None:
         """Leave the servers."""
-        self._gather(self._send(TrainerRank.push_close), "push_close")
+        self.call(TrainerRank.push_close)
 
     def offload(self, keep: str) -> None:
         """Leave the device to the generators, but for the weights of the engine `keep`."""
-        self._gather(self._send(TrainerRank.offload, keep), "offload")
+        self.call(TrainerRank.offload, keep)
 
     def reload(self) -> None:
         """Undo offload()."""
-        self._gather(self._send(TrainerRank.reload), "reload")
+        self.call(TrainerRank.reload)
 
     def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
         """Write a Hugging Face folder."""
-        self._gather(self._send(TrainerRank.save_hf, engine, path, tokenizer_from), f"save_hf of {engine}")
-
-    def prepare_saves(self, engine: str) -> None:
-        """Take the host memory for checkpoints."""
-        self._gather(self._send(TrainerRank.prepare_saves, engine), f"prepare_saves of {engine}")
-
-    def begin_save(self, engine: str, path: str) -> None:
-        """Copy an engine to host memory, and begin to write it."""
-        self._gather(self._send(TrainerRank.begin_save, engine, path), f"begin_save of {engine}")
+        self.call(TrainerRank.save_hf, engine, path, tokenizer_from)
 
     def load(self, engine: str, path: str) -> None:
         """Continue from a checkpoint."""

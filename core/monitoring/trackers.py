@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import queue
-import re
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from core.config.parsing.problems import masked_urls
 from core.errors import first_line
 from core.monitoring.metrics import Histogram, Row
 from core.monitoring.samples import Sample
@@ -204,9 +204,9 @@ class MLflowSink:
             self._client = mlflow.MlflowClient(uri)
             self._run_id = self._open(runs.get("mlflow"), uri, experiment, name)
         except (mlflow.MlflowException, ImportError) as error:  # a database needs more packages than a server
-            why = without_password(first_line(error))
+            why = masked_urls(first_line(error))
             raise TrackerError(
-                f"monitor.mlflow_uri={without_password(uri)}: {why}; start the server, or correct the "
+                f"monitor.mlflow_uri={masked_urls(uri)}: {why}; start the server, or correct the "
                 "address, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or write null"
             ) from error
         runs.put("mlflow", self._run_id)
@@ -219,7 +219,7 @@ class MLflowSink:
             self._client.update_run(known, status="RUNNING")
             return known
         if known is not None:
-            shown = without_password(uri)
+            shown = masked_urls(uri)
             logger.warning(
                 "monitor.mlflow_uri=%s: run %s of this trial does not exist; starting a new one", shown, known
             )
@@ -254,8 +254,3 @@ class MLflowSink:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def without_password(address: str) -> str:
-    """Return an address to be shown: without user and password."""
-    return re.sub(r"(?<=://)[^/@]*@", "***@", address)

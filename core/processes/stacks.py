@@ -74,12 +74,11 @@ def _put_aside(file: Path) -> None:
 def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, why: str) -> dict[str, str]:
     """Let the processes of this machine write their stacks (`names`: only these), with those of their children that
     have no name; name -> its state: "running", "stopped" or "gone". One that was stopped is continued, else it could
-    not answer. If a process writes nothing, its file contains what the kernel reports. Raises OSError where the files
-    cannot be written."""
+    not answer. Raises OSError where the files cannot be written."""
     states = {}
     known = list(_processes(log_folder))
     named = {process.pid for _, _, process in known if process is not None}
-    signalled: list[tuple[Path, int, psutil.Process]] = []
+    signalled: list[tuple[Path, int]] = []
     for name, file, process in known:
         if names is not None and name not in names:
             continue
@@ -91,7 +90,7 @@ def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             states[name] = "stopped" if stopped else "running"
             with open(file, "a") as f:
                 f.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ({states[name]}): {why}\n")
-                signalled.append((file, f.tell(), process))
+                signalled.append((file, f.tell()))
             _signal(process)
             for child in _unnamed_children(process, named):
                 with suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -100,12 +99,12 @@ def collect_stacks(log_folder: Path, names: Collection[str] | None = None, *, wh
             with suppress(OSError), open(file, "a") as f:
                 f.write(f"Sending the signal failed: {error!r}\n")
     if any(state != "gone" for state in states.values()):
-        _wait_until_written([file for file, _, _ in signalled])
-    for file, size, process in signalled:
+        _wait_until_written([file for file, _ in signalled])
+    for file, size in signalled:
         with suppress(OSError):
             if file.stat().st_size == size:
                 with open(file, "a") as f:
-                    f.write(f"Nothing was written within {_WRITING_SECONDS} s: {_why_silent(process)}\n")
+                    f.write(f"Nothing was written within {_WRITING_SECONDS} s.\n")
     return states
 
 
@@ -146,16 +145,6 @@ def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psut
                 others.add(child.pid)
             elif time.time() - child.create_time() > _SETTLED_SECONDS and _handles_signal(child.pid):
                 yield child
-
-
-def _why_silent(process: psutil.Process) -> str:
-    """Return the state of a process that got the signal and did not write its stacks."""
-    if _same(process.pid, process.create_time()) is None:
-        return "it has exited"
-    state, place = _status(process.pid).get("State", "unknown"), ""
-    with suppress(OSError):
-        place = Path(f"/proc/{process.pid}/wchan").read_text()
-    return f"its main thread's state is {state}" + (f", in the kernel at {place}" if place.strip("0") else "")
 
 
 def _handles_signal(pid: int) -> bool:

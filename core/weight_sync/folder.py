@@ -24,10 +24,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from core.runs.checkpoints import sync
-from core.weight_sync.push import PUSHED, PushReport
+from core.weight_sync.push import PushReport
 from rollout.inference.versions import Published, ReplicaLost, check_newer
 
 logger = logging.getLogger(__name__)
@@ -250,21 +250,21 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-class Ranks(Protocol):
-    """The ranks of the trainer (core/launch/trainer_group.py)."""
-
-    def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None: ...
-
-
 class Publisher:
     """Publishes the actor's weights every `interval` steps, and after the last one; with `on_request` when a replica
     asks for newer ones instead."""
 
     def __init__(
-        self, ranks: Ranks, versions: VersionFolder, *, model_path: str, interval: int, last_step: int,
+        self,
+        save: Callable[[Path], None],
+        versions: VersionFolder,
+        *,
+        interval: int,
+        last_step: int,
         on_request: bool = False,
-    ) -> None:  # fmt: skip
-        self._ranks, self._versions, self._model_path = ranks, versions, model_path
+    ) -> None:
+        """`save`: write a Hugging Face folder."""
+        self._save, self._versions = save, versions
         self._interval, self._last_step, self._on_request = interval, last_step, on_request
         self._version: int | None = None
 
@@ -289,9 +289,6 @@ class Publisher:
         if self._on_request:
             return latest is None or self._versions.wanted()
         return version % self._interval == 0
-
-    def _save(self, folder: Path) -> None:
-        self._ranks.save_hf(PUSHED, str(folder), self._model_path)
 
     def offload_generators(self) -> None:
         """Do nothing: the job has no generators."""

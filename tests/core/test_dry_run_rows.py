@@ -13,7 +13,7 @@ import pytest
 from core.checks import run_checks
 from core.checks.rules import load_config
 from core.data import offline
-from core.data.offline import opener
+from core.data.datasets import opener
 from core.quickstart import main
 from core.recovery.recover import write_state
 from core.runs.paths import RunPaths

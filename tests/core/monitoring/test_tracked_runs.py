@@ -19,7 +19,7 @@ from core.experiments import context
 from core.experiments.context import open_trackers
 from core.monitoring.metrics import Histogram
 from core.monitoring.samples import Sample
-from core.monitoring.trackers import MLflowSink, TrackedRuns, TrackerError, WandbSink, without_password
+from core.monitoring.trackers import MLflowSink, TrackedRuns, TrackerError, WandbSink
 from core.runs.paths import RunPaths
 
 SAMPLE = Sample(
@@ -153,7 +153,6 @@ def test_an_address_without_a_server_is_one_line_that_names_the_key_and_hides_th
     ) as error:
         MLflowSink(runs=runs_of(mlflow.folder), uri="http://me:pass@127.0.0.1:9", experiment="e", name="trial")
     assert "pass@" not in str(error.value) and "\n" not in str(error.value)
-    assert without_password("file:/store") == "file:/store"
 
 
 def test_a_key_that_is_none_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,25 +191,22 @@ def test_a_missing_folder_is_named(folder: VersionFolder) -> None:
         folder.subscribe("a").claim()
 
 
-class Ranks:
-    """The ranks of a trainer, whose models are small files."""
-
-    def save_hf(self, engine: str, path: str, tokenizer_from: str) -> None:
-        save_file(weights(0), Path(path) / "model.safetensors")
+def save(folder: Path) -> None:
+    save_file(weights(0), folder / "model.safetensors")
 
 
 def test_a_train_job_publishes_every_interval_and_its_last_step(folder: VersionFolder) -> None:
-    publisher = Publisher(Ranks(), folder, model_path="m", interval=2, last_step=5)
+    publisher = Publisher(save, folder, interval=2, last_step=5)
     published = [version for version in range(6) if publisher.push(version).num_bytes]
     assert published == [0, 2, 4, 5]
-    again = Publisher(Ranks(), folder, model_path="m", interval=1, last_step=5)
+    again = Publisher(save, folder, interval=1, last_step=5)
     assert again.push(4).num_bytes == 0, "an attempt that was killed has published a newer one"
 
 
 def test_on_request_a_train_job_publishes_the_first_version_what_is_asked_for_and_its_last_step(
     folder: VersionFolder,
 ) -> None:
-    publisher = Publisher(Ranks(), folder, model_path="m", interval=1, last_step=5, on_request=True)
+    publisher = Publisher(save, folder, interval=1, last_step=5, on_request=True)
     assert [version for version in range(3) if publisher.push(version).num_bytes] == [0]
     folder.request(newer_than=0)
     publisher.sync_rejoined()
