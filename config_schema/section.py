@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from config_schema.needs import Needs
+
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
@@ -38,13 +41,14 @@ def key(default: Any = ..., description: str = "", *, needs: Needs | None = None
     return Field(default, description=description, json_schema_extra=_extra(needs), **constraints)
 
 
-def section(model: type[Section], description: str = "", *, needs: Needs | None = None, **defaults: Any) -> Any:
+def section(model: type[S], description: str = "", *, needs: Needs | None = None, **defaults: object) -> S:
     """Define a sub-section whose keys all have defaults; `defaults` replace the section's own."""
-    return Field(model(**defaults), description=description, json_schema_extra=_extra(needs))
+    filled: S = Field(model(**defaults), description=description, json_schema_extra=_extra(needs))
+    return filled
 
 
-def _extra(needs: Needs | None) -> Any:  # pydantic takes what JSON has for it, and keeps it as it is
-    return None if needs is None else {"needs": needs}
+def _extra(needs: Needs | None) -> JsonDict | None:
+    return None if needs is None else cast(JsonDict, {"needs": needs})  # pydantic keeps it as it is
 
 
 def needs_of(info: FieldInfo) -> Needs | None:
@@ -83,7 +87,7 @@ def broken_rules(section: Section, at: str = "") -> Iterator[Violation]:
                 yield from broken_rules(below, f"{at}{name}.{own}.")
 
 
-def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> Any:
+def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> object:
     """Return the default of a field inside a section whose own default is `defaults`; None if it has none."""
     if defaults is not None:
         return getattr(defaults, attribute)

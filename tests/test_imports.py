@@ -146,7 +146,8 @@ MOST_FILES = 14
 LATE_IMPORTS: dict[str, dict[str, str]] = {
     "an optional library": {"rollout.experience.stores.postgres": "psycopg", "tools.chaos.run": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
-        "core.checks.recipe": "core.data.datasets rollout.data.task_sets rollout.experience rollout.experience.processors",
+        "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
+        "rollout.experience.processors",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",

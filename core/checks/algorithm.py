@@ -145,6 +145,6 @@ def _check_proximal(config: PPOMATHConfig, settings: AlgorithmSettings) -> Itera
         message = f"reused needs one update per step, got {updates} (ppo_n_minibatches * actor_sample_reuse)"
         message += "; write recomputed"
         yield Problem(key=key, message=message)
-    elif proximal == "loglinear" and config.staleness.max_staleness == 0:
+    elif proximal == "loglinear" and config.is_synchronous:
         message = "loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"
         yield Problem(key=key, message=message)

@@ -145,8 +145,7 @@ def _software(config: PPOMATHConfig) -> Iterator[Problem]:
         backend = BACKENDS[resolve_allocation(config).generator.backend]
     except AllocationError:
         return  # reported with the configuration
-    flags = {**config.actor.sglang, **config.generator.flags}
-    for key, message in backend.host_problems(config.generator.python, flags):
+    for key, message in backend.host_problems(config.generator.python, config.merged_flags):
         yield Problem(key=key, message=message)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from allocation import AllocationError
 from core.checks.algorithm import check_algorithm
@@ -30,6 +30,9 @@ from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
 from rollout.rewards.load import check_reward
+
+if TYPE_CHECKING:
+    from core.data.datasets import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +179,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         read_rows = read_examples if columns is None else partial(read_preferences, fields=columns)
         yield from _data_sets(config.data_sources, read_rows)
         return
-    from core.data.datasets import open_sample, opener, report_steps  # imports torch
+    from core.data.datasets import open_sample, opener  # imports torch
 
     open_one = cache(partial(opener, config))
     for number, (key, source) in enumerate(config.data_sources):
@@ -186,8 +189,21 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
             yield _of_data(key, error)
             continue
         if number == 0:  # the rows to train on
-            report_steps(data, config)
+            _report_steps(data, config)
             yield from check_rows(config, data, read)
+
+
+def _report_steps(data: Rows, config: SFTConfig | DPOConfig) -> None:
+    """Log how many steps a run makes of the data set that it trains on."""
+    from core.train.periodic import schedule_from_control  # imports torch
+
+    count = round(len(data) / data.share)
+    schedule = schedule_from_control(config.exp_ctrl, num_prompts=count, batch_size=config.batch_size)
+    logger.info(
+        "%s: %s%d %s of %.1f tokens on average: %d steps per epoch with dataset.train_bs_n_seqs=%d, %d steps in all",
+        config.dataset.train_path, "" if data.share == 1 else "about ", count, data.ITEMS, data.mean_tokens,
+        schedule.steps_per_epoch, config.batch_size, schedule.total_steps,
+    )  # fmt: skip
 
 
 def _data_sets(sets: Iterable[tuple[str, T]], scan: Callable[[T], object]) -> Iterator[Problem]:

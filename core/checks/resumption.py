@@ -73,7 +73,7 @@ def check_checkpoint(config: ExperimentConfig) -> Iterator[Problem]:
     if config.resume_from is not None:
         if message := _not_resumable(config.resume_from):
             yield Problem(key="resume_from", message=message)
-    elif config.recover_mode == "resume":
+    elif config.must_recover:
         found = f"{recover} has none" if recover.is_dir() else f"{recover}: no such folder"
         found += near_trials(recover)
         message = f"resume needs a recover checkpoint of this trial; {found}; check experiment_name and "

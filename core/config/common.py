@@ -216,6 +216,11 @@ class CommonExperimentConfig(Section):
         return f"{self.experiment_name}/{self.trial_name}"
 
     @property
+    def must_recover(self) -> bool:
+        """True if the run may not begin without a recover checkpoint."""
+        return self.recover_mode == "resume"
+
+    @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
         writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench", "serve")

@@ -98,9 +98,14 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return (ModelUse(key="model", section=self.model, path=self.model.path, roles=roles, tokenizer=True),)
 
     @property
+    def batch_size(self) -> int:
+        """Prompts, or rows of a file, of a training step."""
+        return self.dataset.train_bs_n_seqs
+
+    @property
     def batch_shape(self) -> dict[str, int]:
         """Arguments of allocation.batch_errors: what a batch is dealt out as."""
-        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs}
+        return {"train_bs_n_seqs": self.batch_size}
 
     @property
     def trained_tokens(self) -> tuple[int, int]:
@@ -114,7 +119,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     @property
     def identity(self) -> Identity:
         """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
-        return {"train_bs_n_seqs": self.dataset.train_bs_n_seqs, "group_size": 1, "n_nodes": self.n_nodes}
+        return {"train_bs_n_seqs": self.batch_size, "group_size": 1, "n_nodes": self.n_nodes}
 
     @property
     def algorithm_name(self) -> str:
@@ -129,7 +134,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     @property
     def summary(self) -> Summary:
         """What the lines at the start of a run show."""
-        batch = f"{self.dataset.train_bs_n_seqs} sequences a step"
+        batch = f"{self.batch_size} sequences a step"
         return Summary(model=self.model.path, lr=self.model.optimizer.lr, batch=batch)
 
     @property

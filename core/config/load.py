@@ -241,7 +241,8 @@ class _Binder:
                     self.sources |= {f"{path}.{entry}": value.where for entry, value in resolved.children.items()}
                 self._value(values, name, path, resolved, info.annotation)
             elif isinstance(resolved, Table):
-                values[name] = self._bind(below, resolved, default_of(defaults, attribute, info), f"{path}.")
+                default = default_of(defaults, attribute, info)
+                values[name] = self._bind(below, resolved, _as_section(default), f"{path}.")
             elif not (isinstance(resolved, Scalar) and resolved.is_null):
                 self._problem(path, f"is a section with keys of its own, got {describe(resolved)}")
         for name, (attribute, info) in known.items():
@@ -321,9 +322,13 @@ class _Binder:
             attribute, info = known[name]
             if info.is_required() and sub_section(info) is None:
                 raise CoerceError(f"${{{key}}} has no value")
-            value = default_of(value if isinstance(value, Section) else None, attribute, info)
+            value = default_of(_as_section(value), attribute, info)
             model = sub_section(info)
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
+
+
+def _as_section(value: object) -> Section | None:
+    return value if isinstance(value, Section) else None
 
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:

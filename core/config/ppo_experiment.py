@@ -56,7 +56,7 @@ from core.config.runtime import (
 )
 from rollout.data.encoder import PromptFormat
 from rollout.data.source import DataSource
-from rollout.inference.backend import GeneratorConfig, WeightFormat
+from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
 from rollout.rewards.load import RewardConfig, judged_by_math
 from rollout.types import SamplingParams
 
@@ -224,6 +224,21 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return path if not path or "://" in path else str(Path(path).expanduser().absolute())
 
     @property
+    def is_synchronous(self) -> bool:
+        """True if trainer and generators take turns: every token is sampled by the weights that it trains."""
+        return self.staleness.max_staleness == 0
+
+    @property
+    def server_flags(self) -> dict[str, Mapping[str, FlagValue]]:
+        """Flags of the servers by the section that has them; the later section wins."""
+        return {"actor.sglang": self.actor.sglang, "generator.flags": self.generator.flags}
+
+    @property
+    def merged_flags(self) -> dict[str, FlagValue]:
+        """Flags of the servers, of both sections."""
+        return {**self.actor.sglang, **self.generator.flags}
+
+    @property
     def steps_ahead(self) -> int:
         """How many steps after the version that samples it a prompt may be due."""
         sync, is_fixed = self.synchronizer, self.mode in APART and self.synchronizer.style == "fixed"
@@ -304,7 +319,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def differences(self) -> tuple[str, ...]:
         """Defaults that decide how this run trains and that the schema of the tutorials does not have: what they are
         here, and there."""
-        if self.staleness.max_staleness == 0 or "max_staleness" in self.staleness.model_fields_set:
+        if self.is_synchronous or "max_staleness" in self.staleness.model_fields_set:
             return ()
         bound = f"staleness.max_staleness={self.staleness.max_staleness} (there: synchronous, 0)"
         if self.correction != "decoupled" or self.algorithm.name is not None:
@@ -323,7 +338,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def correction(self) -> Correction:
         """Off-policy correction; where it is not given, the staleness bound decides."""
-        return self.algorithm.correction or ("decoupled" if self.staleness.max_staleness > 0 else "bypass")
+        return self.algorithm.correction or ("bypass" if self.is_synchronous else "decoupled")
 
     @property
     def max_seqlen(self) -> int:
@@ -364,9 +379,13 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return tuple(uses)
 
     @property
+    def batch_size(self) -> int:
+        return self.dataset.train_bs_n_seqs
+
+    @property
     def batch_shape(self) -> dict[str, int]:
         return {
-            "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
+            "train_bs_n_seqs": self.batch_size,
             "group_size": self.group_size,
             "ppo_n_minibatches": self.ppo.ppo_n_minibatches,
         }
@@ -483,7 +502,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def identity(self) -> Identity:
         return {
-            "train_bs_n_seqs": self.dataset.train_bs_n_seqs,
+            "train_bs_n_seqs": self.batch_size,
             "group_size": self.group_size,
             "n_nodes": self.n_nodes,
             "algorithm": "preset" if self.algorithm_name in PRESETS else self.algorithm_name,
@@ -502,7 +521,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return Summary(
             model=self.actor.path,
             lr=self.actor.optimizer.lr,
-            batch=f"{self.dataset.train_bs_n_seqs} prompts × {self.group_size} answers a step",
+            batch=f"{self.batch_size} prompts × {self.group_size} answers a step",
             sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self.reward.spec}"),
             algorithm=self.algorithm_name,
         )
@@ -522,7 +541,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         if not self.algorithm.demonstration_weight or not self.demonstrations.path:
             return 0
         share = self.demonstrations.share
-        return max(1, round(share / (1.0 - share) * self.dataset.train_bs_n_seqs * self.group_size))
+        return max(1, round(share / (1.0 - share) * self.batch_size * self.group_size))
 
     def max_tokens_per_mb(self, role: str) -> int:
         """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""

@@ -145,13 +145,14 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
     for name, (attribute, info) in fields_by_key(model).items():
         named = named_section(info)
         below = named or sub_section(info)
-        default = None if named else default_of(defaults, attribute, info)
+        default = default_of(defaults, attribute, info)
         condition = needs_of(info)
         needs = f". Needs {condition.text}" if condition else ""
         if below is not None:
             name = f"{name}.NAME" if named else name
             yield f"{prefix}{name}: {info.description}{needs}"
-            yield from _keys(below, default, f"{prefix}{name}.")
+            inner = default if isinstance(default, Section) else None
+            yield from _keys(below, inner, f"{prefix}{name}.")
             continue
         shown = "required" if info.is_required() else f"default {as_yaml(default)}"
         yield f"  {prefix}{name} ({python_type(info.annotation)}; {shown})"
@@ -252,7 +253,8 @@ def _collect(
         below = named or sub_section(info)
         if below is None:
             continue
-        inner = None if named else default_of(defaults, attribute, info)
+        default = default_of(defaults, attribute, info)
+        inner = default if isinstance(default, Section) else None
         name = f"{name}.NAME" if named else name
         place = _Place(f"{prefix}{name}", experiment, info.description or "", _needs(info), inner)
         group = found.setdefault(below, _Group(below))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from rollout.data.prompts import check_same_stream
 from rollout.data.rows import Preference, PreferenceFields, checksum_of, read_examples, read_preferences
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
 from rollout.data.tokenizer import load_tokenizer
-from rollout.experience.schedule import Schedule
 
 if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
@@ -97,10 +96,6 @@ class EpochBatches(ABC, Generic[Item]):
     def in_order(self, batch_size: int) -> list[PackedBatch]:
         """Return every item once, as they stand in the file."""
         return [self.pack(self._items[i : i + batch_size]) for i in range(0, len(self), batch_size)]
-
-
-Rows = EpochBatches[Any]
-"""Items of any kind."""
 
 
 def pack_sequences(sequences: Sequence[MaskedSequence]) -> PackedBatch:
@@ -264,6 +259,10 @@ class PreferenceDataset(EpochBatches[_Pair]):
         return replace(batch, fields={PAIR: signed.repeat_interleave(lens)})
 
 
+Rows = AnswerDataset | PreferenceDataset
+"""Items of any kind."""
+
+
 def _pairs(examples: Sequence[Preference], sequences: Sequence[MaskedSequence]) -> list[_Pair]:
     """Return the sequences of both answers of each example. Raises DatasetError where an answer has not just one."""
     if [s.row for s in sequences] != list(range(2 * len(examples))):
@@ -309,18 +308,3 @@ def open_sample(open_one: OpenData, source: DataSource) -> Rows:
     except NoneLeftError as error:
         logger.info("%s; reading every row: one that fits may not be in the sample of at most %d", error, SAMPLE)
         return open_one(source)
-
-
-def report_steps(data: Rows, config: SFTConfig | DPOConfig) -> None:
-    """Log how many steps a run makes of the data set that it trains on."""
-    count = round(len(data) / data.share)
-    control, batch_size = config.exp_ctrl, config.dataset.train_bs_n_seqs
-    schedule = Schedule(
-        num_prompts=count, batch_size=batch_size, total_epochs=control.total_train_epochs,
-        total_steps_limit=control.steps_limit,
-    )  # fmt: skip
-    logger.info(
-        "%s: %s%d %s of %.1f tokens on average: %d steps per epoch with dataset.train_bs_n_seqs=%d, %d steps in all",
-        config.dataset.train_path, "" if data.share == 1 else "about ", count, data.ITEMS, data.mean_tokens,
-        schedule.steps_per_epoch, batch_size, schedule.total_steps,
-    )  # fmt: skip

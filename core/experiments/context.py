@@ -71,7 +71,7 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
         if config.recovers:
             missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}"
             missing += near_trials(folder)
-            if config.recover_mode == "resume":
+            if config.must_recover:
                 raise ValueError(
                     f"{missing}; check experiment_name and trial_name, or start a new run with recover_mode=auto"
                 )
@@ -118,9 +118,7 @@ def wait_facts(config: PPOMATHConfig, rollout: RolloutClient) -> tuple[DataFacts
     for left_out in facts.left_out:
         left_out.report(logger)
     logger.info("%s", facts.first_prompt)
-    return facts, schedule_from_control(
-        config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.dataset.train_bs_n_seqs
-    )
+    return facts, schedule_from_control(config.exp_ctrl, num_prompts=facts.num_prompts, batch_size=config.batch_size)
 
 
 def has_model(engines: TrainedEngines, checkpoints: Path, name: str) -> bool:

@@ -182,7 +182,7 @@ def run_offline(
     screen.begin("reading the data")
     train, valid = _open_data(config)
     _check_same_rows(train, context.start, ignore_changes=config.recover_ignore_changes)
-    schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=data.train_bs_n_seqs)
+    schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=config.batch_size)
     context = context.fitted_to(schedule)
     memory, start = context.memory, context.start
     screen.begin("starting Ray")

@@ -42,16 +42,16 @@ GPU_THREADS = 8
 operation: with one for each core, some of which others use, an update took 8.45 s instead of 6.55."""
 
 
-def threads_per_process(allocation: Allocation, *, configured: int, max_staleness: int, gpus: bool) -> int:
+def threads_per_process(allocation: Allocation, *, configured: int, takes_turns: bool, gpus: bool) -> int:
     """Return the CPU threads of a trainer rank or a generator: `configured`, or the cores divided among the processes
     that work at once, with GPUs GPU_THREADS at most.
 
-    Without staleness trainer and generators take turns, so each side may use all cores."""
+    Where trainer and generators take turns, each side may use all cores."""
     if configured:
         return configured
     num_generators = allocation.generator.layout.dp
     num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
-    busy = num_generators + num_ranks if max_staleness else max(num_generators, num_ranks)
+    busy = max(num_generators, num_ranks) if takes_turns else num_generators + num_ranks
     share = max(1, _num_cores() // busy)
     return min(share, GPU_THREADS) if gpus else share
 
@@ -165,7 +165,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
     """Return the settings of every generator; the pool adds those that differ between them."""
     generator, backend = config.generator, BACKENDS[allocation.generator.backend]
     return BackendSettings(
-        config=generator.model_copy(update={"flags": {**config.actor.sglang, **generator.flags}}),
+        config=generator.model_copy(update={"flags": config.merged_flags}),
         model_path=config.actor.path,
         dtype=config.generator_dtype(on_gpu=allocation.trainer.on_gpu),
         device=allocation.generator.device,
@@ -177,9 +177,9 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
 
 
 def _threads(config: ExperimentConfig, allocation: Allocation, *, gpus: bool) -> int:
-    bound = 0 if config.sampling is None else config.sampling.staleness.max_staleness
+    takes_turns = config.sampling is None or config.sampling.is_synchronous
     configured = config.launch.threads_per_process
-    return threads_per_process(allocation, configured=configured, max_staleness=bound, gpus=gpus)
+    return threads_per_process(allocation, configured=configured, takes_turns=takes_turns, gpus=gpus)
 
 
 def make_push(

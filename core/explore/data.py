@@ -47,7 +47,7 @@ class RunData:
         self.prompts = TaskSets(
             sets,
             weights={name: one.weight for name, one in config.task_sets.items() if one.weight is not None},
-            batch_size=config.dataset.train_bs_n_seqs,
+            batch_size=config.batch_size,
         )
         held_out = config.evaluation_sets
         eval_sets = {name: self._read(config.held_out(one), one) for name, one in held_out.items()}
@@ -95,7 +95,7 @@ class RunData:
         config, algorithm = self._config, self._config.algorithm
         return make_rules(
             num_prompts=len(self.prompts),
-            batch_size=config.dataset.train_bs_n_seqs,
+            batch_size=config.batch_size,
             max_staleness=config.staleness.max_staleness,
             over_age=config.staleness.over_age,
             in_order=config.staleness.in_order,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -29,15 +29,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Wire = dict[str, Any]
-"""How requests have ended, as it travels between processes."""
+class Wire(TypedDict):
+    """How requests have ended, as it travels between processes."""
+
+    errors: list[tuple[str, Exception]]
+    names: list[str]
+    done: dict[str, object]
 
 
 def completions_to_wire(ended: Sequence[tuple[str, Completion | Exception]]) -> Wire:
     """Convert how requests have ended, by request id."""
     done = [(name, end) for name, end in ended if isinstance(end, Completion)]
     return {
-        "errors": [(name, end) for name, end in ended if not isinstance(end, Completion)],
+        "errors": [(name, end) for name, end in ended if isinstance(end, Exception)],
         "names": [name for name, _ in done],
         "done": records_to_plain([end for _, end in done]),
     }

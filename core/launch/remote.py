@@ -81,7 +81,7 @@ def has_ended(call: Ref) -> bool:
 A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")
-Pending: TypeAlias = Coroutine[Any, Any, R]
+Pending: TypeAlias = Coroutine[object, None, R]
 """What an asynchronous method returns."""
 
 
@@ -103,7 +103,7 @@ class Remote(Generic[A]):
     @overload
     def send(self, method: Callable[Concatenate[A, P], R], *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]: ...
 
-    def send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def send(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Start a call and return the reference of its result."""
         return getattr(self.handle, method.__name__).remote(*args, **kwargs)
 

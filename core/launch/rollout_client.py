@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, cast
 
 import ray
 import torch
@@ -187,9 +187,9 @@ class RolloutClient:
         """Check the health of every generator now; return the lost ones, by name, with the reasons."""
         return self.call(RolloutActor.check_generators)
 
-    def replace_generator(self, name: str, actor: Any) -> None:
+    def replace_generator(self, name: str, actor: object) -> None:
         """Allow requests to this generator from now on, in place of one that has failed."""
-        self.call(RolloutActor.replace_generator, name, actor)
+        self.call(RolloutActor.replace_generator, name, cast("ActorHandle", actor))
 
     def close(self) -> None:
         """Close the rollout side when it has done what was announced: calls that run at once have no order."""

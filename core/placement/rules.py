@@ -110,7 +110,7 @@ def split_errors(layout: ParallelLayout, role: str, model: ModelConfig, path: st
 
 def _server_arguments(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     backend = BACKENDS[allocation.generator.backend]
-    for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
+    for section, flags in config.server_flags.items():
         for key, message in backend.refused_flags(flags):
             yield Violation((f"{section}.{key}", section, "allocation_mode"), message)
 
@@ -164,7 +164,7 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
     if config.push.changes == "always":
         message = f"always, but with generator.weight_format={wanted} all weights are sent; write never"
         yield Violation(("push.changes", "generator.weight_format"), message)
-    for section, flags in (("actor.sglang", config.actor.sglang), ("generator.flags", config.generator.flags)):
+    for section, flags in config.server_flags.items():
         for name in flags:
             if name.replace("-", "_") not in ("quantization", "load_format"):
                 continue

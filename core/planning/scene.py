@@ -206,7 +206,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
     flag = BACKENDS[placed.backend].memory_flag
     share, colocated_share = None, 1.0
     if flag:
-        given = {name.replace("-", "_"): v for name, v in {**config.actor.sglang, **config.generator.flags}.items()}
+        given = {name.replace("-", "_"): v for name, v in config.merged_flags.items()}
         share = float(str(given[flag.name])) if flag.name in given else None
         colocated_share = flag.colocated if share is None else share
     return Servers(

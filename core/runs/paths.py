@@ -124,7 +124,7 @@ def sole_run(logs: Path, *, patience_seconds: float = 10.0) -> Iterator[None]:
 
 def begins_anew(config: CommonExperimentConfig, paths: RunPaths) -> bool:
     """Return whether a run of this trial would begin at the first step where an earlier run has left results."""
-    if config.recovers and (config.recover_mode == "resume" or has_checkpoint(paths.recover)):
+    if config.recovers and (config.must_recover or has_checkpoint(paths.recover)):
         return False
     return bool(_results(paths))
 

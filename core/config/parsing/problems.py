@@ -5,9 +5,10 @@ secrets.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic_core import ErrorDetails
 
 MASK = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE)
@@ -93,7 +94,7 @@ _BOUNDS = {
 }
 
 
-def broken_bound(error: Mapping[str, Any]) -> str:
+def broken_bound(error: ErrorDetails) -> str:
     """Return an error of pydantic about one field in the words of a message."""
     # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
     bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}

@@ -48,8 +48,8 @@ def test_processes_divide_the_cores_that_this_one_may_use(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     allocation = parse("embedded.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
-    assert threads_per_process(allocation, configured=0, max_staleness=1, gpus=False) == 4
-    assert threads_per_process(allocation, configured=3, max_staleness=1, gpus=False) == 3
+    assert threads_per_process(allocation, configured=0, takes_turns=False, gpus=False) == 4
+    assert threads_per_process(allocation, configured=3, takes_turns=False, gpus=False) == 3
 
 
 def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_for(
@@ -57,11 +57,11 @@ def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_f
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     allocation = parse("sglang.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
-    assert threads_per_process(allocation, configured=0, max_staleness=0, gpus=False) == 64
-    assert threads_per_process(allocation, configured=0, max_staleness=0, gpus=True) == 8
-    assert threads_per_process(allocation, configured=16, max_staleness=0, gpus=True) == 16
+    assert threads_per_process(allocation, configured=0, takes_turns=True, gpus=False) == 64
+    assert threads_per_process(allocation, configured=0, takes_turns=True, gpus=True) == 8
+    assert threads_per_process(allocation, configured=16, takes_turns=True, gpus=True) == 16
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert threads_per_process(allocation, configured=0, max_staleness=1, gpus=True) == 4
+    assert threads_per_process(allocation, configured=0, takes_turns=False, gpus=True) == 4
 
 
 def test_an_error_of_rays_own_is_a_lost_attempt_and_no_traceback() -> None:
