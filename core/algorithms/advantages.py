@@ -238,19 +238,14 @@ class Turns:
 
 
 def turn_advantages(turns: Turns, settings: AlgorithmSettings) -> Tensor:
-    """Return what algorithm.credit adds to the advantages of turns: [K]."""
+    """Return what algorithm.credit adds to the advantages of turns: [K].
+
+    turn_rewards: A_k = sum over j >= k of (r_j - mean(r)) / (std(r) + 1e-6), mean and std over all turns of the group
+    (algorithm.advantage_std). Source: Shao et al. 2024 (DeepSeekMath), section 4.1.3, process supervision, with turns
+    as the steps. Otherwise turn_weight * step_advantages()."""
     if settings.credit == "turn_rewards":
-        return process_advantages(turns, settings)
+        return turns.returns(centred(turns.rewards, turns.group, std=settings.advantage_std), discount=1.0)
     return settings.turn_weight * step_advantages(turns, settings)
-
-
-def process_advantages(turns: Turns, settings: AlgorithmSettings) -> Tensor:
-    """Sum the rewards from a turn on, each of them minus the mean of all turns of the group and divided by their
-    standard deviation (algorithm.advantage_std): [K].
-
-    A_k = sum over j >= k of (r_j - mean(r)) / (std(r) + 1e-6).
-    Source: Shao et al. 2024 (DeepSeekMath), section 4.1.3, process supervision, with turns as the steps."""
-    return turns.returns(centred(turns.rewards, turns.group, std=settings.advantage_std), discount=1.0)
 
 
 def step_advantages(turns: Turns, settings: AlgorithmSettings) -> Tensor:

@@ -52,34 +52,6 @@ class Terms:
     """exp(log_ratio), of the token or of its sequence."""
 
 
-def make_terms(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    sequences: Sequences,
-    *,
-    of_sequences: bool,
-) -> Terms:
-    """Fill in the ratios; `of_sequences`: those of GSPO.
-
-    s_i = exp(mean over the trained tokens of sequence i of log pi - log pi_old); each token has the ratio
-    sg(s_i) * pi / sg(pi), whose value is s_i and whose gradient is s_i times that of its own log-probability. Source:
-    Zheng et al. 2025, the GSPO-token form."""
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
-    if of_sequences:
-        of_sequence = sequences.spread(sequences.mean(log_ratio.detach(), loss_mask))
-        own = torch.where(loss_mask, logprobs - logprobs.detach(), 0.0)
-        ratio = (of_sequence + own).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
-    else:
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return Terms(
-        logprobs=logprobs, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages,
-        loss_mask=loss_mask, sequences=sequences, log_ratio=log_ratio, ratio=ratio,
-    )  # fmt: skip
-
-
 PolicyLoss = Callable[[Terms, AlgorithmSettings], tuple[Tensor, Tensor]]
 """-> (loss [t], whether the token is clipped [t])."""
 
@@ -259,16 +231,30 @@ def trained_weights(fields: Mapping[str, Tensor]) -> Tensor:
 def policy_terms(
     output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences, settings: AlgorithmSettings
 ) -> Terms:
-    """Collect what the policy loss of a microbatch is computed from."""
+    """Collect what the policy loss of a microbatch is computed from. The ratios of sequences are those of GSPO:
+
+    s_i = exp(mean over the trained tokens of sequence i of log pi - log pi_old); each token has the ratio
+    sg(s_i) * pi / sg(pi), whose value is s_i and whose gradient is s_i times that of its own log-probability. Source:
+    Zheng et al. 2025, the GSPO-token form."""
     assert output.logprobs is not None, "the actor's engine returns log-probabilities"
-    return make_terms(
-        output.logprobs,
-        proximal_logprobs(output.logprobs, fields, settings),
-        fields["rollout_logprobs"],
-        fields["advantages"],
-        fields["loss_mask"],
-        sequences,
-        of_sequences=settings.ratio == "sequence",
+    logprobs, loss_mask = output.logprobs, fields["loss_mask"]
+    old_logprobs = proximal_logprobs(logprobs, fields, settings)
+    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, 0.0)
+    if settings.ratio == "sequence":
+        of_sequence = sequences.spread(sequences.mean(log_ratio.detach(), loss_mask))
+        own = torch.where(loss_mask, logprobs - logprobs.detach(), 0.0)
+        ratio = (of_sequence + own).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    else:
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return Terms(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=fields["rollout_logprobs"],
+        advantages=fields["advantages"],
+        loss_mask=loss_mask,
+        sequences=sequences,
+        log_ratio=log_ratio,
+        ratio=ratio,
     )
 
 

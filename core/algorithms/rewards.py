@@ -63,19 +63,6 @@ class AdaptiveKL:
             self.coefficient *= 1.0 + error * num_sequences / self.horizon
 
 
-def shape_scores(
-    scores: Tensor,  # [N] scores of the reward function
-    no_eos: Tensor,  # [N] bool, completions cut off by the length limit
-    *,
-    bias: float,
-    scaling: float,
-    mask_no_eos_with_zero: bool,
-) -> Tensor:
-    """Compute (score - bias) * scaling, 0 for truncated completions when `mask_no_eos_with_zero`: [N]."""
-    shaped = (scores - bias) * scaling
-    return torch.where(no_eos, torch.zeros_like(shaped), shaped) if mask_no_eos_with_zero else shaped
-
-
 def overlong_penalty(
     lens: Tensor,  # [N] tokens of each completion
     *,
@@ -90,12 +77,10 @@ def overlong_penalty(
 
 
 def sequence_scores(batch: RolloutBatch, settings: AlgorithmSettings) -> Tensor:
-    """Return the shaped reward of each sequence: [N]."""
-    return shape_scores(
-        torch.tensor(batch.rewards), torch.tensor(batch.no_eos),
-        bias=settings.reward_output_bias, scaling=settings.reward_output_scaling,
-        mask_no_eos_with_zero=settings.mask_no_eos_with_zero,
-    )  # fmt: skip
+    """Compute (reward - reward_output_bias) * reward_output_scaling of each sequence, 0 for completions that the length
+    limit cut off with mask_no_eos_with_zero: [N]."""
+    shaped = (torch.tensor(batch.rewards) - settings.reward_output_bias) * settings.reward_output_scaling
+    return torch.where(torch.tensor(batch.no_eos), 0.0, shaped) if settings.mask_no_eos_with_zero else shaped
 
 
 def token_divergence(fields: Mapping[str, Tensor], settings: AlgorithmSettings) -> Tensor | None:

@@ -194,8 +194,6 @@ def _related(a: str, b: str) -> bool:
 
 
 MOST_LISTED = 20
-MOST_UNKNOWN = 50
-"""Unknown keys that are reported one by one; the nearest name of thousands would take minutes."""
 
 
 class _Binder:
@@ -208,17 +206,12 @@ class _Binder:
         self._interpolator = Interpolator((tree, as_given), self._default_node)
         self.sources: dict[str, str] = {}
         self.problems: list[Problem] = []
-        self._num_unknown = 0
         self.meant: set[str] = set()
         """Keys that an unknown one stands close to: what they hold by default is not the user's setting."""
 
     def bind(self, prefix: str = "") -> dict[str, object]:
         """Return the valid values by key; `problems` lists those that were left out."""
-        values = self._bind(self._model, self._tree, None, prefix)
-        if self._num_unknown > MOST_UNKNOWN:
-            message = f"{self._num_unknown - MOST_UNKNOWN} more keys are unknown; --help lists all keys"
-            self.problems.append(Problem(key="", message=message))
-        return values
+        return self._bind(self._model, self._tree, None, prefix)
 
     def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, object]:
         known = fields_by_key(model)
@@ -298,9 +291,6 @@ class _Binder:
         self.problems.append(Problem(key=path, message=message, where=_where(self.sources, path)))
 
     def _unknown(self, model: type[Section], name: str, node: Node, path: str) -> None:
-        self._num_unknown += 1
-        if self._num_unknown > MOST_UNKNOWN:
-            return
         known = hint(name, path)
         if known is None and isinstance(node, Table) and any(f"{path}.{child}" in HINTS for child in node.children):
             for child, value in node.children.items():

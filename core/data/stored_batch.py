@@ -162,18 +162,11 @@ class StoredFields:
     """Of each minibatch, by engine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """The pieces of a batch, and the plans of microbatches that it was cut for (see StoredBatch)."""
-
-    pieces: Sequence[Piece]
-    pass_plans: Mapping[str, Plans]
-    update_plans: Mapping[str, Sequence[Plans]]
-
-
-def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[Use]) -> Cut:
+def cut(
+    shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[Use]
+) -> tuple[list[Piece], Mapping[str, Plans], Mapping[str, Sequence[Plans]]]:
     """Plan the passes of a batch, and cut it so that each rank fetches what it runs. Sequences without any use form a
-    piece as well."""
+    piece as well. Return its pieces, and the plans of passes and updates; see StoredBatch."""
     count = shape.num_sequences
     readers: list[set[Reader]] = [set() for _ in range(count)]
     trainers: list[set[Reader]] = [set() for _ in range(count)]
@@ -197,7 +190,7 @@ def cut(shape: BatchShape, minibatches: Sequence[Sequence[int]], uses: Sequence[
         Piece(sequences=np.array(sequences, np.int64), readers=read_by, trainers=trained_by)
         for (read_by, trained_by), sequences in members.items()
     ]
-    return Cut(pieces=pieces, pass_plans=pass_plans, update_plans=update_plans)
+    return pieces, pass_plans, update_plans
 
 
 def _note(ranks: list[set[Reader]], group: str, parts: Sequence[Sequence[int]], plans: Sequence[Plans]) -> None:
@@ -250,12 +243,12 @@ class BatchWriter:
         arrays = {"token_ids": token_ids.astype(np.int32, copy=False), "loss_mask": loss_mask}
         if routed_experts is not None:
             arrays[ROUTED_EXPERTS] = routed_experts
-        planned = cut(shape, minibatches, uses)
-        self._runs = [_runs(piece.sequences, cu_seqlens) for piece in planned.pieces]
+        pieces, pass_plans, update_plans = cut(shape, minibatches, uses)
+        self._runs = [_runs(piece.sequences, cu_seqlens) for piece in pieces]
         tokens = [put(_end_to_end(runs, arrays)) for runs in self._runs]
         self.stored = StoredBatch(
-            shape=shape, minibatches=minibatches, pieces=planned.pieces, tokens=tokens,
-            pass_plans=planned.pass_plans, update_plans=planned.update_plans,
+            shape=shape, minibatches=minibatches, pieces=pieces, tokens=tokens, pass_plans=pass_plans,
+            update_plans=update_plans,
         )  # fmt: skip
 
     def put_fields(self, fields: Arrays, weights: Mapping[str, TokenWeights | None]) -> StoredFields:

@@ -20,7 +20,7 @@ from core.monitoring.monitor import MetricSink, Monitor, StepTimer, TensorBoardS
 from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
 from core.placement.allocation import joined_cluster
 from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore, RunState
+from core.recovery.recover import RecoverStore, RunState, Start
 from core.runs.checkpoints import DamagedError, RunIdentity, ends_too_early, near_trials, too_few_steps, verify
 from core.runs.record import saved_models
 from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
@@ -40,19 +40,6 @@ logger = logging.getLogger(__name__)
 
 
 _BEGINNING = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where an attempt begins: a recover checkpoint, or the beginning."""
-
-    state: RunState
-    rollout_state: object | None
-    checkpoint: Path | None
-    identity: RunIdentity | None = None
-    """Of the run that wrote the checkpoint."""
-    changes: tuple[str, ...] = ()
-    """What differs from that run and is let go."""
 
 
 def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) -> Start:
@@ -79,11 +66,7 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
         return Start(state=_BEGINNING, rollout_state=None, checkpoint=None)
     if not config.recover_ignore_changes and (problems := [*changed_settings(config, checkpoint)]):
         raise ConfigError(problems)
-    found = recover.load(checkpoint)
-    return Start(
-        state=found.state, rollout_state=found.rollout_state, checkpoint=checkpoint, identity=found.identity,
-        changes=found.changes,
-    )  # fmt: skip
+    return recover.load(checkpoint)
 
 
 def fit_to_schedule(start: Start, schedule: Schedule) -> Start:
@@ -143,14 +126,6 @@ def rows_that_stay(start: Start) -> int:
     """Return the last step whose rows a run that begins at `start` keeps in its logs; -1: none, not even those of the
     evaluation before the first step. What an earlier run wrote was set aside (core/runs/paths.py)."""
     return -1 if start.checkpoint is None else start.state.step
-
-
-def metric_sinks(config: ExperimentConfig, paths: RunPaths, *, continue_after: int) -> list[MetricSink]:
-    """Return the sinks in this run's log folder; see rows_that_stay."""
-    sinks: list[MetricSink] = [Journal(paths.logs / "metrics.jsonl", continue_after=continue_after)]
-    if config.monitor.tensorboard:
-        sinks.append(TensorBoardSink(paths.logs / "tensorboard", continue_after=continue_after))
-    return sinks
 
 
 def open_trackers(config: ExperimentConfig, paths: RunPaths) -> list[MetricSink]:
@@ -254,11 +229,14 @@ class RunContext:
     def monitor(self, schedule: Schedule, *, consumed: bool = False, sample_steps: int | None = None) -> Monitor:
         """Return the monitor, to be entered. `consumed`: record the prompts of each step. `sample_steps`: steps between
         samples in the log; None: none."""
-        keep = rows_that_stay(self.start)
+        keep, logs = rows_that_stay(self.start), self.paths.logs
+        sinks: list[MetricSink] = [Journal(logs / "metrics.jsonl", continue_after=keep)]
+        if self.config.monitor.tensorboard:
+            sinks.append(TensorBoardSink(logs / "tensorboard", continue_after=keep))
         return Monitor(
             screen=self.screen,
-            sinks=[*metric_sinks(self.config, self.paths, continue_after=keep), *self.trackers],
-            consumed=Journal(self.paths.logs / "consumed.jsonl", continue_after=keep) if consumed else None,
+            sinks=[*sinks, *self.trackers],
+            consumed=Journal(logs / "consumed.jsonl", continue_after=keep) if consumed else None,
             total_steps=schedule.total_steps,
             done_steps=self.start.state.step,
             elapsed=self.start.state.elapsed_seconds,

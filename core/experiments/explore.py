@@ -21,7 +21,7 @@ from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
-from core.train.periodic import DueTimer, Evaluations, evaluation_frequency
+from core.train.periodic import DueTimer, Evaluations, Frequency
 from core.weight_sync.folder import VersionFolder
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class _Evaluations:
         self._at_start = config.exp_ctrl.eval_at_start
         self._journal = Journal(context.paths.logs / "metrics.jsonl", continue_after=None)
         self._done = {row["step"] for row in read_rows(context.paths.logs / "metrics.jsonl")}
-        self._timer = DueTimer(evaluation_frequency(config.exp_ctrl), now=time.monotonic())
+        self._timer = DueTimer(Frequency(*config.exp_ctrl.eval_frequency), now=time.monotonic())
         self._last = 0
         self._running = Evaluations(
             rollout,

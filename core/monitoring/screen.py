@@ -50,8 +50,8 @@ def number(row: Row, name: str) -> float:
     return float(value)
 
 
-def _plain(name: str, spec: str, unit: str = "") -> Callable[[Row], str]:
-    return lambda row: f"{number(row, name):{spec}}{unit}"
+def _plain(name: str, spec: str) -> Callable[[Row], str]:
+    return lambda row: f"{number(row, name):{spec}}"
 
 
 def _share(name: str) -> Callable[[Row], str]:

@@ -52,8 +52,8 @@ from tracing import add_span
 logger = logging.getLogger(__name__)
 
 
-class StateError(ValueError):
-    """A file does not hold a state that `write_state` wrote."""
+class RecoverError(ValueError):
+    """A checkpoint cannot be used: a file does not hold what a run writes."""
 
 
 def write_state(folder: Path, name: str, state: object) -> None:
@@ -67,7 +67,7 @@ def write_state(folder: Path, name: str, state: object) -> None:
 
 
 def read_state(folder: Path, name: str) -> object:
-    """Return the state that was written. Raises OSError, and StateError where the files do not hold one."""
+    """Return the state that was written. Raises OSError, and RecoverError where the files do not hold one."""
     try:
         tree = read_json(folder / f"{name}.json", max_bytes=MAX_STATE_BYTES, max_depth=MAX_STATE_DEPTH)
         with open_regular(folder / f"{name}.npz") as file, np.load(file, allow_pickle=False) as stored:
@@ -77,7 +77,10 @@ def read_state(folder: Path, name: str) -> object:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 (damaged zip, JSON and numpy headers raise a dozen types)
-        raise StateError(f"{folder / name}.json and .npz do not hold a saved state: {error!r}") from error
+        raise RecoverError(
+            f"{folder / name}.json and .npz do not hold a saved state: {error!r}; remove {folder} to continue from the "
+            "checkpoint before it"
+        ) from error
 
 
 _ROLLOUT = "rollout"
@@ -93,10 +96,6 @@ WaitWritten = Callable[[threading.Event], None]
 LaunchError when its writer has exited, another RuntimeError when something else went wrong there."""
 
 
-class RecoverError(ValueError):
-    """A checkpoint cannot be used with this configuration."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The driver's own state after `step` finished steps; `version` is the version of the trainer's weights."""
@@ -108,13 +107,16 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """A checkpoint's content beside the engines'. `changes` lists what differs from the configuration."""
+class Start:
+    """Where an attempt begins: a recover checkpoint, or the beginning."""
 
     state: RunState
-    rollout_state: object
-    identity: RunIdentity
+    rollout_state: object | None
+    checkpoint: Path | None
+    identity: RunIdentity | None = None
+    """Of the run that wrote the checkpoint."""
     changes: tuple[str, ...] = ()
+    """What differs from that run and is let go."""
 
 
 class RecoverStore:
@@ -141,7 +143,7 @@ class RecoverStore:
             try:
                 verify(path)
                 _read_run(path)
-                _read_rollout(path)
+                read_state(path, _ROLLOUT)
                 return path
             except (DamagedError, RecoverError, OSError) as error:
                 self._invalid.add(path)
@@ -290,7 +292,7 @@ class RecoverStore:
     def _failure(self, step: int, error: Exception) -> OSError:
         return could_not_write(f"the recover checkpoint of step {step}", self._folder, error)
 
-    def load(self, checkpoint: Path) -> Recovered:
+    def load(self, checkpoint: Path) -> Start:
         """Return the driver's and the rollout's state, without the state of another algorithm; no file of the
         checkpoint can run code.
 
@@ -301,15 +303,13 @@ class RecoverStore:
         if "algorithm" in changes:
             logger.warning("%s: the state of that algorithm is dropped.", changes["algorithm"])
             state = replace(state, extra={key: value for key, value in state.extra.items() if key != "algorithm"})
-        rollout_state = _read_rollout(checkpoint)
-        return Recovered(state=state, rollout_state=rollout_state, identity=identity, changes=tuple(changes.values()))
-
-
-def _read_rollout(checkpoint: Path) -> object:
-    try:
-        return read_state(checkpoint, _ROLLOUT)
-    except StateError as error:
-        raise RecoverError(f"{error}; remove {checkpoint} to continue from the checkpoint before it") from error
+        return Start(
+            state=state,
+            rollout_state=read_state(checkpoint, _ROLLOUT),
+            checkpoint=checkpoint,
+            identity=identity,
+            changes=tuple(changes.values()),
+        )
 
 
 def _read_run(checkpoint: Path) -> tuple[RunIdentity, RunState]:

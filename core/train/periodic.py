@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from core.data.stored_batch import Ref
 from core.monitoring.monitor import StepTimer
@@ -46,19 +46,12 @@ def schedule_from_control(control: ExperimentSaveEvalControl, *, num_prompts: in
     return schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frequency:
+class Frequency(NamedTuple):
     """Due every N epochs, steps or seconds, whichever comes first. None: never for that reason."""
 
     epochs: int | None
     steps: int | None
     seconds: float | None
-
-
-def evaluation_frequency(control: ExperimentSaveEvalControl) -> Frequency:
-    """Return when evaluations are due."""
-    epochs, steps, seconds = control.eval_frequency
-    return Frequency(epochs=epochs, steps=steps, seconds=seconds)
 
 
 class DueTimer:
@@ -71,7 +64,7 @@ class DueTimer:
     ) -> None:
         self._frequency = frequency
         self._first_step = first_step
-        self._at_end = at_end or frequency != Frequency(epochs=None, steps=None, seconds=None)
+        self._at_end = at_end or any(frequency)
         self._last_seconds = now
         self._steps = 0
 
@@ -232,7 +225,7 @@ def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTime
     save = Frequency(epochs=control.save_freq_epochs, steps=control.save_freq_steps, seconds=control.save_freq_secs)
     ckpt = Frequency(epochs=control.ckpt_freq_epochs, steps=control.ckpt_freq_steps, seconds=control.ckpt_freq_secs)
     return {
-        "eval": DueTimer(evaluation_frequency(control), now=now),
+        "eval": DueTimer(Frequency(*control.eval_frequency), now=now),
         "save": DueTimer(save, now=now, at_end=True),
         # The tutorial's rule: the first recover checkpoint follows the second step.
         "ckpt": DueTimer(ckpt, now=now, first_step=2, at_end=True),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.recovery.recover import RecoverError, RecoverStore, RunState, StateError, read_state, write_state
+from core.recovery.recover import RecoverError, RecoverStore, RunState, read_state, write_state
 from core.runs.checkpoints import RunIdentity, read_run, seal
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
@@ -120,26 +120,26 @@ def engines(folder: Path) -> Any:
 def test_a_structure_that_fits_no_array_is_refused(tmp_path: Path, tree: object) -> None:
     write_state(tmp_path, "state", [np.arange(3, dtype=np.int32)])
     (tmp_path / "state.json").write_text(json.dumps(tree))
-    with pytest.raises(StateError, match="do not hold a saved state"):
+    with pytest.raises(RecoverError, match="do not hold a saved state"):
         read_state(tmp_path, "state")
 
 
 def test_structure_that_is_too_deep_is_refused(tmp_path: Path) -> None:
     write_state(tmp_path, "state", [])
     (tmp_path / "state.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(StateError, match="nested more than 400 deep"):
+    with pytest.raises(RecoverError, match="nested more than 400 deep"):
         read_state(tmp_path, "state")
 
 
 def test_compressed_arrays_and_pipes_are_refused(tmp_path: Path) -> None:
     write_state(tmp_path, "state", [np.arange(3, dtype=np.int32)])
     np.savez_compressed(tmp_path / "state.npz", **{"<i4": np.zeros(1 << 20, dtype=np.int32)})
-    with pytest.raises(StateError, match="compressed"):
+    with pytest.raises(RecoverError, match="compressed"):
         read_state(tmp_path, "state")
     for name in ("state.npz", "state.json"):
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
-        with pytest.raises(StateError, match="a pipe or a device"):
+        with pytest.raises(RecoverError, match="a pipe or a device"):
             read_state(tmp_path, "state")
 
 
