@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import TextIOWrapper
 
 from rich.console import Console
@@ -178,8 +178,8 @@ def _run_each(
             stage.begins_from(model)
         is_checked = (not ran or command is None) and stage.name in checks  # a host changes while stages run
         checked = checks[stage.name] if is_checked else _check(stage.experiment, stage.tree, (), arguments)
-        loaded = replace(checked.loaded, replaced=stage.replaced)
-        config, paths = loaded.config, RunPaths.of(loaded.config)
+        loaded, config = checked.loaded, checked.loaded.config
+        paths = RunPaths.of(config)
         if command and not ran and not loaded.where("trial_name"):
             command.append(f"trial_name={config.trial_name.removesuffix(f'.{stage.name}')}")
         ran.append((stage, paths))
@@ -187,7 +187,7 @@ def _run_each(
             console.print(f"stage {stage.name} is complete. {where_the_model_is(paths)}")
             continue
         console.print(f"stage {stage.name}, {len(ran)} of {len(stages)}")
-        code = _prepare(replace(checked, loaded=loaded), lacking, arguments, console, command, is_stage=True)
+        code = _prepare(checked, lacking, arguments, console, command, is_stage=True)
         if code != DONE:
             return code
         lacking = ()  # said once
@@ -324,8 +324,6 @@ def _start(
     logger.info("Running %s experiment.", experiment)
     if loaded.ignored:
         logger.warning(ignored_lines(loaded.ignored))
-    for replaced in loaded.replaced:
-        logger.warning("%s", replaced)
     if difference := difference_line(config, loaded.ignored):
         logger.warning(difference)
     for warning in config_warnings(config, loaded.translated.spelled):

@@ -36,8 +36,6 @@ class Stage:
     """A key of EXPERIMENTS."""
     tree: Table
     """Its configuration, with the overrides."""
-    replaced: tuple[Problem, ...]
-    """Overrides without effect, because a later one sets the same key."""
     follows: bool
     """It begins from the model of the stage before. Until there is one, its tree names what that stage begins from,
     which has the same architecture and tokenizer."""
@@ -92,12 +90,12 @@ def _wrong(item: Node) -> Problem | None:
 
 def _stage(kind: str, own: Node, shared: Table, overrides: Sequence[str], before: Sequence[Stage]) -> Stage:
     """Return the stage of one section. Raises ConfigError for overrides."""
-    tree, replaced = tree_of(shared), list[Problem]()
+    tree = tree_of(shared)
     if isinstance(own, Table):
         merge(tree, own)
     if kind not in EXPERIMENTS:
         put(tree, "algorithm.name", Scalar(kind, own.where))
-    if problems := apply_overrides(tree, overrides, replaced):
+    if problems := apply_overrides(tree, overrides):
         raise ConfigError(problems)
     follows = bool(before) and _model_of(own) is None
     if follows:
@@ -110,7 +108,7 @@ def _stage(kind: str, own: Node, shared: Table, overrides: Sequence[str], before
     if isinstance(trial, Scalar):
         tree.children["trial_name"] = Scalar(f"{trial.text}.{name}", trial.where, quoted=True)
     experiment = kind if kind in EXPERIMENTS else PPOMATHConfig.NAME
-    return Stage(name=name, experiment=experiment, tree=tree, replaced=tuple(replaced), follows=follows)
+    return Stage(name=name, experiment=experiment, tree=tree, follows=follows)
 
 
 def _model_of(tree: Node) -> Node | None:

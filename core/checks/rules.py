@@ -335,6 +335,6 @@ def load_config(
 def searches(source: str | Path | Table | None, overrides: Sequence[str]) -> bool:
     """Return whether allocation_mode is search."""
     tree = tree_of(source)
-    apply_overrides(tree, overrides, [])
+    apply_overrides(tree, overrides)
     mode = tree.children.get("allocation_mode")
     return isinstance(mode, Scalar) and mode.text == "search"

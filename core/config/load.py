@@ -46,8 +46,6 @@ class LoadedConfig:
     config: ExperimentConfig
     ignored: tuple[Problem, ...]
     """Keys that were given and have no effect, with the reason."""
-    replaced: tuple[Problem, ...]
-    """Overrides without effect, because a later one sets the same key."""
     sources: Mapping[str, str]
     translated: Translated
 
@@ -73,8 +71,7 @@ def load(
     are read) -> folder."""
     model = EXPERIMENTS[experiment]
     tree = tree_of(source)
-    replaced: list[Problem] = []
-    problems = apply_overrides(tree, overrides, replaced)
+    problems = apply_overrides(tree, overrides)
     _name_algorithm(tree)
     as_given = copied(tree)
     translated = translate(tree, model)
@@ -97,7 +94,6 @@ def load(
     return LoadedConfig(
         config=config,
         ignored=tuple(sorted(translated.ignored, key=_line)),
-        replaced=tuple(replaced),
         sources=binder.sources,
         translated=translated,
     )
@@ -112,13 +108,13 @@ def tree_of(source: str | Path | Table | None) -> Table:
     return tree
 
 
-def apply_overrides(tree: Table, overrides: Sequence[str], replaced: list[Problem]) -> list[Problem]:
+def apply_overrides(tree: Table, overrides: Sequence[str]) -> list[Problem]:
     """Write `a.b.c=value` words into the tree; see apply_override."""
     problems: list[Problem] = []
     for override in overrides:
         name = override.removeprefix("algorithm=")
         is_name = name != override and name.strip()[:1] not in ("", "{", "[")
-        problems += apply_override(tree, f"algorithm.name={name}" if is_name else override, replaced)
+        problems += apply_override(tree, f"algorithm.name={name}" if is_name else override)
     return problems
 
 

@@ -202,13 +202,6 @@ def test_the_columns_of_the_data_are_in_the_log_also_of_a_dry_run(
     assert capsys.readouterr().out.count(said) == 1
 
 
-def test_an_override_that_a_later_one_replaces_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(write_run(tmp_path)), "--dry-run", "ppo.gen.top_p=0.5", "ppo.gen.top_p=1"]
-    assert quickstart.main(["ppo-math", *words]) == 0
-    said = "WARNING: override 'ppo.gen.top_p=0.5': ppo.gen.top_p: has no effect, override 'ppo.gen.top_p=1' comes"
-    assert said in capsys.readouterr().out
-
-
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs

@@ -18,8 +18,6 @@ _MAX_NODES = 100_000
 """Values of a file, those behind anchors counted wherever they are used: a few lines can stand for billions."""
 _DEEPEST = 100
 """Parts of a dotted path: trees are walked by recursion."""
-_OVERRIDE = "override "
-"""What the place of a value from an override begins with."""
 _STANDARD_TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_STANDARD_TAG}merge"
 
@@ -75,10 +73,9 @@ def read_yaml(path: str | Path) -> Table:
     return root
 
 
-def apply_override(tree: Table, override: str, replaced: list[Problem]) -> list[Problem]:
-    """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it, and
-    adds values of earlier overrides that have no effect because of it to `replaced`."""
-    where = f"{_OVERRIDE}{masked_override(override)!r}"
+def apply_override(tree: Table, override: str) -> list[Problem]:
+    """Write `a.b.c=value` into the tree; a mapping is merged into what is there. Returns what is wrong with it."""
+    where = f"override {masked_override(override)!r}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > _DEEPEST:
@@ -96,25 +93,18 @@ def apply_override(tree: Table, override: str, replaced: list[Problem]) -> list[
             prefix = ".".join(keys[:depth])
             return [Problem(key=prefix, message=f"is a value ({below.where}), not a section", where=where)]
         table = below
-    _merge(table, keys[-1], value, ".".join(keys), replaced)
+    merge(table, Table(where, {keys[-1]: value}))
     return []
-
-
-def _merge(table: Table, name: str, value: Node, path: str, replaced: list[Problem]) -> None:
-    there = table.children.get(name)
-    if isinstance(there, Table) and isinstance(value, Table):
-        for child, node in value.children.items():
-            _merge(there, child, node, f"{path}.{child}", replaced)
-        return
-    if there is not None and there.where.startswith(_OVERRIDE) and there.where != value.where:
-        replaced.append(Problem(key=path, message=f"has no effect, {value.where} comes after it", where=there.where))
-    table.children[name] = value
 
 
 def merge(tree: Table, over: Table) -> None:
     """Write the keys of another tree over those of `tree`, sections into sections."""
     for name, node in over.children.items():
-        _merge(tree, name, node, name, [])
+        there = tree.children.get(name)
+        if isinstance(there, Table) and isinstance(node, Table):
+            merge(there, node)
+        else:
+            tree.children[name] = node
 
 
 def find(tree: Node, path: str) -> Node | None:

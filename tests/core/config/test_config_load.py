@@ -158,23 +158,6 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: 
     assert config.ppo.gen.top_p == 0.9
 
 
-def test_an_override_that_a_later_one_replaces_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text(SMALLEST_PPO)
-
-    def replaced(*overrides: str) -> list[str]:
-        return [str(p) for p in load_config("ppo-math", tmp_path / "x.yaml", overrides).replaced]
-
-    assert replaced("group_size=4", "group_size=8") == [
-        "override 'group_size=4': group_size: has no effect, override 'group_size=8' comes after it"
-    ]
-    assert replaced("ppo.gen={top_p: 0.9, max_new_tokens: 8}", "ppo.gen.max_new_tokens=9") == [
-        "override 'ppo.gen={top_p: 0.9, max_new_tokens: 8}': ppo.gen.max_new_tokens: has no effect, override "
-        "'ppo.gen.max_new_tokens=9' comes after it"
-    ]
-    assert replaced("dataset.train_bs_n_seqs=8", "ppo.gen.max_new_tokens=8", "ppo.gen={top_p: 0.9}") == []
-    assert replaced("group_size=4", "group_size=4") == []
-
-
 def test_a_run_can_be_described_by_overrides_alone() -> None:
     overrides = ["experiment_name=e", "trial_name=t", "actor.path=m", "dataset.path=d", "ppo.disable_value=true"]
     loaded = load_config("ppo-math", None, overrides)

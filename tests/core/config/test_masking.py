@@ -31,8 +31,6 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
         "actor_train.mb_spec.max_tokens_per_mb=30720",
         "ppo.gen.max_new_tokens=8",
         "--dry-run",
-        "dataset.format.prompt_key=question",
-        "data.reward_fn_key=source",
     ],
 )
 def test_keys_that_only_sound_like_a_secret_are_shown(word: str) -> None:
