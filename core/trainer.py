@@ -266,16 +266,13 @@ class PPOTrainer:
         self._monitor.staleness(ages)
         self._monitor.consumed(step + 1, facts.episodes)
         seconds, phases = self._timer.finish()
-        epoch, epoch_step = self._schedule.position(step + 1)
         ages_metrics: dict[str, float | Histogram] = {
             "staleness/mean": float(ages.mean()),
             "staleness/max": float(ages.max()),
             "staleness/ages": Histogram(ages),
         }
         self._monitor.step(
-            step=step + 1, epoch=epoch, total_epochs=self._schedule.num_epochs, epoch_step=epoch_step,
-            epoch_steps=self._schedule.steps_of_epoch(epoch), mean_batch_tokens=self._mean_batch_tokens,
-            seconds=seconds, phases=phases,
+            step=step + 1, mean_batch_tokens=self._mean_batch_tokens, seconds=seconds, phases=phases,
             metrics={
                 **ordered, **figures, **ages_metrics, "tokens_per_second": metrics["n_tokens"] / seconds,
                 **largest(group.memory for group in self._groups), DRIVER: peak_gib(),

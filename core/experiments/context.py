@@ -237,7 +237,7 @@ class RunContext:
             screen=self.screen,
             sinks=[*sinks, *self.trackers],
             consumed=Journal(logs / "consumed.jsonl", continue_after=keep) if consumed else None,
-            total_steps=schedule.total_steps,
+            schedule=schedule,
             done_steps=self.start.state.step,
             elapsed=self.start.state.elapsed_seconds,
             sample_steps=sample_steps,

@@ -96,9 +96,8 @@ class SFTTrainer:
         self._monitor.rpc("trainDefault", metrics)
         seconds, phases = timer.finish()
         self._monitor.step(
-            step=step, epoch=epoch, total_epochs=self._schedule.num_epochs, epoch_step=epoch_step,
-            epoch_steps=self._schedule.steps_of_epoch(epoch),
-            mean_batch_tokens=self._train.mean_tokens * self._schedule.batch_size, seconds=seconds, phases=phases,
+            step=step, mean_batch_tokens=self._train.mean_tokens * self._schedule.batch_size, seconds=seconds,
+            phases=phases,
             metrics={
                 **metrics, "n_tokens": float(batch.num_tokens), "n_seqs": float(batch.num_sequences),
                 **self._engine.group.memory, DRIVER: peak_gib(),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from core.monitoring.metrics import Histogram, Journal, Row
 from core.monitoring.samples import Sample, headline, log_text
 from core.monitoring.screen import Screen
 from tracing import add_span, span
+
+if TYPE_CHECKING:
+    from rollout.experience.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ class Monitor:
         screen: Screen,
         sinks: list[MetricSink],
         consumed: Journal | None,
-        total_steps: int,
+        schedule: Schedule,
         done_steps: int,
         elapsed: float,
         sample_steps: int | None = None,
@@ -121,9 +124,9 @@ class Monitor:
         self._elapsed = elapsed
         self._finished_here = 0
         self._spent_here = 0.0
-        self._total_steps = total_steps
+        self._schedule = schedule
         self._screen, self._no_signal = screen, NoSignal()
-        screen.open(total_steps=total_steps, done_steps=done_steps)
+        screen.open(total_steps=schedule.total_steps, done_steps=done_steps)
 
     def __enter__(self) -> Monitor:
         return self
@@ -186,18 +189,16 @@ class Monitor:
         self,
         *,
         step: int,
-        epoch: int,
-        total_epochs: int,
-        epoch_step: int,
-        epoch_steps: int,
         mean_batch_tokens: float,
         seconds: float,
         phases: Mapping[str, float],
         metrics: Row,
         headline: str,
     ) -> None:
-        """Report everything at the end of step `step` (counting from 1). `epoch_steps`: steps of this epoch in the run.
-        `mean_batch_tokens`: mean tokens of a batch of the data set before sampling, the same in each step."""
+        """Report everything at the end of step `step` (counting from 1). `mean_batch_tokens`: mean tokens of a batch of
+        the data set before sampling, the same in each step."""
+        schedule = self._schedule
+        epoch, epoch_step = schedule.position(step)
         self._elapsed += seconds
         add_span("step", seconds, lane="steps", step=step)
         self._finished_here += 1
@@ -205,13 +206,13 @@ class Monitor:
         eta = ""
         # The first two steps of every attempt carry warm-up: an estimate from them would mislead.
         if self._finished_here > 2:
-            left = self._spent_here / self._finished_here * (self._total_steps - step)
+            left = self._spent_here / self._finished_here * (schedule.total_steps - step)
             eta = f" Estimated remaining time: {left:.3f}s."
         logger.info(
             "Epoch %d/%d step %d/%d (global step %d) finishes. Average #tokens per batch is %d. "
             "#End to end# execution time: *%.3f*s. Total time consumption: %.3fs.%s",
-            epoch, total_epochs, epoch_step, epoch_steps, step, round(mean_batch_tokens), seconds, self._elapsed,
-            eta,
+            epoch, schedule.num_epochs, epoch_step, schedule.steps_of_epoch(epoch), step, round(mean_batch_tokens),
+            seconds, self._elapsed, eta,
         )  # fmt: skip
         spent = ", ".join(f"{name} {value:.3f}s" for name, value in phases.items())
         logger.info("Step time: %s, other %.3fs.", spent, seconds - sum(phases.values()))

@@ -109,14 +109,34 @@ def choose_samples(
     answers = [groups[g][i] for g, i in every]
     notable = _notable(every, [t.reward for t in answers], [len(t.token_ids) - _prompt_length(t) for t in answers])
     picked = _picked([group[0].query_id for group in groups], share)
-    return [
-        _sample(
-            groups[g][i], decode, step=step, episode=episodes[g], index=i, notable=notable.get((g, i), ()),
+    samples = []
+    for g, i in every:
+        if g not in picked and (g, i) not in notable:
+            continue
+        trajectory = groups[g][i]
+        begin, tokens, versions = _prompt_length(trajectory), trajectory.token_ids, trajectory.versions
+        sampled = versions[versions != PROMPT_VERSION]
+        sample = Sample(
+            step=step,
+            query_id=trajectory.query_id,
+            episode=episodes[g],
+            index=i,
+            prompt=decode(tokens[:begin]),
+            answer=decode(tokens[begin:]),
+            reward=float(trajectory.reward),
+            finish_reason=trajectory.finish_reason,
+            prompt_tokens=begin,
+            answer_tokens=len(tokens) - begin,
+            oldest_version=int(sampled.min()),
+            newest_version=int(sampled.max()),
+            notable=notable.get((g, i), ()),
+            turns=_turns(tokens[begin:], versions[begin:] != PROMPT_VERSION, decode),
+            metrics={name: float(value) for name, value in trajectory.metrics.items()},
             reference=(references or {}).get(without_epoch(episodes[g]), ""),
+            rollout=trajectory.rollout,
         )
-        for g, i in every
-        if g in picked or (g, i) in notable
-    ]  # fmt: skip
+        samples.append(sample)
+    return samples
 
 
 def choose_evaluation_samples(
@@ -165,40 +185,6 @@ def _place(query_id: str) -> float:
 
 def _prompt_length(trajectory: Trajectory) -> int:
     return int((trajectory.versions != PROMPT_VERSION).argmax())
-
-
-def _sample(
-    trajectory: Trajectory,
-    decode: Decode,
-    *,
-    step: int,
-    episode: str,
-    index: int,
-    notable: tuple[str, ...],
-    reference: str,
-) -> Sample:
-    begin = _prompt_length(trajectory)
-    tokens, versions = trajectory.token_ids, trajectory.versions
-    sampled = versions[versions != PROMPT_VERSION]
-    return Sample(
-        step=step,
-        query_id=trajectory.query_id,
-        episode=episode,
-        index=index,
-        prompt=decode(tokens[:begin]),
-        answer=decode(tokens[begin:]),
-        reward=float(trajectory.reward),
-        finish_reason=trajectory.finish_reason,
-        prompt_tokens=begin,
-        answer_tokens=len(tokens) - begin,
-        oldest_version=int(sampled.min()),
-        newest_version=int(sampled.max()),
-        notable=notable,
-        turns=_turns(tokens[begin:], versions[begin:] != PROMPT_VERSION, decode),
-        metrics={name: float(value) for name, value in trajectory.metrics.items()},
-        reference=reference,
-        rollout=trajectory.rollout,
-    )
 
 
 def _turns(tokens: np.ndarray, by_model: np.ndarray, decode: Decode) -> tuple[Turn, ...]:

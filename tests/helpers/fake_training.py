@@ -219,7 +219,7 @@ def train(
                 screen=Screen(Console(file=io.StringIO()), compact=False),
                 sinks=[_Sink(run)],
                 consumed=_Consumed(run),  # type: ignore[arg-type]
-                total_steps=schedule.total_steps,
+                schedule=schedule,
                 done_steps=start.step,
                 elapsed=start.elapsed_seconds,
                 sample_steps=sample_steps,

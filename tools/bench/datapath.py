@@ -214,7 +214,7 @@ def run(size: Size, folder: Path) -> dict[str, float]:
         )
         schedule = Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1)
         screen = Screen(Console(file=io.StringIO()), compact=False)
-        with Monitor(screen=screen, sinks=[], consumed=None, total_steps=STEPS, done_steps=0, elapsed=0.0) as monitor:
+        with Monitor(screen=screen, sinks=[], consumed=None, schedule=schedule, done_steps=0, elapsed=0.0) as monitor:
             trainer = PPOTrainer(
                 actor=engine,
                 critic=None,

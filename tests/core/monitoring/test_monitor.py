@@ -14,6 +14,7 @@ from core.monitoring import monitor as monitoring
 from core.monitoring.metrics import Histogram, split_memory
 from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
 from core.monitoring.screen import Screen
+from rollout.experience.schedule import Schedule
 
 
 @pytest.fixture
@@ -47,15 +48,14 @@ def test_the_remaining_time_is_that_of_the_steps_that_are_left(caplog: pytest.Lo
         screen=Screen(Console(quiet=True), compact=False),
         sinks=[],
         consumed=None,
-        total_steps=10,
+        schedule=Schedule(num_prompts=10, batch_size=1, total_epochs=1),
         done_steps=4,
         elapsed=50.0,
     )
     with caplog.at_level(logging.INFO):
         for step, seconds in ((5, 5.0), (6, 1.0), (7, 3.0), (8, 7.0)):
             monitor.step(
-                step=step, epoch=1, total_epochs=1, epoch_step=step, epoch_steps=10, mean_batch_tokens=8.0,
-                seconds=seconds, phases={"update": 1.0}, metrics={}, headline="",
+                step=step, mean_batch_tokens=8.0, seconds=seconds, phases={"update": 1.0}, metrics={}, headline="",
             )  # fmt: skip
     finished = [record.getMessage() for record in caplog.records if "finishes" in record.getMessage()]
     # The first two steps of an attempt are warm-up. Then its steps took 3 s each, and 4 s: 3 and 2 of them are left.
