@@ -165,7 +165,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 f"the cluster has {ray.cluster_resources()}"
             )
         if allocation.n_nodes > 1 and self._joined:
-            self.waiter.ask_also(self._ask_nodes)
+            self.waiter.ask_nodes = self._ask_nodes
         else:  # one bundle, or bundles of a cluster that is this machine alone
             self.host = LOOPBACK
 

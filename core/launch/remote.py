@@ -128,13 +128,10 @@ class Waiter:
 
     def __init__(self, log_folder: Path) -> None:
         self._log_folder = log_folder
-        self._ask_nodes: Callable[[str], dict[str, str]] | None = None
+        self.ask_nodes: Callable[[str], dict[str, str]] | None = None
+        """Requests the stacks of processes on other machines: (why) -> name and state."""
         self._chores: list[Callable[[], None]] = []
         self._chores_done = 0.0
-
-    def ask_also(self, nodes: Callable[[str], dict[str, str]]) -> None:
-        """Register how the stacks of processes on other machines are requested: (why) -> name and state."""
-        self._ask_nodes = nodes
 
     def every_second(self, chore: Callable[[], None]) -> None:
         """Call `chore` about once a second, whether the waits are short or long. It must neither wait nor raise."""
@@ -234,7 +231,7 @@ class Waiter:
             file.write(f"\n--- {why}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        return states | (self._ask_nodes(why) if self._ask_nodes is not None else {})
+        return states | (self.ask_nodes(why) if self.ask_nodes is not None else {})
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -50,7 +50,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
     the next one gets them at once. To be entered in the main thread."""
 
     def __enter__(self) -> Forwarding:
-        self._child: int | None = None
+        self.child: int | None = None
+        """Gets the signals."""
         self._numbers: list[int] = []
         self._first = math.inf
         self._before = handle(self._forward)
@@ -70,10 +71,6 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         self._before.clear()
-
-    def forget_child(self) -> None:
-        """Send no more signals to a child that has ended: its number may be another process's by now."""
-        self._child = None
 
     @property
     def came(self) -> bool:
@@ -100,7 +97,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
                     self._before[signal.SIGINT] = signal.default_int_handler
                 self.restore()
             else:
-                self._child = child
+                self.child = child
                 for number in self._numbers:
                     os.kill(child, number)
         finally:
@@ -117,9 +114,9 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         if self._numbers and number != signal.SIGINT:  # repeated: ray.shutdown() takes away the driver's handler
             return
         self._numbers.append(number)
-        if self._child is not None:
+        if self.child is not None:
             with suppress(ProcessLookupError):
-                os.kill(self._child, number)
+                os.kill(self.child, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +378,7 @@ def _in_child(
     with os.fdopen(reading, "rb") as pipe:
         watch = Watch(child, limits, log_folder, forwarding)
         status = _listen(pipe.fileno(), child, attempt, watch)
-    forwarding.forget_child()
+    forwarding.child = None  # its number may be another process's by now
     attempt.seconds = time.monotonic() - begin
     end_orphans(others)
     shutil.rmtree(temporary, ignore_errors=True)

@@ -39,10 +39,10 @@ from core.runs.checkpoints import (
     MAX_STATE_DEPTH,
     DamagedError,
     RunIdentity,
-    move_into_place,
     read_run,
     recover_checkpoints,
     seal,
+    sync,
     verify,
 )
 from model_specs.untrusted import open_regular, read_json
@@ -262,7 +262,8 @@ class RecoverStore:
 
     def _commit(self, temporary: Path, target: Path) -> None:
         self._remove(target)  # one of the same step, which could not be used
-        move_into_place(temporary, target)
+        os.rename(temporary, target)
+        sync(self._folder)
         self._invalid.discard(target)
         valid = [path for path in recover_checkpoints(self._folder) if path not in self._invalid]
         # Beyond this step they are of a run that counted its steps in batches of another size.

@@ -197,12 +197,6 @@ def seal(folder: Path) -> int:
     return sum(entry.size for entry in files.values())
 
 
-def move_into_place(folder: Path, target: Path) -> None:
-    """Rename a sealed folder to `target`; what was there before goes."""
-    os.rename(folder, target)
-    sync(target.parent)
-
-
 def verify(folder: Path, *, inside: str = "") -> None:
     """Raise DamagedError unless every file is present, whole and unchanged, the manifest and the marker included.
     `inside`: only those of this folder in it."""

@@ -230,7 +230,7 @@ def test_a_worker_that_does_not_answer_in_time_is_named_with_its_state_and_the_k
     monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=str.upper))
     (tmp_path / "stacks").mkdir()
     waiter = Waiter(tmp_path)
-    waiter.ask_also(lambda why: {"rank1": "stopped"})
+    waiter.ask_nodes = lambda why: {"rank1": "stopped"}
     said = (
         r"train_step: no answer within deadlines.call_seconds=0.05 from rank1 \(stopped\). All stacks are in .*stacks$"
     )
