@@ -13,11 +13,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -98,12 +98,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray would keep a record of each of the last 100,000 calls: memory that grows for 10,000 steps.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        common: Options = {
-            "namespace": f"slipstream-{os.getpid()}",
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-            "runtime_env": {"env_vars": {**self._envs, "PYTHONPATH": python_path()}},
-        }
+        env_vars = {**self._envs, "PYTHONPATH": python_path()}
+        common = Options(namespace=f"slipstream-{os.getpid()}", runtime_env={"env_vars": env_vars})
         self._guard = start_watchdog(SHARED_MEMORY_NAMES)
         self._interrupts = Interrupts()
         self._interrupts.__enter__()
@@ -171,7 +167,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _ask_nodes(self, why: str) -> dict[str, str]:
         """Request stacks as collect_stacks, on every node; one that does not answer at once is skipped."""
-        collect: Any = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]
+        collect = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]
         refs = [
             collect.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node)
@@ -193,7 +189,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         )
 
     def start_actor(
-        self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
+        self, actor_class: ActorClass, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
     ) -> ActorHandle:
         """Create one actor on the bundle of `node`, writing to {log_folder}/{name}.log."""
         actor = actor_class.options(

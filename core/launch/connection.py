@@ -13,9 +13,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 import ray
 from ray._private import ray_constants
@@ -30,9 +29,7 @@ from rollout.plugins import ROOT
 
 logger = logging.getLogger(__name__)
 
-Options = Mapping[str, Any]
-"""Arguments of ray.init, by name."""
-_raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs
+_raylet = ray._raylet  # type: ignore[attr-defined]  # without stubs
 _AUTH_MODE = "RAY_AUTH_MODE"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """0: Ray takes the loopback address for this node's, and its processes listen nowhere else."""
@@ -56,6 +53,15 @@ class OwnPackagesFirst(JobConfig):
         return super()._serialize()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a driver asks of Ray, whichever the cluster."""
+
+    namespace: str | None = None
+    runtime_env: dict[str, object] | None = None
+    logging_level: int = logging.ERROR
+
+
 def start_own(options: Options, *, num_cpus: int, num_gpus: int | None) -> None:
     """Start a Ray cluster on this machine that listens on the loopback address only. Raises LaunchError."""
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -63,8 +69,9 @@ def start_own(options: Options, *, num_cpus: int, num_gpus: int | None) -> None:
     try:
         with without_unused_processes():
             ray.init(
-                address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False,
-                _temp_dir=ray_folder(), job_config=OwnPackagesFirst(), **options,
+                address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False,
+                _temp_dir=ray_folder(), job_config=OwnPackagesFirst(), namespace=options.namespace,
+                runtime_env=options.runtime_env, logging_level=options.logging_level,
             )  # fmt: skip
     except Exception as e:  # noqa: BLE001 - Ray raises bare Exceptions where its processes do not come up
         raise LaunchError(f"Ray could not be started on this machine: {type(e).__name__}: {e}") from e
@@ -86,9 +93,12 @@ def join(cluster: JoinedCluster, options: Options) -> None:
     try:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
-        if not address.startswith("ray://"):  # a client cannot send such a configuration
-            options = {**options, "job_config": OwnPackagesFirst()}
-        ray.init(address=address, **options)
+        ray.init(
+            address=address, log_to_driver=False, namespace=options.namespace, runtime_env=options.runtime_env,
+            logging_level=options.logging_level,
+            # A client cannot send such a configuration.
+            job_config=None if address.startswith("ray://") else OwnPackagesFirst(),
+        )  # fmt: skip
     except LaunchError:
         raise
     except Exception as e:  # noqa: BLE001 - as in start_own()
@@ -129,7 +139,7 @@ def _refusal(cluster: JoinedCluster, why: str) -> str:
 def _print_nodes() -> None:
     """Print the resources of every node of the cluster that stdin names."""
     try:
-        join(JoinedCluster(**json.load(sys.stdin)), {"log_to_driver": False, "logging_level": logging.CRITICAL})
+        join(JoinedCluster(**json.load(sys.stdin)), Options(logging_level=logging.CRITICAL))
     except LaunchError as error:
         sys.exit(str(error))
     json.dump([node["Resources"] for node in ray.nodes() if node["Alive"]], sys.stdout)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, cast
+from typing import TYPE_CHECKING, Concatenate, TypeAlias, cast
 
 import ray
 import torch
@@ -100,26 +100,31 @@ class RolloutClient:
 
     def call(self, method: Callable[Concatenate[RolloutActor, P], Pending[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the result of a method of the process, when what was announced is done."""
-        result: R = self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
-        return result
+        return self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
 
-    def _wait_call(self, call: Ref, phase: str) -> Any:
-        limit = self._cluster.deadlines.call_seconds
-        return self._gather(self._with_announced(call), phase, timeout_seconds=limit, key="call_seconds")
+    def _wait_call(self, call: ObjectRef[R], phase: str) -> R:
+        limit, announced = self._cluster.deadlines.call_seconds, self._take_announced()
+        return self._gather([*announced, call], phase, timeout_seconds=limit, key="call_seconds")
 
-    def _wait_sampling(self, calls: Sequence[Ref], phase: str, **options: Any) -> Any:
-        """Return the result of the last of `calls`, which wait for generators."""
-        limit = self._cluster.deadlines.batch_seconds
-        return self._gather(calls, phase, timeout_seconds=limit, key="batch_seconds", **options)
-
-    def _with_announced(self, *calls: Ref) -> Sequence[Ref]:
+    def _take_announced(self) -> Sequence[Ref]:
         announced, self._announced = self._announced, []
-        return [*announced, *calls]
+        return announced
 
-    def _gather(self, calls: Sequence[Ref], phase: str, *, key: str, **options: Any) -> Any:
+    def _gather(
+        self,
+        calls: Sequence[ObjectRef[R]],
+        phase: str,
+        *,
+        timeout_seconds: float,
+        key: str,
+        meanwhile: Callable[[], None] = lambda: None,
+        beside: list[ObjectRef[None]] | None = None,
+    ) -> R:
+        """Return the result of the last of `calls`."""
         return self._cluster.waiter.gather(
-            calls, names=["rollout"] * len(calls), phase=phase, key=f"deadlines.{key}", **options
-        )[-1]
+            calls, names=["rollout"] * len(calls), phase=phase, timeout_seconds=timeout_seconds,
+            key=f"deadlines.{key}", meanwhile=meanwhile, beside=beside,
+        )[-1]  # fmt: skip
 
     def wait_started(self) -> DataFacts:
         """Return facts about the prompts when the rollout side is up."""
@@ -135,7 +140,10 @@ class RolloutClient:
         once a second."""
         batch, fields, rest = self._taking
         # Prompts that set_version() starts keep the rollout side busy for a while.
-        facts, figures, scored = self._wait_sampling([rest], "take", meanwhile=meanwhile, beside=self._announced)
+        limit = self._cluster.deadlines.batch_seconds
+        facts, figures, scored = self._gather(
+            [rest], "take", timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile, beside=self._announced
+        )
         with_fields = None if scored is None else (fields, scored)
         return Taken(batch=batch, facts=facts, figures=figures, scored=with_fields)
 
@@ -171,8 +179,8 @@ class RolloutClient:
 
     def wait_evaluated(self, call: ObjectRef[dict[str, float]], meanwhile: Callable[[], None]) -> dict[str, float]:
         """Return the result of an evaluation."""
-        figures: dict[str, float] = self._wait_sampling(self._with_announced(call), "evaluate", meanwhile=meanwhile)
-        return figures
+        limit, calls = self._cluster.deadlines.batch_seconds, [*self._take_announced(), call]
+        return self._gather(calls, "evaluate", timeout_seconds=limit, key="batch_seconds", meanwhile=meanwhile)
 
     def release_generator(self, name: str) -> None:
         """Let a generator that evaluated sample for training again; it has the current weights."""
@@ -193,6 +201,6 @@ class RolloutClient:
 
     def close(self) -> None:
         """Close the rollout side when it has done what was announced: calls that run at once have no order."""
-        if announced := self._with_announced():
+        if announced := self._take_announced():
             self._gather(announced, "close", timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
         self.call(RolloutActor.close)

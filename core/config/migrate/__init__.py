@@ -19,16 +19,21 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, NotRequired, TypedDict, get_args
 
 import yaml
 
 from core.config.parsing.yaml_tree import read_yaml
 
 Fate = Literal["taken over", "renamed", "no meaning here", "no equivalent", "unknown"]
-Recipe = Mapping[str, Any]
-"""The values of a recipe by dotted key, or a part of a table by name."""
+Recipe = Mapping[str, object]
+"""The values of a recipe by dotted key."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+
+
+Without = TypedDict("Without", {"keys": list[str], "note": str, "if": NotRequired[list[str]]})
+"""Keys of another system that have no target, and what to do about them. `if`: only where one of these keys of theirs
+is true."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +45,9 @@ class System:
     """Keys that tell its recipes from all others: every one of them is there. `a|b`: one of two."""
     keys: Mapping[str, str]
     """Their key -> target."""
-    no_meaning: Sequence[Recipe] = ()
-    """`keys` of theirs, and as `note` why nothing has to be written."""
-    no_equivalent: Sequence[Recipe] = ()
-    """`keys` of theirs, and as `note` what to do. With `if`, only where one of these keys of theirs is true."""
+    no_meaning: Sequence[Without] = ()
+    """Nothing has to be written for them."""
+    no_equivalent: Sequence[Without] = ()
     defaults: Recipe = field(default_factory=dict)
     """Ours, where their default differs."""
     experiment: str = ""
@@ -153,7 +157,7 @@ def _row(system: System, recipe: Recipe, key: str, value: object) -> tuple[Row, 
         if value is None or value == "":
             return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
         return _taken(key, value, target, recipe)
-    without: Sequence[tuple[Sequence[Recipe], Fate]] = (
+    without: Sequence[tuple[Sequence[Without], Fate]] = (
         (system.no_equivalent, "no equivalent"),
         (system.no_meaning, "no meaning here"),
     )

@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import LaunchError
 from core.launch import connection
-from core.launch.connection import OwnPackagesFirst, join
+from core.launch.connection import Options, OwnPackagesFirst, join
 from core.placement.allocation import JoinedCluster
 from rollout.plugins import ROOT
 
@@ -51,7 +51,7 @@ def test_workers_of_a_joined_cluster_import_this_checkout_first(
     cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = Ray(monkeypatch, requires=[False], has_token=False)
-    join(cluster, {})
+    join(cluster, Options())
     job = ray.options["job_config"]
     assert isinstance(job, OwnPackagesFirst)
     job._py_driver_sys_path.append("/working/folder")  # as ray.init does
@@ -65,8 +65,8 @@ def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(
 ) -> None:
     ray = Ray(monkeypatch, requires=[], has_token=False)
     monkeypatch.setattr(connection, "connection_error", lambda cluster: "")
-    join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"), {})
-    assert ray.joined == ["ray://127.0.0.1:10001"] and ray.options == {}
+    join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"), Options())
+    assert ray.joined == ["ray://127.0.0.1:10001"] and ray.options["job_config"] is None
 
 
 @pytest.mark.parametrize(("requires", "mode"), [([False], None), ([True, False], "token")])
@@ -74,7 +74,7 @@ def test_the_cluster_decides_whether_the_token_is_used(
     cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch, requires: list[bool], mode: str | None
 ) -> None:
     ray = Ray(monkeypatch, requires=requires, has_token=True)
-    join(cluster, {})
+    join(cluster, Options())
     assert ray.joined == [cluster.address] and os.environ.get("RAY_AUTH_MODE") == mode
 
 
@@ -94,7 +94,7 @@ def test_a_cluster_that_refuses_this_node_is_not_called_silent(
     if given is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", given)
     with pytest.raises(LaunchError) as error:
-        join(cluster, {})
+        join(cluster, Options())
     said = f"{cluster}: Ray responds, but requires its authentication token, and {why}"
     assert str(error.value).startswith(said) and "copy ~/.ray/auth_token" in str(error.value)
     assert not ray.joined
@@ -103,6 +103,6 @@ def test_a_cluster_that_refuses_this_node_is_not_called_silent(
 def test_a_place_where_nothing_listens_and_a_node_without_a_cluster_are_other_errors() -> None:
     closed = JoinedCluster(source="launch.ray_address", given="127.0.0.1:9", address="127.0.0.1:9")
     with pytest.raises(LaunchError, match=r"launch.ray_address=127.0.0.1:9: Ray does not respond: nothing listens"):
-        join(closed, {})
+        join(closed, Options())
     with pytest.raises(LaunchError, match="RAY_ADDRESS=auto: no Ray cluster was started on this node"):
-        join(JoinedCluster(source="RAY_ADDRESS", given="auto", address=None), {})
+        join(JoinedCluster(source="RAY_ADDRESS", given="auto", address=None), Options())
