@@ -87,9 +87,9 @@ def broken_rules(section: Section, at: str = "") -> Iterator[Violation]:
                 yield from broken_rules(below, f"{at}{name}.{own}.")
 
 
-def default_of(defaults: Section | None, attribute: str, info: FieldInfo) -> object:
+def default_of(defaults: object, attribute: str, info: FieldInfo) -> object:
     """Return the default of a field inside a section whose own default is `defaults`; None if it has none."""
-    if defaults is not None:
+    if isinstance(defaults, Section):
         return getattr(defaults, attribute)
     return None if info.is_required() else info.default
 

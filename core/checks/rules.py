@@ -236,11 +236,11 @@ def given_keys(config: ExperimentConfig) -> set[str]:
     return (keys | given & _keys_of_algorithm(config)) - sampled.preset.keys()
 
 
-def _changed(section: Section, defaults: Section | None, prefix: str) -> Iterator[str]:
+def _changed(section: Section, defaults: object, prefix: str) -> Iterator[str]:
     for name, (attribute, info) in fields_by_key(type(section)).items():
         value, default = getattr(section, attribute), default_of(defaults, attribute, info)
         if isinstance(value, Section):
-            yield from _changed(value, default if isinstance(default, Section) else None, f"{prefix}{name}.")
+            yield from _changed(value, default, f"{prefix}{name}.")
         elif value != default:
             yield prefix + name
 

@@ -209,7 +209,7 @@ class _Binder:
         """Return the valid values by key; `problems` lists those that were left out."""
         return self._bind(self._model, self._tree, None, prefix)
 
-    def _bind(self, model: type[Section], table: Table, defaults: Section | None, prefix: str) -> dict[str, object]:
+    def _bind(self, model: type[Section], table: Table, defaults: object, prefix: str) -> dict[str, object]:
         known = fields_by_key(model)
         values: dict[str, object] = {}
         for name, node in table.children.items():
@@ -230,14 +230,13 @@ class _Binder:
                     self.sources |= {f"{path}.{entry}": value.where for entry, value in resolved.children.items()}
                 self._value(values, name, path, resolved, info.annotation)
             elif isinstance(resolved, Table):
-                default = default_of(defaults, attribute, info)
-                values[name] = self._bind(below, resolved, _as_section(default), f"{path}.")
+                values[name] = self._bind(below, resolved, default_of(defaults, attribute, info), f"{path}.")
             elif not (isinstance(resolved, Scalar) and resolved.is_null):
                 self._problem(path, f"is a section with keys of its own, got {describe(resolved)}")
         for name, (attribute, info) in known.items():
             if name in values:
                 continue
-            if defaults is not None and attribute in defaults.model_fields_set:
+            if isinstance(defaults, Section) and attribute in defaults.model_fields_set:
                 values[name] = getattr(defaults, attribute)
             elif info.is_required() and sub_section(info):
                 values[name] = {}  # so that pydantic names the keys that are missing in it
@@ -308,13 +307,9 @@ class _Binder:
             attribute, info = known[name]
             if info.is_required() and sub_section(info) is None:
                 raise CoerceError(f"${{{key}}} has no value")
-            value = default_of(_as_section(value), attribute, info)
+            value = default_of(value, attribute, info)
             model = sub_section(info)
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
-
-
-def _as_section(value: object) -> Section | None:
-    return value if isinstance(value, Section) else None
 
 
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:

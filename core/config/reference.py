@@ -141,7 +141,7 @@ def _presets() -> Iterator[str]:
     yield ""
 
 
-def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterator[str]:
+def _keys(model: type[Section], defaults: object, prefix: str) -> Iterator[str]:
     for name, (attribute, info) in fields_by_key(model).items():
         named = named_section(info)
         below = named or sub_section(info)
@@ -151,8 +151,7 @@ def _keys(model: type[Section], defaults: Section | None, prefix: str) -> Iterat
         if below is not None:
             name = f"{name}.NAME" if named else name
             yield f"{prefix}{name}: {info.description}{needs}"
-            inner = default if isinstance(default, Section) else None
-            yield from _keys(below, inner, f"{prefix}{name}.")
+            yield from _keys(below, default, f"{prefix}{name}.")
             continue
         shown = "required" if info.is_required() else f"default {as_yaml(default)}"
         yield f"  {prefix}{name} ({python_type(info.annotation)}; {shown})"
@@ -197,7 +196,7 @@ class _Place:
     experiment: str
     description: str
     needs: str
-    defaults: Section | None
+    defaults: object
 
 
 @dataclass
@@ -246,15 +245,14 @@ def _groups() -> list[_Group]:
 
 
 def _collect(
-    model: type[Section], defaults: Section | None, prefix: str, experiment: str, found: dict[type[Section], _Group]
+    model: type[Section], defaults: object, prefix: str, experiment: str, found: dict[type[Section], _Group]
 ) -> None:
     for name, (attribute, info) in fields_by_key(model).items():
         named = named_section(info)
         below = named or sub_section(info)
         if below is None:
             continue
-        default = default_of(defaults, attribute, info)
-        inner = default if isinstance(default, Section) else None
+        inner = default_of(defaults, attribute, info)
         name = f"{name}.NAME" if named else name
         place = _Place(f"{prefix}{name}", experiment, info.description or "", _needs(info), inner)
         group = found.setdefault(below, _Group(below))

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -119,22 +120,16 @@ class Forwarding(AbstractContextManager["Forwarding"]):
                 os.kill(self.child, number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """After which a driver is killed."""
-
-    driver_seconds: float
-    """Without a heartbeat."""
-    end_seconds: float
-    """After the first signal."""
-
-
 class Watch:
     """Kills a driver without heartbeats; sooner after a signal. Only time in which this process itself ran counts: no
     timeout runs while the whole machine or its container is suspended."""
 
-    def __init__(self, child: int, limits: Limits, log_folder: Path, forwarding: Forwarding) -> None:
-        self._child, self._limits, self._log_folder, self._forwarding = child, limits, log_folder, forwarding
+    def __init__(
+        self, child: int, forwarding: Forwarding, *, driver_seconds: float, end_seconds: float, log_folder: Path
+    ) -> None:
+        """`driver_seconds`: most without a heartbeat. `end_seconds`: most after the first signal."""
+        self._child, self._forwarding, self._log_folder = child, forwarding, log_folder
+        self._driver_seconds, self._end_seconds = driver_seconds, end_seconds
         self._elapsed = 0.0
         """Seconds since the last heartbeat."""
         self._looked = time.monotonic()
@@ -146,16 +141,15 @@ class Watch:
         now = time.monotonic()
         self._elapsed = 0.0 if heartbeat else self._elapsed + min(now - self._looked, _LONGEST_LOOK_SECONDS)
         self._looked = now
-        limit = self._limits.driver_seconds
-        limit = min(limit, END_SECONDS) if self._forwarding.came else limit
-        late = self._forwarding.seconds_since > self._limits.end_seconds
+        limit = min(self._driver_seconds, END_SECONDS) if self._forwarding.came else self._driver_seconds
+        late = self._forwarding.seconds_since > self._end_seconds
         if self.verdict or (self._elapsed <= limit and not late):
             return
         if self._elapsed > limit:
             verb, reason = "sent", f"no heartbeat for {self._elapsed:.0f} s in phase {phase!r}"
-            key = f" (deadlines.driver_seconds={self._limits.driver_seconds:g})"
+            key = f" (deadlines.driver_seconds={self._driver_seconds:g})"
         else:
-            verb, reason = "had", f"not ended {self._limits.end_seconds:.0f} s after a signal, in phase {phase!r}"
+            verb, reason = "had", f"not ended {self._end_seconds:.0f} s after a signal, in phase {phase!r}"
             key = " (twice deadlines.interrupt_seconds, and 30 s to end)"
         state = "running"
         with suppress(OSError):  # a full disk; the driver is killed all the same
@@ -261,30 +255,29 @@ def run_attempts(
     process runs something else after it.
     """
     with Forwarding() as forwarding:  # also between two attempts, where a signal must not end this process alone
-        limits = Limits(driver_seconds=driver_seconds, end_seconds=end_seconds)
-        code = _supervise(run, interrupted, retries, limits, log_folder, forwarding)
+        watch = partial(
+            Watch, forwarding=forwarding, driver_seconds=driver_seconds, end_seconds=end_seconds, log_folder=log_folder
+        )
+        driver = partial(_run_as_driver, run, interrupted, log_folder, forwarding)
+        code = _supervise(driver, retries, watch, forwarding)
         if is_command() and not more_follow:
             forwarding.ignore()  # the exit code is known: another Ctrl-C must not change it
         return code
 
 
 def _supervise(
-    run: Callable[[Attempt], int],
-    interrupted: Callable[[Attempt], int],
-    retries: int,
-    limits: Limits,
-    log_folder: Path,
-    forwarding: Forwarding,
+    driver: Callable[[Attempt], NoReturn], retries: int, watch: Callable[[int], Watch], forwarding: Forwarding
 ) -> int:
+    """Run `driver(attempt)` in one process after the other. `watch(child)`: what kills it where it hangs."""
     attempts: list[Attempt] = []
     without_progress = 0
     adopt_orphans()
     others = psutil.Process().children()
     while True:
         attempt = Attempt(number=len(attempts) + 1, memory=attempts[-1].memory if attempts else {})
-        code = _in_child(attempt, limits, log_folder, forwarding, others)
+        code = _in_child(attempt, watch, forwarding, others)
         if code is None:
-            _run_as_driver(run, interrupted, attempt, log_folder, forwarding)
+            driver(attempt)
         attempts.append(attempt)
         if code in (DONE, INTERRUPTED) or attempt.final:
             if len(attempts) > 1:
@@ -311,9 +304,9 @@ def _supervise(
 def _run_as_driver(
     run: Callable[[Attempt], int],
     interrupted: Callable[[Attempt], int],
-    attempt: Attempt,
     log_folder: Path,
     forwarding: Forwarding,
+    attempt: Attempt,
 ) -> NoReturn:
     """Run an attempt in this process and end it: what follows in the caller is for the process that the user
     started."""
@@ -357,7 +350,7 @@ def _send_heartbeats(attempt: Attempt) -> None:
 
 
 def _in_child(
-    attempt: Attempt, limits: Limits, log_folder: Path, forwarding: Forwarding, others: Collection[psutil.Process]
+    attempt: Attempt, watch: Callable[[int], Watch], forwarding: Forwarding, others: Collection[psutil.Process]
 ) -> int | None:
     """Fork. In the child: None, and `attempt` reports to its parent. In the parent: the child's exit code, once it and
     all that it started are gone; `attempt` is filled in. `others`: children that are not the run's."""
@@ -376,16 +369,18 @@ def _in_child(
     os.close(attempt.pipe)
     attempt.pipe = None
     with os.fdopen(reading, "rb") as pipe:
-        watch = Watch(child, limits, log_folder, forwarding)
-        status = _listen(pipe.fileno(), child, attempt, watch)
+        watched = watch(child)
+        status = _listen(pipe.fileno(), child, attempt, watched)
     forwarding.child = None  # its number may be another process's by now
     attempt.seconds = time.monotonic() - begin
     end_orphans(others)
     shutil.rmtree(temporary, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
     killed = ""
-    if os.WIFSIGNALED(status) or (watch.verdict and code != DONE):  # a driver that is woken may end before it is killed
-        killed = watch.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    if os.WIFSIGNALED(status) or (
+        watched.verdict and code != DONE
+    ):  # a driver that is woken may end before it is killed
+        killed = watched.verdict or f"the driver was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     if attempt.done:
         # The interpreter ends without the handlers of signals, so that one may have killed it.
         ended = killed or (f"the driver exited with code {code}" if code != DONE else "")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from allocation import RoleAllocation, Slot
 from core.config.runtime import Changes
@@ -21,7 +21,6 @@ from rollout.inference.backend import Quantization, TransportName, WeightEndpoin
 
 P = ParamSpec("P")
 T = TypeVar("T")
-U = TypeVar("U")
 
 _POLL_SECONDS = 0.0003
 SENDER = "the sender"
@@ -40,6 +39,14 @@ class PushError(RuntimeError):
         self.servers = tuple(servers)
 
 
+class Awaited(Protocol):
+    """A Future, whatever it returns."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> object: ...
+
+
 class Deadline:
     """One time limit for all steps of a push."""
 
@@ -49,9 +56,7 @@ class Deadline:
     def left(self) -> float:
         return max(0.001, self._end - time.monotonic())
 
-    def wait(
-        self, pending: Mapping[str, Future[T] | Future[U]], what: str, *, also: Callable[[], bool] = lambda: True
-    ) -> None:
+    def wait(self, pending: Mapping[str, Awaited], what: str, *, also: Callable[[], bool] = lambda: True) -> None:
         """Return when all futures are done and `also()` holds. Raises PushError: for the first failure at once, and
         with the names of those that did not answer when the time is over."""
         while True:
@@ -67,7 +72,7 @@ class Deadline:
             time.sleep(_POLL_SECONDS)
 
 
-def _is_done(name: str, future: Future[T]) -> bool:
+def _is_done(name: str, future: Awaited) -> bool:
     if not future.done():
         return False
     try:

@@ -74,7 +74,7 @@ def schema(query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _keys(
-    model: type[Section], defaults: Section | None, prefix: str, about: str = ""
+    model: type[Section], defaults: object, prefix: str, about: str = ""
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, what the group is, key) of every plain value."""
     for name, (attribute, info) in fields_by_key(model).items():

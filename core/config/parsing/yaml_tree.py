@@ -212,6 +212,7 @@ class _Reader:
             return Items(tuple(map(self._node, node.value)), where)
         if isinstance(node, yaml.MappingNode):
             return self._table(where, node)
+        assert isinstance(node, yaml.ScalarNode), "there is no fourth kind of node"
         return Scalar(node.value, where, quoted=node.style not in (None, ""))
 
     def _table(self, where: str, node: yaml.MappingNode) -> Table:

@@ -88,7 +88,7 @@ def become_rank(*, num_ranks: int) -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", PAGE_LOCKING)
     if query_gpus():
         ranks = parse(f"d{num_ranks}m1p1", n_nodes=1, n_gpus_per_node=num_ranks)
-        torch.set_num_threads(threads_per_process(ranks, configured=0, max_staleness=0, gpus=True))
+        torch.set_num_threads(threads_per_process(ranks, configured=0, takes_turns=True, gpus=True))
 
 
 @contextmanager
