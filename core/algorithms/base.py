@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import Tensor
 
 from core.data.stored_batch import Unit
-from mcore_adapter.data.batch import PackedBatch, Sequences, token_mean
+from mcore_adapter.data.batch import PackedBatch, Sequences, TokenWeights, token_mean
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
@@ -96,6 +96,11 @@ class Algorithm(Objective, Protocol):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a state_dict() of this class. A run without a checkpoint does not call it at its start."""
+
+
+def sent_weights(objective: Objective) -> TokenWeights | None:
+    """Return what computes the token weights of an objective; None: they follow from the mask of each token."""
+    return None if objective.weighs_alike else objective.token_weights
 
 
 def check_fields(fields: Mapping[str, Tensor], num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from core.checks.host import host_problems, is_elsewhere
 from core.checks.recipe import recipe_problems
 from core.config.load import LoadedConfig
-from core.config.parsing.problems import Problem
+from core.config.parsing.problems import MISSING, Problem
 
 __all__ = ["run_checks"]
 
@@ -27,5 +27,5 @@ def run_checks(loaded: LoadedConfig, *, connections: bool = False, nodes: bool =
     recipe = [loaded.shown(p) for p in recipe_problems(config, lengths=connections)]
     host = [loaded.shown(p, of_host=True) for p in on_host]
     if is_elsewhere(on_host):
-        recipe = [replace(p, of_host=p.missing_path) for p in recipe]
+        recipe = [replace(p, of_host=any(words in p.message for words in MISSING)) for p in recipe]
     return list(dict.fromkeys([*recipe, *host]))  # models of one folder have the same problems

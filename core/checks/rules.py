@@ -95,7 +95,8 @@ class RunFacts:
         control = self._config.exp_ctrl
         if self._config.mode in ("train", "serve"):
             return f"mode={self._config.mode} does not evaluate"
-        if control.eval_at_start or control.evaluates_steps or self._config.mode == "bench":
+        evaluates_steps = control.benchmark_steps is None and any(control.eval_frequency)
+        if control.eval_at_start or evaluates_steps or self._config.mode == "bench":
             return None
         why = "exp_ctrl.eval_freq_*=null: no step is evaluated"
         if control.benchmark_steps is not None:

@@ -307,14 +307,6 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
         return self.kl_ctl if self.kl_in == "loss" or self.kl_loss_coeff is None else self.kl_loss_coeff
 
     @property
-    def reward_kl_estimator(self) -> KLEstimator:
-        return self.kl_estimator or "k1"
-
-    @property
-    def loss_kl_estimator(self) -> KLEstimator:
-        return self.kl_estimator or "k3"
-
-    @property
     def needs_old_logprobs(self) -> bool:
         """With one update per step the proximal policy is the current one: the update's own forward pass gives it. With
         correction=bypass it is the behaviour policy, which the generators report. loss=opmd has no ratio."""

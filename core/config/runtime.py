@@ -97,11 +97,6 @@ class ExperimentSaveEvalControl(Section):
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
     @property
-    def evaluates_steps(self) -> bool:
-        """True if any step is followed by an evaluation, given data for it."""
-        return self.benchmark_steps is None and any(self.eval_frequency)
-
-    @property
     def eval_frequency(self) -> tuple[int | None, int | None, float | None]:
         """Epochs, steps and seconds between evaluations; None: not for that reason."""
         return self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs

@@ -143,7 +143,10 @@ def pack_trajectories(groups: Sequence[Sequence[Trajectory]], episodes: Sequence
         routed_experts=_pack_experts(flat),
         turn_rewards=_pack_turns(flat, "turn_rewards", np.float32, missing=0.0),
         turn_states=_pack_states(flat),
-        workflow_metrics=_pack_metrics(flat),
+        workflow_metrics={
+            name: np.array([float(t.metrics.get(name, np.nan)) for t in flat])
+            for name in sorted({name for t in flat for name in t.metrics})
+        },
     )
 
 
@@ -172,12 +175,6 @@ def _number_rollouts(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
         (group, t.rollout, i if t.rollout is None else 0) for group, of in enumerate(groups) for i, t in enumerate(of)
     )
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-
-
-def _pack_metrics(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """Return [N] float64 under every name that a trajectory reports, sorted; NaN for those that do not."""
-    names = sorted({name for t in trajectories for name in t.metrics})
-    return {name: np.array([float(t.metrics.get(name, np.nan)) for t in trajectories]) for name in names}
 
 
 def _pack_experts(trajectories: Sequence[Trajectory]) -> np.ndarray | None:

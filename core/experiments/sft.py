@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Tensor
 
-from core.algorithms.base import Objective
+from core.algorithms.base import Objective, sent_weights
 from core.algorithms.offline import DPO, SFT
 from core.data.datasets import Rows, opener
 from core.data.stored_batch import BatchWriter, assemble
@@ -138,8 +138,7 @@ class SFTTrainer:
         """Place what the ranks train on beside the tokens."""
         group, objective = self._engine.group, self._objective
         arrays = {name: value.numpy() for name, value in self._fields(batch).items()}
-        weights = None if objective.weighs_alike else objective.token_weights
-        group.add_fields(group.put(writer.put_fields(arrays, {self._engine.name: weights})))
+        group.add_fields(group.put(writer.put_fields(arrays, {self._engine.name: sent_weights(objective)})))
 
     def evaluate(self, step: int) -> None:
         """Compute summary() over the validation set."""

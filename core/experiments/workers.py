@@ -52,14 +52,8 @@ def threads_per_process(allocation: Allocation, *, configured: int, takes_turns:
     num_generators = allocation.generator.layout.dp
     num_ranks = len({slot for name, role in allocation.roles.items() if name != "actor_gen" for slot in role.slots})
     busy = max(num_generators, num_ranks) if takes_turns else num_generators + num_ranks
-    share = max(1, _num_cores() // busy)
+    share = max(1, len(os.sched_getaffinity(0)) // busy)  # a container may be pinned to some cores
     return min(share, GPU_THREADS) if gpus else share
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use: a container or a job may be pinned to some of the
-    machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TrainerGroups:

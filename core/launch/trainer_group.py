@@ -11,7 +11,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from allocation import RoleAllocation, Slot
+from allocation import RoleAllocation
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote, fetch, place
@@ -51,14 +51,15 @@ class TrainerGroup:
         if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
             env["PYTORCH_CUDA_ALLOC_CONF"] = PAGE_LOCKING
 
-        def gpu_of(slot: Slot) -> str:
-            return device_names([slot.gpu], allowed=cluster.gpus_allowed) if placed.on_gpu else ""
-
         self._ranks = [
             Remote[TrainerRank](
                 cluster.start_actor(
                     ray.remote(self.rank_class), self._names[rank], rank, world, placed.device, threads, seed,
-                    node=slot.node, env={**env, "CUDA_VISIBLE_DEVICES": gpu_of(slot)},
+                    node=slot.node, env={
+                        **env,
+                        "CUDA_VISIBLE_DEVICES": device_names([slot.gpu], allowed=cluster.gpus_allowed)
+                        if placed.on_gpu else "",
+                    },
                 )
             )
             for rank, slot in enumerate(placed.slots)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -92,16 +93,13 @@ class TensorBoardSink:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
             # Four spaces: the page shows Markdown, and the text stays as it is.
-            text = "\n\n".join(_markdown_block(part) for part in (headline(sample), sample.prompt, sample.answer))
+            parts = (headline(sample), sample.prompt, sample.answer)
+            text = "\n\n".join(indent(part, " " * 4, lambda line: True) for part in parts)
             for name in sample.notable:
                 self._writer.add_text(f"samples/{name}", text, step)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _markdown_block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 class Monitor:

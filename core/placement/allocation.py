@@ -128,7 +128,10 @@ def resolve_allocation(config: ExperimentConfig, checks: Checks | None = None) -
     default = _Default(config)
     allocation = _placed(
         config,
-        default_backend=default.backend_of_none if config.TRAINER_ONLY else default.backend,
+        # Nothing is sampled: a placeholder.
+        default_backend=(lambda: cast(Backend, DEFAULT_BACKEND[default.trainer_alone().device]))
+        if config.TRAINER_ONLY
+        else default.backend,
         checks=None if checks is None else on_devices(config, checks),
     )
     return _on_devices(config, allocation, default)
@@ -217,10 +220,6 @@ class _Default:
         backend = cast(Backend, DEFAULT_BACKEND[device])
         self.reason = f"no backend is named and {machine}: {backend}"
         return backend
-
-    def backend_of_none(self) -> Backend:
-        """Return a placeholder backend for the allocation of a run that samples nothing."""
-        return cast(Backend, DEFAULT_BACKEND[self.trainer_alone().device])
 
     def trainer_alone(self) -> DeviceDecision:
         """Return the trainer's device in a run without generators. Raises AllocationError."""

@@ -143,13 +143,10 @@ def _unnamed_children(process: psutil.Process, named: set[int]) -> Iterator[psut
         with suppress(psutil.Error):
             if child.pid in named or child.ppid() in others:
                 others.add(child.pid)
-            elif time.time() - child.create_time() > _SETTLED_SECONDS and _handles_signal(child.pid):
-                yield child
-
-
-def _handles_signal(pid: int) -> bool:
-    """Return whether the signal for stacks does not end this process."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (STACKS - 1) & 1)
+            elif time.time() - child.create_time() > _SETTLED_SECONDS:
+                caught = int(_status(child.pid).get("SigCgt", "0"), 16)
+                if caught >> (STACKS - 1) & 1:  # the signal would end another one
+                    yield child
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -164,12 +164,10 @@ class Evaluations:
         """File an evaluation that has ended, and return its generator to training when it has the current weights."""
         if self._running is not None and self._is_done(self._running.call):
             self.finish()
-        for name in [name for name in self._returning if self._has_current_weights(name)]:
-            self._returning.remove(name)
-            self._rollout.release_generator(name)
-
-    def _has_current_weights(self, name: str) -> bool:
-        return self._generators is not None and self._generators.has_current_weights(name)
+        for name in sorted(self._returning):
+            if self._generators is not None and self._generators.has_current_weights(name):
+                self._returning.remove(name)
+                self._rollout.release_generator(name)
 
     def finish(self) -> None:
         """Wait for the evaluation that runs, and file it."""

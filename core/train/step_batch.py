@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithms.base import Algorithm, Objective, check_fields, plain_state
+from core.algorithms.base import Algorithm, Objective, check_fields, plain_state, sent_weights
 from core.algorithms.policy_gradient import DEMONSTRATION
 from core.algorithms.saved_steps import SavedSteps
 from core.data.rollout_batch import RolloutBatch
@@ -30,7 +30,7 @@ from core.data.stored_batch import (
     deal_minibatches,
     units_of,
 )
-from mcore_adapter.data.batch import PackedBatch, TokenWeights
+from mcore_adapter.data.batch import PackedBatch
 
 Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 """By field: (sequences, values) of each rank that has results."""
@@ -154,7 +154,7 @@ class StepBatch:
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
         if rollout.demonstrations is not None:
             fields[DEMONSTRATION] = np.arange(self._cu_seqlens[-1]) >= len(rollout.token_ids)
-        weights = {engine: _token_weights(objective) for engine, objective in scoring.objectives.items()}
+        weights = {engine: sent_weights(objective) for engine, objective in scoring.objectives.items()}
         stored = self._writer.put_fields(fields, weights)
         return stored, Scored(metrics=metrics, algorithm_state=plain_state(algorithm))
 
@@ -185,8 +185,3 @@ def _figures(demonstrations: PackedBatch | None) -> dict[str, float]:
         "n_demonstrations": float(demonstrations.num_sequences),
         "n_demonstrated_tokens": float(demonstrations.loss_mask.sum()),
     }
-
-
-def _token_weights(objective: Objective) -> TokenWeights | None:
-    """Return None where the objective has the default: its weights and their sum follow from the mask of each token."""
-    return None if objective.weighs_alike else objective.token_weights

@@ -69,26 +69,22 @@ class Buckets:
         """`verify`: the checksums of `servers` will be compared."""
         self._source, self._dtype, self._device = source, getattr(torch, settings.dtype), torch.device(settings.device)
         self.quantizes = settings.weight_format == "fp8_block"
-        self._staged: deque[FlatBucket | None] = deque()
+        self.staged: deque[FlatBucket | None] = deque()
+        """Buckets that are made and not taken."""
         compared = servers if verify and settings.rank == 0 else ()
         self.expected = {tp: server.expected_checksums() for tp, server in {s.tp: s for s in compared}.items()}
         """Expected checksums by tensor-parallel size of the servers: complete when the iterator is exhausted."""
 
-    @property
-    def num_staged(self) -> int:
-        """Number of buckets that are made and not taken."""
-        return len(self._staged)
-
     def stage(self, count: int) -> None:
         """Make up to `count` buckets ahead."""
-        self._staged.extend(map(self._flat, islice(self._source, count)))
+        self.staged.extend(map(self._flat, islice(self._source, count)))
 
     def __iter__(self) -> Buckets:
         return self
 
     def __next__(self) -> FlatBucket | None:
-        if self._staged:
-            return self._staged.popleft()
+        if self.staged:
+            return self.staged.popleft()
         begin, tensors = time.perf_counter(), next(self._source)
         bucket = self._flat(tensors)
         add_span("gather", time.perf_counter() - begin, lane="gathering")
@@ -175,7 +171,11 @@ def compare_checksums(servers: Sequence[WeightEndpoint], sent: Buckets, deadline
         if found:
             wrong[server.name] = found
     if wrong:
-        raise PushError("; ".join(_differing(name, found) for name, found in wrong.items()), servers=[*wrong])
+        differing = (
+            f"{name}: {len(found)} parameters differ from what was sent: {', '.join(found[:_NAMED])}"
+            for name, found in wrong.items()
+        )
+        raise PushError("; ".join(differing), servers=[*wrong])
     if not left_out:
         return "all checksums equal"
     equal = "no checksums compared" if len(left_out) == len(servers) else "all other checksums equal"
@@ -190,10 +190,6 @@ def _compare_formats(server: WeightEndpoint, sent: Buckets, deadline: Deadline) 
             f"{server.name}: {len(wrong)} tensors in a wrong format: {'; '.join(wrong[:_NAMED])}", servers=[server.name]
         )
     logger.info("Formats of the weights as sent, and as %s holds them:\n%s", server.name, format_table(rows))
-
-
-def _differing(server: str, found: Sequence[str]) -> str:
-    return f"{server}: {len(found)} parameters differ from what was sent: {', '.join(found[:_NAMED])}"
 
 
 def wrong_formats(rows: Sequence[TensorFormat]) -> Iterator[str]:

@@ -108,7 +108,7 @@ class NcclSender(BucketSender):
     def _send_all(self, buckets: Buckets, deadline: Deadline) -> list[_Broadcast]:
         """Announce a bucket when every server has answered for the one before, which may still be on its way. The next
         one is made meanwhile: three exist then, so at least as many must have been made ahead."""
-        at_once = 2 if buckets.num_staged > 2 else 1
+        at_once = 2 if len(buckets.staged) > 2 else 1
         sent: list[_Broadcast] = []
         for bucket in buckets:
             if bucket is None:

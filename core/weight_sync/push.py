@@ -199,7 +199,8 @@ class WeightPush:
             self._trainer.offload(PUSHED)
             self.generators.resume_memory(_WEIGHTS, self._timeout)
         limit, resumed = self._timeout + SENDER_GRACE_SECONDS, time.perf_counter()
-        self._trainer.push_prepare(PUSHED, self._plan.bucket_bytes, verify=self._is_verified(), timeout_seconds=limit)
+        verify = self._verify == "always" or (self._verify == "first" and self._num_pushes < 2)
+        self._trainer.push_prepare(PUSHED, self._plan.bucket_bytes, verify=verify, timeout_seconds=limit)
         gather_seconds = time.perf_counter() - resumed
         if not self._shares_gpus:  # else offload_generators() has paused them
             self.generators.pause(self._timeout)
@@ -225,9 +226,6 @@ class WeightPush:
             send_seconds=end - exported,
             num_bytes=num_bytes,
         )
-
-    def _is_verified(self) -> bool:
-        return self._verify == "always" or (self._verify == "first" and self._num_pushes < 2)
 
     def _repeat(self, failure: LaunchError, version: int, named_before: frozenset[str] | None) -> frozenset[str]:
         """Return the generators that a failure names, when the push is to be repeated: once with all of them, through

@@ -12,7 +12,7 @@ import pytest
 
 from core.checks import run_checks
 from core.checks.rules import load_config
-from core.data import offline
+from core.data import datasets
 from core.data.datasets import opener
 from core.quickstart import main
 from core.recovery.recover import write_state
@@ -154,7 +154,7 @@ def test_the_validation_set_is_measured_too_and_each_error_has_its_key(dry_run: 
 def test_of_many_rows_a_sample_is_measured_and_the_rest_where_none_of_it_is_left(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline, "SAMPLE", 10)
+    monkeypatch.setattr(datasets, "SAMPLE", 10)
     rows = [dict(row) for row in ROWS[dry_run.experiment]]
     long = {name: "9" * 20 for name in rows[0] if name != "prompt"}
     rows[3] |= long  # every third is in the sample
@@ -201,7 +201,7 @@ def test_rows_that_are_not_those_of_the_newest_checkpoint_are_refused(
     _, error = dry_run(auto, "seed=7", code=2)
     assert error.startswith("error: override 'seed=7': seed: 7 (the checkpoint has 1): "), "one problem, not two"
     write(dry_run.data, rows[:-1])
-    monkeypatch.setattr(offline, "SAMPLE", 10)
+    monkeypatch.setattr(datasets, "SAMPLE", 10)
     dry_run(auto)  # the run compares all rows
 
 

@@ -52,11 +52,6 @@ class Problem:
     of_host: bool = False
     """A fact of this host: the recipe may be right elsewhere."""
 
-    @property
-    def missing_path(self) -> bool:
-        """True if a file or folder is not on this host."""
-        return any(words in self.message for words in MISSING)
-
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, self.key, self.message) if part)
 
