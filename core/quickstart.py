@@ -367,7 +367,7 @@ def _start(
     if changes:
         logger.warning("Changed since the last start of this trial: %s.", "; ".join(changes))
     logger.info("Launching experiments with %s...", config.mode.upper())
-    if config.mode == "local":
+    if config.is_local:
         os.environ.pop(RAY_ADDRESS, None)
     for name, value in config.external_configs.envs.items():
         os.environ.setdefault(name, value)

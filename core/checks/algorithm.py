@@ -60,7 +60,7 @@ def _needs_group(what: str) -> Problem:
 def _check_parts(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
     """Yield combinations of parts that compute nothing sensible."""
     section = config.algorithm
-    if settings.compares_groups and config.group_size == 1 and not config.group_adv_norm:  # which a rule refuses
+    if settings.compares_groups and config.group_size == 1 and not settings.group_adv_norm:  # which a rule refuses
         preset = PRESETS.get(section.name or "")
         by_name = preset is not None and preset.values.get("algorithm.advantage") == section.advantage
         yield _needs_group(f"algorithm.name={section.name}" if by_name else f"algorithm.advantage={section.advantage}")

@@ -88,7 +88,7 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
 
 def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:
     """Check that generators can hold the actor in FP8."""
-    if config.generator.weight_format == "auto":
+    if not config.generator.quantizes:
         return
     path = config.actor.path
     try:
@@ -254,15 +254,14 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
-    store, replay = config.experience.store, config.experience.replay
-    processors = config.experience.processors
-    if store == "memory" and not replay.share and not processors:
+    replay, processors = config.experience.replay, config.experience.processors
+    if not config.experience.is_durable and not replay.share and not processors:
         return
     from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
     from rollout.experience.processors import load_processors
 
     try:
-        check_store(store)
+        check_store(config.experience.store)
     except PluginError as error:
         yield Problem(key="experience.store", message=str(error))
     try:

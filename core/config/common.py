@@ -204,9 +204,9 @@ class CommonExperimentConfig(Section):
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
     def rules(self, at: str) -> Iterator[Violation]:
-        if self.mode == "local" and self.n_nodes > 1:
+        if self.is_local and self.n_nodes > 1:
             yield Violation(("mode", "n_nodes"), f"mode=local is for one node, n_nodes={self.n_nodes}; write mode=ray")
-        if self.mode == "local" and self.launch.ray_address:
+        if self.is_local and self.launch.ray_address:
             message = f"mode=local is for this machine, launch.ray_address={self.launch.ray_address}; write mode=ray"
             yield Violation(("mode", "launch.ray_address"), message)
 
@@ -214,6 +214,11 @@ class CommonExperimentConfig(Section):
     def run_name(self) -> str:
         """Experiment and trial."""
         return f"{self.experiment_name}/{self.trial_name}"
+
+    @property
+    def is_local(self) -> bool:
+        """True if the run starts Ray on this machine, whatever cluster there is."""
+        return self.mode == "local"
 
     @property
     def must_recover(self) -> bool:

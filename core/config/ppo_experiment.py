@@ -264,14 +264,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def warnings(self) -> Iterator[str]:
         yield from self.ppo.gen.warnings()
-        wanted, algorithm = self.generator.weight_format, self.algorithm
-        if wanted != "auto" and self.correction in ("none", "bypass"):
+        wanted, quantizes, algorithm = self.generator.weight_format, self.generator.quantizes, self.algorithm
+        if quantizes and self.correction in ("none", "bypass"):
             yield (
                 f"generator.weight_format={wanted}: completions come from weights that are rounded to FP8, and "
                 f"algorithm.correction={self.correction} has no importance weight between them and the trainer's; "
                 "write algorithm.correction=tis"
             )
-        if wanted != "auto" and self.push.verify == "never":
+        if quantizes and self.push.verify == "never":
             yield (
                 f"push.verify=never: with generator.weight_format={wanted}, the formats of the servers' weights are "
                 "not checked; write push.verify=first"

@@ -189,7 +189,6 @@ def make_push(
     """Return the push that fits the allocation, not yet connected. `requested`: its transport (push.type). `folder`: of
     pushes through files."""
     transport = choose_transport(requested, allocation)
-    quantized = config.generator.weight_format != "auto"
     logger.info("Weight updates: push.type=%s", transport.name)
     plan = SenderSettings(
         type=transport.name,
@@ -198,7 +197,7 @@ def make_push(
         bucket_bytes=config.push.bucket_mib * 2**20,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
-        changes="never" if allocation.shares_gpus or quantized else config.push.changes,
+        changes="never" if allocation.shares_gpus or config.generator.quantizes else config.push.changes,
         weight_format=config.generator.weight_format,
     )
     return WeightPush(

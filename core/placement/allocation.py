@@ -73,7 +73,7 @@ def joined_cluster(config: ExperimentConfig) -> JoinedCluster | None:
         if given == LOCAL:
             return None
         return JoinedCluster(source=source, given=given, address=running_ray() if given == AUTO else given)
-    if config.n_nodes > 1 and config.mode != "local" and (address := running_ray()):
+    if config.n_nodes > 1 and not config.is_local and (address := running_ray()):
         return JoinedCluster(source=STARTED, given=address, address=address)
     return None
 
@@ -81,7 +81,7 @@ def joined_cluster(config: ExperimentConfig) -> JoinedCluster | None:
 def _given(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.launch.ray_address:
         yield "launch.ray_address", config.launch.ray_address
-    inherited = None if config.mode == "local" else os.environ.get(RAY_ADDRESS)
+    inherited = None if config.is_local else os.environ.get(RAY_ADDRESS)
     if given := inherited or config.external_configs.envs.get(RAY_ADDRESS):
         yield RAY_ADDRESS, given
 
@@ -110,7 +110,7 @@ def connection_error(cluster: JoinedCluster) -> str | None:
 
 def not_joined_note(config: ExperimentConfig) -> str | None:
     """Return a line about a Ray cluster on this node that the run does not join; None where there is none."""
-    if joined_cluster(config) is not None or any(True for _ in _given(config)) or config.mode == "local":
+    if joined_cluster(config) is not None or any(True for _ in _given(config)) or config.is_local:
         return None
     address = running_ray()
     return address and (

@@ -80,7 +80,7 @@ def layout_checks(config: ExperimentConfig) -> Checks:
     sampled = config.sampling
 
     def accepts(allocation: Allocation) -> bool:
-        if config.mode == "local" and allocation.n_nodes > 1:
+        if config.is_local and allocation.n_nodes > 1:
             return False
         if any(not suits(role, placed.layout) for role, placed in allocation.roles.items()):
             return False
@@ -147,7 +147,7 @@ def _weight_format(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vi
 
 def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     wanted, placed = config.generator.weight_format, allocation.generator
-    if wanted == "auto":
+    if not config.generator.quantizes:
         return
     keys, backend = ("generator.weight_format", "allocation_mode"), BACKENDS[placed.backend]
     if wanted not in backend.capabilities.quantizations:

@@ -214,7 +214,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
         config=model,
         layout=placed.layout,
         itemsize=2 if dtype == "bfloat16" else 4,
-        fp8=config.generator.weight_format != "auto",
+        fp8=config.generator.quantizes,
         max_running=config.generator.max_running,
         share=share,
         colocated_share=colocated_share,

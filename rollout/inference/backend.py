@@ -111,6 +111,11 @@ class GeneratorConfig(Section):
         600.0, "Time to wait for a restart if no replica is left; then the attempt ends", ge=0
     )
 
+    @property
+    def quantizes(self) -> bool:
+        """True if the trainer sends linear layers in FP8."""
+        return self.weight_format != "auto"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
