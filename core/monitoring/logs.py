@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import IO
 
@@ -60,11 +61,9 @@ class _ShortFormatter(logging.Formatter):
         return f"{level}{record.getMessage()}"
 
 
-class _ForPeople(logging.Filter):
-    """Passes warnings, errors, and the information that is marked for the terminal."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or getattr(record, "notice", False)
+def _is_for_people(record: logging.LogRecord) -> bool:
+    """Return whether a record is a warning, an error, or information that is marked for the terminal."""
+    return record.levelno >= logging.WARNING or getattr(record, "notice", False)
 
 
 class _TerminalHandler(logging.Handler):
@@ -116,14 +115,14 @@ def _start_logging(handlers: list[logging.Handler], level: str) -> None:
 def kept_records(*names: str) -> Iterator[list[logging.LogRecord]]:
     """Yield a list that the records of these loggers, info and above, go into before there are handlers for them.
     Handlers that are there already get none of them: the caller handles the records later, once."""
-    loggers, records = [logging.getLogger(name) for name in names], _Kept()
+    loggers, records = [logging.getLogger(name) for name in names], BufferingHandler(sys.maxsize)
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(records)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     try:
-        yield records.records
+        yield records.buffer
     finally:
         for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(records)
@@ -137,15 +136,6 @@ class _OutputHandler(logging.StreamHandler[IO[str]]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def worker_environment() -> dict[str, str]:
@@ -162,7 +152,7 @@ def log_to_terminal(path: Path | None, *, level: str, console: Console, compact:
     terminal.setLevel(level.upper())
     if compact:
         terminal.setFormatter(_ShortFormatter())
-        terminal.addFilter(_ForPeople())
+        terminal.addFilter(_is_for_people)
     handlers: list[logging.Handler] = [terminal]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
