@@ -13,11 +13,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorClass, ActorHandle
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -167,7 +167,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _ask_nodes(self, why: str) -> dict[str, str]:
         """Request stacks as collect_stacks, on every node; one that does not answer at once is skipped."""
-        collect = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]
+        collect: Any = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]
         refs = [
             collect.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=node)
@@ -189,7 +189,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         )
 
     def start_actor(
-        self, actor_class: ActorClass, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
+        self, actor_class: Any, name: str, *args: object, node: int = 0, env: Mapping[str, str] = {}
     ) -> ActorHandle:
         """Create one actor on the bundle of `node`, writing to {log_folder}/{name}.log."""
         actor = actor_class.options(

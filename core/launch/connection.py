@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -29,7 +30,7 @@ from rollout.plugins import ROOT
 
 logger = logging.getLogger(__name__)
 
-_raylet = ray._raylet  # type: ignore[attr-defined]  # without stubs
+_raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs
 _AUTH_MODE = "RAY_AUTH_MODE"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """0: Ray takes the loopback address for this node's, and its processes listen nowhere else."""
@@ -93,11 +94,10 @@ def join(cluster: JoinedCluster, options: Options) -> None:
     try:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
+        is_client = address.startswith("ray://")  # which cannot send such a configuration
         ray.init(
             address=address, log_to_driver=False, namespace=options.namespace, runtime_env=options.runtime_env,
-            logging_level=options.logging_level,
-            # A client cannot send such a configuration.
-            job_config=None if address.startswith("ray://") else OwnPackagesFirst(),
+            logging_level=options.logging_level, **({} if is_client else {"job_config": OwnPackagesFirst()}),
         )  # fmt: skip
     except LaunchError:
         raise
