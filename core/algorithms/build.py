@@ -5,8 +5,8 @@ alone: the checks of a configuration import this file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from config_schema.nearest import did_you_mean
 from config_schema.section import Section
@@ -37,12 +37,13 @@ def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
     return AlgorithmSettings.model_validate({**ppo, **algorithm, **decided})
 
 
-def load_algorithm(name: str) -> Any:
+def load_algorithm(name: str) -> Callable[[AlgorithmSettings, object], Algorithm]:
     """Return the class of an algorithm: a key of PRESETS or package.module:Class. Imports torch. Raises
     PluginError."""
-    return load_plugin(
+    found: Callable[[AlgorithmSettings, object], Algorithm] = load_plugin(
         POLICY_GRADIENT if name in PRESETS else name, kind="algorithm", arguments=("settings", "options")
     )
+    return found
 
 
 def build_algorithm(config: PPOMATHConfig) -> Algorithm:

@@ -204,7 +204,8 @@ def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Itera
     for path, reason in _unused(run, config, asked, ""):
         if own is None or path not in of_algorithm:
             yield path, reason.shown(set_by=_set_by_name(config, reason))
-    if own is not None and (reads := load_algorithm(own).reads) is not None:
+    reads: frozenset[str] | None = None if own is None else getattr(load_algorithm(own), "reads", None)
+    if reads is not None:
         read = reads | {"dynamic_sampling", "dynamic_sampling_limit"}
         for path in sorted(asked & of_algorithm):
             if path.rpartition(".")[2] not in read:

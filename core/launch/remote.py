@@ -8,12 +8,12 @@ one.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -44,15 +44,19 @@ def without_unused_processes() -> Iterator[None]:
     `ray start` has options for the autoscaler and the log monitor (--no-monitor, --include-log-monitor); ray.init has
     not. include_dashboard=False leaves the dashboard's process, which then reports usage statistics only.
     """
-    parameter: Any = ray._private.parameter
-    services: Any = ray._private.services
-    params, start_api_server = parameter.RayParams, services.start_api_server
-    parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
-    services.start_api_server = lambda *args, **options: (None, None)
+    parameter, services = ray._private.parameter, ray._private.services
+    replaced = (
+        (parameter, "RayParams", partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)),
+        (services, "start_api_server", lambda *args, **options: (None, None)),
+    )
+    before = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, own in replaced:
+        setattr(module, name, own)
     try:
         yield
     finally:
-        parameter.RayParams, services.start_api_server = params, start_api_server
+        for (module, name, _), theirs in zip(replaced, before, strict=True):
+            setattr(module, name, theirs)
 
 
 SMALL_BYTES = 64 * 2**10
