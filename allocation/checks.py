@@ -15,17 +15,15 @@ from typing import NamedTuple
 
 from allocation.layout import (
     GENERATOR_ROLE,
-    MEGATRON_ROLES,
     TRAINER_ROLE,
     AllocationError,
-    Backend,
     ParallelLayout,
     divisors,
     nearest_layout,
     nearest_layouts,
     nearest_of,
 )
-from allocation.plan import Allocation, Cluster, format_layouts, place
+from allocation.plan import Allocation, Cluster, Layouts
 
 _TRAINING_ROLES = ("actor_train", "critic_train")
 
@@ -209,34 +207,6 @@ class Checks:
         return next((layout for layout in layouts if self.suits(role, layout)), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layouts:
-    """What an allocation is made from, besides the cluster. `trainer` has each of MEGATRON_ROLES."""
-
-    backend: Backend
-    generator: ParallelLayout
-    trainer: Mapping[str, ParallelLayout]
-    disaggregated: bool
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that the layouts need."""
-        training = self.trainer[TRAINER_ROLE].world_size
-        return self.generator.world_size + training if self.disaggregated else training
-
-    def place(self, cluster: Cluster) -> Allocation:
-        return place(
-            cluster,
-            backend=self.backend,
-            generator=self.generator,
-            trainer=self.trainer,
-            disaggregated=self.disaggregated,
-        )
-
-    def __str__(self) -> str:
-        return format_layouts(self.backend, self.generator, self.trainer, disaggregated=self.disaggregated)
-
-
 def first_accepted(cluster: Cluster, candidates: Iterable[Layouts], checks: Checks) -> Layouts | None:
     """Return the first of the candidates, each of which fills the cluster, that is accepted; None if none is."""
     for layouts in islice(candidates, max(1, _MOST_SLOTS_TRIED // cluster.num_slots)):
@@ -252,13 +222,7 @@ def nearest_to(cluster: Cluster, layouts: Layouts, checks: Checks) -> Layouts | 
 
 def nearest_layouts_of(allocation: Allocation, checks: Checks) -> Layouts | None:
     """Return accepted layouts on the same cluster, close to those of an allocation whose layouts are refused."""
-    layouts = Layouts(
-        backend=allocation.generator.backend,
-        generator=allocation.generator.layout,
-        trainer={role: allocation.roles[role].layout for role in MEGATRON_ROLES},
-        disaggregated=not allocation.colocated,
-    )
-    return nearest_to(Cluster(allocation.n_nodes, allocation.n_gpus_per_node), layouts, checks)
+    return nearest_to(allocation.cluster, allocation.layouts, checks)
 
 
 def _fill(total: int, layouts: Layouts, checks: Checks) -> Iterator[Layouts]:

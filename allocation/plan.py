@@ -151,6 +151,51 @@ SAME_WEIGHTS = {"actor_inf": TRAINER_ROLE, "critic_inf": "critic_train"}
 """Roles that use the weights of a trained one, where these are."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """What an allocation is made from, besides the cluster. `trainer` has each of MEGATRON_ROLES."""
+
+    backend: Backend
+    generator: ParallelLayout
+    trainer: Mapping[str, ParallelLayout]
+    disaggregated: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the layouts need."""
+        training = self.trainer[TRAINER_ROLE].world_size
+        return self.generator.world_size + training if self.disaggregated else training
+
+    def place(self, cluster: Cluster) -> Allocation:
+        """Give every rank its slot; the sizes must fit (resolve.py)."""
+        if self.disaggregated:
+            others = [layout for role, layout in self.trainer.items() if role != TRAINER_ROLE]
+            generator_pool, trainer_pool = split(cluster, self.generator, self.trainer[TRAINER_ROLE], others)
+        else:
+            generator_pool = trainer_pool = cluster.whole()
+        slots = [Slot(node, gpu) for node in range(cluster.n_nodes) for gpu in range(cluster.n_gpus_per_node)]
+        generators = tuple(slots[i] for i in generator_pool.order(self.generator, generator=True))
+        roles = {GENERATOR_ROLE: RoleAllocation(GENERATOR_ROLE, self.backend, self.generator, generators)}
+        orders: dict[ParallelLayout, tuple[Slot, ...]] = {}
+        for role in MEGATRON_ROLES:
+            layout = self.trainer[role]
+            if layout not in orders:
+                orders[layout] = tuple(slots[i] for i in trainer_pool.order(layout, generator=False))
+            roles[role] = RoleAllocation(role, "megatron", layout, orders[layout])
+        return Allocation(roles, cluster.n_nodes, cluster.n_gpus_per_node)
+
+    def __str__(self) -> str:
+        """Return the canonical text."""
+        trainer = self.trainer
+        named = [r for r in MEGATRON_ROLES if r == TRAINER_ROLE or trainer[r] != trainer[FALLBACK[r]]]
+        alike = len(named) == 1
+        side = str(trainer[TRAINER_ROLE]) if alike else ",".join(f"{role}:{trainer[role]}" for role in named)
+        shared = generator_layout_for(trainer[TRAINER_ROLE], self.backend)
+        if not self.disaggregated and alike and self.generator == shared:
+            return f"{self.backend}.{side}"
+        return f"{self.backend}.{self.generator}{'+' if self.disaggregated else '|'}{side}"
+
+
 class Slot(NamedTuple):
     """One place for a process: a GPU of a node, or without GPUs the n-th process of a node."""
 
@@ -226,6 +271,20 @@ class Allocation:
     n_gpus_per_node: int
 
     @property
+    def cluster(self) -> Cluster:
+        return Cluster(self.n_nodes, self.n_gpus_per_node)
+
+    @property
+    def layouts(self) -> Layouts:
+        """How the roles are split, without their places."""
+        return Layouts(
+            backend=self.generator.backend,
+            generator=self.generator.layout,
+            trainer={role: self.roles[role].layout for role in MEGATRON_ROLES},
+            disaggregated=not self.colocated,
+        )
+
+    @property
     def generator(self) -> RoleAllocation:
         return self.roles[GENERATOR_ROLE]
 
@@ -269,57 +328,17 @@ class Allocation:
         return format_allocation(self)
 
 
-def place(
-    cluster: Cluster,
-    *,
-    backend: Backend,
-    generator: ParallelLayout,
-    trainer: Mapping[str, ParallelLayout],
-    disaggregated: bool,
-) -> Allocation:
-    """Give every rank its slot. `trainer` has a layout for each of MEGATRON_ROLES; the sizes must fit (resolve.py)."""
-    if disaggregated:
-        others = [layout for role, layout in trainer.items() if role != TRAINER_ROLE]
-        generator_pool, trainer_pool = split(cluster, generator, trainer[TRAINER_ROLE], others)
-    else:
-        generator_pool = trainer_pool = cluster.whole()
-    slots = [Slot(node, gpu) for node in range(cluster.n_nodes) for gpu in range(cluster.n_gpus_per_node)]
-    orders: dict[ParallelLayout, tuple[Slot, ...]] = {}
-    roles = {
-        GENERATOR_ROLE: RoleAllocation(
-            GENERATOR_ROLE, backend, generator, tuple(slots[i] for i in generator_pool.order(generator, generator=True))
-        )
-    }
-    for role in MEGATRON_ROLES:
-        layout = trainer[role]
-        if layout not in orders:
-            orders[layout] = tuple(slots[i] for i in trainer_pool.order(layout, generator=False))
-        roles[role] = RoleAllocation(role, "megatron", layout, orders[layout])
-    return Allocation(roles, cluster.n_nodes, cluster.n_gpus_per_node)
-
-
 def format_allocation(allocation: Allocation) -> str:
     """Return the canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
 
     An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
     described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
     """
-    cluster = Cluster(allocation.n_nodes, allocation.n_gpus_per_node)
-    generator = allocation.generator
-    trainer = {role: allocation.roles[role].layout for role in MEGATRON_ROLES}
-    disaggregated = not allocation.colocated
-    sizes = {layout.world_size for layout in trainer.values()}
-    filled = len(allocation.trainer.slots) + (len(generator.slots) if disaggregated else 0)
-    if len(sizes) == 1 and filled == cluster.num_slots:
-        standard = place(
-            cluster,
-            backend=generator.backend,
-            generator=generator.layout,
-            trainer=trainer,
-            disaggregated=disaggregated,
-        )
-        if _places(standard) == _places(allocation):
-            return format_layouts(generator.backend, generator.layout, trainer, disaggregated=disaggregated)
+    cluster, layouts = allocation.cluster, allocation.layouts
+    sizes = {layout.world_size for layout in layouts.trainer.values()}
+    filled = len(allocation.trainer.slots) + (len(allocation.generator.slots) if layouts.disaggregated else 0)
+    if len(sizes) == 1 and filled == cluster.num_slots and _places(layouts.place(cluster)) == _places(allocation):
+        return str(layouts)
     return ", ".join(
         f"{role}={'' if a.backend == 'megatron' else f'{a.backend}.'}{a.layout} on {describe_slots(a.slots)}"
         for role, a in allocation.roles.items()
@@ -329,18 +348,6 @@ def format_allocation(allocation: Allocation) -> str:
 
 def _places(allocation: Allocation) -> list[tuple[Backend, ParallelLayout, tuple[Slot, ...]]]:
     return [(role.backend, role.layout, role.slots) for role in allocation.roles.values()]
-
-
-def format_layouts(
-    backend: Backend, generator: ParallelLayout, trainer: Mapping[str, ParallelLayout], *, disaggregated: bool
-) -> str:
-    """Return the canonical text of these layouts; `trainer` has every one of MEGATRON_ROLES."""
-    named = [r for r in MEGATRON_ROLES if r == TRAINER_ROLE or trainer[r] != trainer[FALLBACK[r]]]
-    alike = len(named) == 1
-    side = str(trainer[TRAINER_ROLE]) if alike else ",".join(f"{role}:{trainer[role]}" for role in named)
-    if not disaggregated and alike and generator == generator_layout_for(trainer[TRAINER_ROLE], backend):
-        return f"{backend}.{side}"
-    return f"{backend}.{generator}{'+' if disaggregated else '|'}{side}"
 
 
 def describe_slots(slots: Sequence[Slot]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from allocation.checks import Checks, Layouts, check_sizes, make_cluster, nearest_to
+from allocation.checks import Checks, check_sizes, make_cluster, nearest_to
 from allocation.layout import (
     GENERATOR_BACKENDS,
     GENERATOR_ROLE,
@@ -32,7 +32,7 @@ from allocation.layout import (
     chosen_backend,
     generator_layout_for,
 )
-from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster
+from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster, Layouts
 from config_schema.nearest import did_you_mean
 
 logger = logging.getLogger(__name__)
