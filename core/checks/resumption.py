@@ -14,7 +14,6 @@ from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, 
 from core.config.parsing.problems import Problem
 from core.runs.checkpoints import (
     CONFIG_KEYS,
-    RunIdentity,
     State,
     cannot_continue,
     has_checkpoint,
@@ -109,7 +108,7 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path, read: ReadStrea
         step = int(str(state.get("step", 0)))
     except NOT_OF_A_RUN:
         return
-    changes = RunIdentity(**config.identity).changes_since(identity)
+    changes = config.identity.changes_since(identity)
     for field, change in changes.items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(checkpoint)}")
     limit = config.exp_ctrl.total_train_steps

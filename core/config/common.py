@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NotRequired, Self, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Literal, Self
 
 from pydantic import field_validator
 
@@ -134,13 +134,23 @@ _LONGEST = 128
 N_GPUS = "GPUs per node; without GPUs: processes per node, one per rank"
 
 
-class Identity(TypedDict):
-    """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The rules of the tutorial (batch size, group size and nodes), and the algorithm."""
 
     train_bs_n_seqs: int
     group_size: int
     n_nodes: int
-    algorithm: NotRequired[str]
+    algorithm: str = ""
+    """Algorithms of the same value continue each other's state: "preset", or the import path of one. Empty where there
+    is no such state."""
+
+    def changes_since(self, before: RunIdentity) -> dict[str, str]:
+        """Return {field: what it is now and was before} of the fields that differ."""
+        now, then = asdict(self), asdict(before)
+        return {
+            key: f"{key}={now[key]} (the checkpoint has {then[key] or 'none'})" for key in now if now[key] != then[key]
+        }
 
 
 class CommonExperimentConfig(Section):

@@ -17,10 +17,10 @@ from core.config.common import (
     N_GPUS,
     CommonExperimentConfig,
     GenerationRoleConfig,
-    Identity,
     MFCConfig,
     ModelTrainEvalConfig,
     ModelUse,
+    RunIdentity,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
@@ -117,9 +117,9 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         """The configuration itself where it has generators."""
 
     @property
-    def identity(self) -> Identity:
-        """What must be the same for a recover checkpoint to continue: the fields of RunIdentity."""
-        return {"train_bs_n_seqs": self.batch_size, "group_size": 1, "n_nodes": self.n_nodes}
+    def identity(self) -> RunIdentity:
+        """What must be the same for a recover checkpoint to continue."""
+        return RunIdentity(train_bs_n_seqs=self.batch_size, group_size=1, n_nodes=self.n_nodes)
 
     @property
     def algorithm_name(self) -> str:

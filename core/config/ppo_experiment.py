@@ -18,10 +18,10 @@ from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
     GenerationRoleConfig,
-    Identity,
     MFCConfig,
     ModelTrainEvalConfig,
     ModelUse,
+    RunIdentity,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
@@ -500,13 +500,13 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {f"{key}.max_new_tokens": (prompt, longest) for key, longest in answers.items() if longest is not None}
 
     @property
-    def identity(self) -> Identity:
-        return {
-            "train_bs_n_seqs": self.batch_size,
-            "group_size": self.group_size,
-            "n_nodes": self.n_nodes,
-            "algorithm": "preset" if self.algorithm_name in PRESETS else self.algorithm_name,
-        }
+    def identity(self) -> RunIdentity:
+        return RunIdentity(
+            train_bs_n_seqs=self.batch_size,
+            group_size=self.group_size,
+            n_nodes=self.n_nodes,
+            algorithm="preset" if self.algorithm_name in PRESETS else self.algorithm_name,
+        )
 
     def generator_dtype(self, *, on_gpu: bool) -> WeightFormat:
         """Return the format of the generators' weights, with a trainer on GPUs or on the CPU."""

@@ -21,7 +21,7 @@ from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns,
 from core.placement.allocation import joined_cluster
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState, Start
-from core.runs.checkpoints import DamagedError, RunIdentity, ends_too_early, near_trials, too_few_steps, verify
+from core.runs.checkpoints import DamagedError, ends_too_early, near_trials, too_few_steps, verify
 from core.runs.record import saved_models
 from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
 from tracing import record_spans
@@ -192,7 +192,7 @@ class RunContext:
         record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
         recover = RecoverStore(
             paths.recover,
-            RunIdentity(**config.identity),
+            config.identity,
             keep=config.recover_keep,
             timeout_seconds=config.deadlines.call_seconds,
         )

@@ -32,13 +32,13 @@ from pathlib import Path
 
 import numpy as np
 
+from core.config.common import RunIdentity
 from core.errors import LaunchError, could_not_write, first_line, is_of_disk
 from core.processes.signals import raise_if_interrupted
 from core.runs.checkpoints import (
     MAX_STATE_BYTES,
     MAX_STATE_DEPTH,
     DamagedError,
-    RunIdentity,
     read_run,
     recover_checkpoints,
     seal,

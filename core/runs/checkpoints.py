@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config_schema.nearest import nearest_names
+from core.config.common import RunIdentity
 from model_specs.untrusted import UntrustedFileError, read_json_object
 
 State = Mapping[str, Any]
@@ -40,25 +41,6 @@ MARKER = "COMMITTED"
 """What appears last in a recover checkpoint."""
 MAX_STATE_BYTES, MAX_STATE_DEPTH = 1 << 34, 400
 """Of files that hold the state of a run: rows of data sets, as deep as those may be, inside lists of the state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """The rules of the tutorial (batch size, group size and nodes), and the algorithm."""
-
-    train_bs_n_seqs: int
-    group_size: int
-    n_nodes: int
-    algorithm: str = ""
-    """Algorithms of the same value continue each other's state: "preset", or the import path of one. Empty where there
-    is no such state."""
-
-    def changes_since(self, before: RunIdentity) -> dict[str, str]:
-        """Return {field: what it is now and was before} of the fields that differ."""
-        now, then = asdict(self), asdict(before)
-        return {
-            key: f"{key}={now[key]} (the checkpoint has {then[key] or 'none'})" for key in now if now[key] != then[key]
-        }
 
 
 def recover_checkpoints(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
 """Where a run writes, and that it neither mixes with another run of its trial nor overwrites one. Every path of a run
-is under `fileroot`. Standard library only, as this happens before anything is started.
+is under `fileroot`. This happens before anything is started.
 """
 
 from __future__ import annotations

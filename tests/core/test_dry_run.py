@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     fileroot = config.external_configs.cluster_config.fileroot
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True)
-    same = config.identity
+    same = asdict(config.identity)
     other = {"identity": {**same, field: 6}, "state": {}}
     (recover / "run.json").write_text(json.dumps(other))
     earlier = recover.with_name("globalstep9")
@@ -172,7 +173,7 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
     fileroot = config.external_configs.cluster_config.fileroot
     newest = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     newest.mkdir(parents=True)
-    (newest / "run.json").write_text(json.dumps({"identity": config.identity, "state": {"step": 10}}))
+    (newest / "run.json").write_text(json.dumps({"identity": asdict(config.identity), "state": {"step": 10}}))
     assert dry_run(path, *words, "exp_ctrl.total_train_steps=10") == 0
     capsys.readouterr()
     assert dry_run(path, *words, "exp_ctrl.total_train_steps=9") == 2
@@ -278,7 +279,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     fileroot = config.external_configs.cluster_config.fileroot
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     recover.mkdir(parents=True, exist_ok=True)
-    (recover / "run.json").write_text(json.dumps({"identity": config.identity, "state": {}}))
+    (recover / "run.json").write_text(json.dumps({"identity": asdict(config.identity), "state": {}}))
     write_state(
         recover,
         "rollout",

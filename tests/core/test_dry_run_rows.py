@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def saved_with(dry_run: DryRun, *words: str) -> None:
     recover = RunPaths.for_trial(fileroot, config.experiment_name, config.trial_name).recover / "globalstep10"
     shutil.rmtree(recover, ignore_errors=True)
     recover.mkdir(parents=True)
-    (recover / "run.json").write_text(json.dumps({"identity": config.identity, "state": {}}))
+    (recover / "run.json").write_text(json.dumps({"identity": asdict(config.identity), "state": {}}))
     write_state(recover, "rollout", opener(config)(config.data_sources[0][1]).state_dict())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from core.experiments.context import Start, find_start
 from core.monitoring.screen import Screen
 from core.processes.supervise import Attempt
 from core.recovery.recover import RecoverStore, RunState, write_state
-from core.runs.checkpoints import RunIdentity, seal
+from core.runs.checkpoints import seal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import write_run
 from tracing import record_spans
@@ -32,7 +33,7 @@ def configured(tmp_path: Path, *words: str) -> Any:
 def loaded(tmp_path: Path, before: str | None, now: str, *words: str) -> RunState:
     """The state that a run of algorithm.name=`now` continues from, of a checkpoint of algorithm.name=`before`; None: of
     an earlier release."""
-    identity = configured(tmp_path, "group_size=4", f"algorithm.name={before or 'grpo'}").identity
+    identity = asdict(configured(tmp_path, "group_size=4", f"algorithm.name={before or 'grpo'}").identity)
     if before is None:
         del identity["algorithm"]
     state = {"step": 3, "version": 3, "elapsed_seconds": 1.0, "extra": {"algorithm": {"mean": 1.5}, "memory": {}}}
@@ -43,7 +44,7 @@ def loaded(tmp_path: Path, before: str | None, now: str, *words: str) -> RunStat
     write_state(checkpoint, "rollout", None)
     seal(checkpoint)
     config = configured(tmp_path, "group_size=4", f"algorithm.name={now}", *words)
-    store = RecoverStore(tmp_path, RunIdentity(**config.identity))
+    store = RecoverStore(tmp_path, config.identity)
     return find_start(store, config, tmp_path).state
 
 

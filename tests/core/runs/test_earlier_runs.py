@@ -129,7 +129,7 @@ def start_of(folder: Path, *, resume_from: Path | None = None, ignore_changes: b
         identity=IDENTITY | identity,
         exp_ctrl=SimpleNamespace(total_train_steps=None),
     )
-    return find_start(RecoverStore(folder, RunIdentity(**config.identity)), config, folder)  # type: ignore[arg-type]
+    return find_start(RecoverStore(folder, config.identity), config, folder)  # type: ignore[arg-type]
 
 
 def test_a_trial_without_a_checkpoint_continues_from_that_of_another_one(tmp_path: Path) -> None:
