@@ -1,6 +1,5 @@
 """Losses as pure functions of per-token tensors: the policy losses, their off-policy corrections, KL divergence and
-entropy, the critic's loss and that of fine-tuning. They return weighted sums over the trained tokens; the engine
-divides once.
+entropy. They return weighted sums over the trained tokens; the engine divides once.
 
 Every function takes the output of one forward pass; nothing here depends on microbatches, ranks, versions or the order
 of sequences. What needs whole sequences takes their sums from `Sequences`. Weights are the field "token_weights";
@@ -308,34 +307,3 @@ def _regularised(
         loss = loss - settings.entropy_coeff * entropy
         metrics["entropy"] = entropy.detach()
     return loss, metrics
-
-
-def value_loss(
-    output: ModelOutput,
-    fields: Mapping[str, Tensor],
-    *,
-    value_eps_clip: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped squared error of the critic against `returns`, around the values of the start of the batch
-    (`old_values`). Source: Schulman et al.'s PPO2 code, 0.5 * max((v - R)^2, (clip(v) - R)^2)."""
-    assert output.values is not None, "the critic's engine returns values"
-    weights, returns, old_values = trained_weights(fields), fields["returns"], fields["old_values"]
-    clipped_values = output.values.clamp(old_values - value_eps_clip, old_values + value_eps_clip)
-    unclipped = (output.values - returns).square()
-    clipped = (clipped_values - returns).square()
-    loss = (0.5 * torch.maximum(unclipped, clipped) * weights).sum()
-    metrics = {
-        "value_loss": loss.detach(),
-        "value_clip_ratio": ((clipped > unclipped) * weights).sum(),
-        "values": (output.values.detach() * weights).sum(),
-    }
-    return loss, metrics
-
-
-def sft_loss(
-    output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the negative log-likelihood of the answer tokens, in nats."""
-    assert output.logprobs is not None, "the model's engine returns log-probabilities"
-    loss = -(output.logprobs * trained_weights(fields)).sum()
-    return loss, {"nll": loss.detach()}

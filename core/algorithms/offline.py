@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from core.algorithms.base import Metrics, Objective
-from core.algorithms.losses import sft_loss, trained_weights
+from core.algorithms.losses import trained_weights
 from mcore_adapter.data.batch import PAIR, sequence_mean
 
 if TYPE_CHECKING:
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 
 class SFT(Objective):
-    """Negative log-likelihood of the answers, per token."""
+    """Negative log-likelihood of the answer tokens, in nats."""
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
-        return sft_loss(output, fields, sequences)
+        assert output.logprobs is not None, "the model's engine returns log-probabilities"
+        loss = -(output.logprobs * trained_weights(fields)).sum()
+        return loss, {"nll": loss.detach()}
 
 
 PreferenceLoss = Literal["sigmoid", "ipo"]

@@ -40,7 +40,6 @@ from core.algorithms.losses import (
     proximal_share,
     small_changes,
     trained_weights,
-    value_loss,
 )
 from core.algorithms.rewards import (
     AdaptiveKL,
@@ -273,12 +272,24 @@ class PolicyGradient(Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class Critic(Objective):
-    """The clipped squared error of the critic."""
+    """The clipped squared error of the critic against `returns`, around the values of the start of the batch
+    (`old_values`). Source: Schulman et al.'s PPO2 code, 0.5 * max((v - R)^2, (clip(v) - R)^2)."""
 
     value_eps_clip: float
 
     def loss(self, output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences) -> tuple[Tensor, Metrics]:
-        return value_loss(output, fields, value_eps_clip=self.value_eps_clip)
+        assert output.values is not None, "the critic's engine returns values"
+        weights, returns, old_values = trained_weights(fields), fields["returns"], fields["old_values"]
+        near = output.values.clamp(old_values - self.value_eps_clip, old_values + self.value_eps_clip)
+        unclipped = (output.values - returns).square()
+        clipped = (near - returns).square()
+        loss = (0.5 * torch.maximum(unclipped, clipped) * weights).sum()
+        metrics = {
+            "value_loss": loss.detach(),
+            "value_clip_ratio": ((clipped > unclipped) * weights).sum(),
+            "values": (output.values.detach() * weights).sum(),
+        }
+        return loss, metrics
 
 
 def _scores(batch: RolloutBatch, settings: AlgorithmSettings) -> tuple[Tensor, Tensor, dict[str, float]]:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allocation import ParallelLayout
-from core.algorithms.losses import sft_loss
+from core.algorithms.offline import SFT
 from core.monitoring.metrics import read_rows
 from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
@@ -86,7 +86,7 @@ def train_step(scene: Scene) -> Iterator[Figure]:
 
             def ours(engine: MegatronEngine = engine, batch: PackedBatch = batch) -> float:
                 start = time.perf_counter()
-                engine.train_step(batch, sft_loss, max_tokens_per_mb=16384)
+                engine.train_step(batch, SFT().loss, max_tokens_per_mb=16384)
                 return batch.num_tokens / (time.perf_counter() - start)
 
             value, baseline = alternate(ours, plain)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.algorithms.losses import sft_loss, value_loss
+from core.algorithms.offline import SFT
+from core.algorithms.policy_gradient import Critic
 from helpers.batches import ppo_loss, ppo_policy_loss
 
 
@@ -72,5 +73,5 @@ def test_losses_and_their_metrics_are_sums_weighted_by_the_token_weights_of_trai
     assert loss.item() == pytest.approx(policy + (0.5 * 1.0 - 0.1 * 3.0) * sum(used))
     for name, of_token in {"importance_weight": 1.0, "behave_imp_weight": 1.0, "ref_kl": 1.0, "entropy": 3.0}.items():
         assert metrics[name].item() == pytest.approx(of_token * sum(used)), name
-    assert sft_loss(output, fields)[0].item() == pytest.approx(sum(used))
-    assert value_loss(output, fields, value_eps_clip=0.2)[0].item() == pytest.approx(0.5 * sum(used))
+    assert SFT().loss(output, fields, None)[0].item() == pytest.approx(sum(used))
+    assert Critic(value_eps_clip=0.2).loss(output, fields, None)[0].item() == pytest.approx(0.5 * sum(used))
