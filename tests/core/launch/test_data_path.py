@@ -210,18 +210,19 @@ def run_steps(
         group=group, name="actor", train_role="actor_train", inference_role="actor_inf",
         train_tokens_per_mb=tokens, inference_tokens_per_mb=tokens,
     )  # fmt: skip
+    schedule = Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1)
     with Monitor(
         screen=Screen(Console(file=io.StringIO()), compact=False),
         sinks=[],
         consumed=None,
-        total_steps=STEPS,
+        schedule=schedule,
         done_steps=0,
         elapsed=0.0,
     ) as monitor:
         trainer = PPOTrainer(
             actor=engine, critic=None, reference=None, rollout=rollout, weights=Push(), memory=MemoryLimits(),
             algorithm=PolicyGradient(algorithm), num_minibatches=2, temperature=1.0,
-            schedule=Schedule(num_prompts=STEPS, batch_size=1, total_epochs=1), monitor=monitor,
+            schedule=schedule, monitor=monitor,
             timer=StepTimer(lambda phase: None), mean_batch_tokens=0.0,
         )  # fmt: skip
         start = RunState(step=0, version=0, elapsed_seconds=0.0, extra={})

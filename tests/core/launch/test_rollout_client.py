@@ -34,8 +34,8 @@ class Waiter:
         self.waits: list[tuple[list[str], list[str]]] = []
         """Calls that were waited for, and calls beside them."""
 
-    def gather(self, calls: Sequence[str], *, beside: Sequence[str] = (), **options: Any) -> list[Any]:
-        self.waits.append((list(calls), list(beside)))
+    def gather(self, calls: Sequence[str], *, beside: Sequence[str] | None = None, **options: Any) -> list[Any]:
+        self.waits.append((list(calls), list(beside or ())))
         return [("facts", {"figure": 1.0}, None)] * len(calls)
 
 

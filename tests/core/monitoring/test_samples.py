@@ -24,6 +24,7 @@ from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSet, TaskSets
 from rollout.evaluation import Episode
 from rollout.experience import episode_id, without_epoch
+from rollout.experience.schedule import Schedule
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 
@@ -158,7 +159,7 @@ def test_samples_are_reported_after_the_first_step_and_every_few_steps(
 
     monitor = Monitor(
         screen=Screen(Console(quiet=True), compact=False),
-        sinks=[sink], consumed=None, total_steps=6, done_steps=0, elapsed=0.0,
+        sinks=[sink], consumed=None, schedule=Schedule(num_prompts=6, batch_size=1), done_steps=0, elapsed=0.0,
         sample_steps=every,
     )  # fmt: skip
     with caplog.at_level(logging.INFO):
