@@ -93,17 +93,18 @@ def evaluated(trainer: type[SFTTrainer], objective: Any, valid: Any, *, batch_si
         for name in NATS
     )  # fmt: skip
     reference = EngineRef(**{**vars(reference), "group": engine.group})
+    schedule = Schedule(num_prompts=1, batch_size=1)
     monitor = Monitor(
         screen=Screen(Console(file=io.StringIO()), compact=False),
         sinks=[sink],
         consumed=None,
-        total_steps=1,
+        schedule=schedule,
         done_steps=0,
         elapsed=0.0,
     )
     trainer(
         engine=engine, reference=reference if trainer is DPOTrainer else None, objective=objective, train=valid,
-        valid=valid, schedule=Schedule(num_prompts=1, batch_size=1), valid_batch_size=batch_size,
+        valid=valid, schedule=schedule, valid_batch_size=batch_size,
         monitor=monitor, timer=StepTimer(lambda phase: None), memory=MemoryLimits(),
         skipped_updates=SkippedUpdates(1),
     ).evaluate(1)  # fmt: skip
