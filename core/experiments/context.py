@@ -23,7 +23,7 @@ from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState, Start
 from core.runs.checkpoints import DamagedError, ends_too_early, near_trials, too_few_steps, verify
 from core.runs.record import saved_models
-from core.train.periodic import Actions, Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
+from core.train.periodic import Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
 from tracing import record_spans
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class RunContext:
         rollout_state: Callable[[], object],
         driver_state: Callable[[], tuple[float, dict[str, object]]],
     ) -> PeriodicActions:
-        """Return what is due after steps; see Actions. `tokenizer_from`: folder of the tokenizer that is saved with
+        """Return what is due after steps. `tokenizer_from`: folder of the tokenizer that is saved with
         `engines`."""
         config, checkpoints = self.config, self.paths.checkpoints
 
@@ -267,15 +267,13 @@ class RunContext:
         return PeriodicActions(
             schedule=schedule,
             control=config.exp_ctrl,
-            actions=Actions(
-                report_step=lambda step: self.attempt.report(step=step),
-                evaluations=evaluations,
-                save_model=save,
-                has_model=partial(has_model, engines, checkpoints),
-                begin_save=engines.begin_save,
-                rollout_state=rollout_state,
-                driver_state=driver_state,
-            ),
+            report_step=lambda step: self.attempt.report(step=step),
+            evaluations=evaluations,
+            save_model=save,
+            has_model=partial(has_model, engines, checkpoints),
+            begin_save=engines.begin_save,
+            rollout_state=rollout_state,
+            driver_state=driver_state,
             recover=self.recover if config.recovers else None,
             start=self.start.state,
             interrupt_seconds=config.deadlines.interrupt_seconds,

@@ -200,25 +200,6 @@ class SerialEvaluations:
         """Do nothing, as look()."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Actions:
-    """What can be due, as calls into the run."""
-
-    report_step: Callable[[int], None]
-    """(finished steps); always due: reports the progress to the process that supervises the run"""
-    evaluations: Evaluations | SerialEvaluations | None
-    """None: there is nothing to evaluate on."""
-    save_model: Callable[[str], None]
-    """(name of the saved model's folder)"""
-    has_model: Callable[[str], bool]
-    """(name of the saved model's folder)"""
-    begin_save: Callable[[Path], WaitWritten]
-    """(folder of the recover checkpoint)"""
-    rollout_state: Callable[[], object]
-    driver_state: Callable[[], tuple[float, dict[str, object]]]
-    """() -> (seconds of training so far, what else a recover checkpoint must hold)"""
-
-
 def _timers(control: ExperimentSaveEvalControl, now: float) -> dict[str, DueTimer]:
     save = Frequency(epochs=control.save_freq_epochs, steps=control.save_freq_steps, seconds=control.save_freq_secs)
     ckpt = Frequency(epochs=control.ckpt_freq_epochs, steps=control.ckpt_freq_steps, seconds=control.ckpt_freq_secs)
@@ -238,7 +219,19 @@ class PeriodicActions:
 
     schedule: Schedule
     control: ExperimentSaveEvalControl
-    actions: Actions
+    report_step: Callable[[int], None]
+    """(finished steps); always due: reports the progress to the process that supervises the run"""
+    evaluations: Evaluations | SerialEvaluations | None
+    """None: there is nothing to evaluate on."""
+    save_model: Callable[[str], None]
+    """(name of the saved model's folder)"""
+    has_model: Callable[[str], bool]
+    """(name of the saved model's folder)"""
+    begin_save: Callable[[Path], WaitWritten]
+    """(folder of the recover checkpoint)"""
+    rollout_state: Callable[[], object]
+    driver_state: Callable[[], tuple[float, dict[str, object]]]
+    """() -> (seconds of training so far, what else a recover checkpoint must hold)"""
     recover: RecoverStore | None
     start: RunState
     interrupt_seconds: float = 30.0
@@ -284,11 +277,11 @@ class PeriodicActions:
 
     def after_step(self, step: int, timer: StepTimer) -> None:
         """Evaluate and save the model when due; `step` steps are finished and the generators have its weights."""
-        self.actions.report_step(step)
+        self.report_step(step)
         if self.control.benchmark_steps is not None:
             return
-        if self.actions.evaluations is not None:
-            self._evaluate_if_due(self.actions.evaluations, step, timer)
+        if self.evaluations is not None:
+            self._evaluate_if_due(self.evaluations, step, timer)
         saves = self.control.save_hf_checkpoint
         if self._is_due("save", step) and (
             saves == "always" or (saves == "last" and step == self.schedule.total_steps)
@@ -326,7 +319,7 @@ class PeriodicActions:
 
     def _can_repeat_evaluation(self, step: int) -> bool:
         """Return whether a run that continues from a checkpoint of `step` has the weights again that are evaluated."""
-        evaluations = self.actions.evaluations
+        evaluations = self.evaluations
         return evaluations is None or evaluations.step in (None, step) or step == self.schedule.total_steps
 
     def _evaluate(self, evaluate: Callable[[int], None], step: int) -> None:
@@ -342,11 +335,11 @@ class PeriodicActions:
 
     def _save_missing_model(self) -> None:
         step = self.start.step
-        if self.control.save_hf_checkpoint != "never" and not self.actions.has_model(self._model_name(step)):
+        if self.control.save_hf_checkpoint != "never" and not self.has_model(self._model_name(step)):
             self._save_model(step)
 
     def _save_model(self, step: int) -> None:
-        self.actions.save_model(self._model_name(step))
+        self.save_model(self._model_name(step))
         self._last["save"] = step
 
     def _model_name(self, step: int) -> str:
@@ -355,12 +348,12 @@ class PeriodicActions:
 
     def _checkpoint(self, recover: RecoverStore, step: int) -> None:
         began = time.perf_counter()
-        elapsed, extra = self.actions.driver_state()
+        elapsed, extra = self.driver_state()
         now = time.monotonic()
         timers = {name: due.state_dict(now=now) for name, due in self._timers.items()}
         extra = extra | {"timers": timers, "waits": dict(self._waits)}
         state = RunState(step=step, version=step, elapsed_seconds=elapsed, extra=extra)
-        recover.begin(state, self.actions.rollout_state, self.actions.begin_save, began=began)
+        recover.begin(state, self.rollout_state, self.begin_save, began=began)
         self._last["ckpt"] = step
 
     def _save_now(self) -> None:

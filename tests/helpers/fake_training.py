@@ -36,7 +36,7 @@ from core.monitoring.screen import Screen
 from core.recovery.memory import MemoryLimits
 from core.recovery.recover import RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
-from core.train.periodic import Actions, PeriodicActions
+from core.train.periodic import PeriodicActions
 from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
@@ -274,10 +274,8 @@ def _saving(
     return PeriodicActions(
         schedule=schedule,
         control=ExperimentSaveEvalControl(ckpt_freq_steps=1),
-        actions=Actions(
-            report_step=lambda step: None, evaluations=None, save_model=lambda name: None, has_model=lambda name: True,
-            begin_save=begin_save, rollout_state=lambda: None, driver_state=driver_state,
-        ),
+        report_step=lambda step: None, evaluations=None, save_model=lambda name: None, has_model=lambda name: True,
+        begin_save=begin_save, rollout_state=lambda: None, driver_state=driver_state,
         recover=store,
         start=start,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Steps, epochs and what is due when."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from core.experiments.context import Start, check_ends_later, fit_to_schedule, r
 from core.monitoring.monitor import StepTimer
 from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity
-from core.train.periodic import Actions, DueTimer, Frequency, PeriodicActions, SerialEvaluations, schedule_from_control
+from core.train.periodic import DueTimer, Frequency, PeriodicActions, SerialEvaluations, schedule_from_control
 from rollout.experience import Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)
@@ -115,15 +115,13 @@ def make_periodic(
         control=ExperimentSaveEvalControl(
             eval_freq_steps=3, save_freq_steps=4, save_freq_epochs=None, ckpt_freq_steps=3
         ),
-        actions=Actions(
-            report_step=lambda step: None,
-            evaluations=SerialEvaluations(([] if evaluated is None else evaluated).append),
-            save_model=([] if saved is None else saved).append,
-            has_model=lambda name: True,
-            begin_save=lambda folder: lambda stop: None,
-            rollout_state=lambda: None,
-            driver_state=lambda: (0.0, {"value_norm": {}}),
-        ),
+        report_step=lambda step: None,
+        evaluations=SerialEvaluations(([] if evaluated is None else evaluated).append),
+        save_model=([] if saved is None else saved).append,
+        has_model=lambda name: True,
+        begin_save=lambda folder: lambda stop: None,
+        rollout_state=lambda: None,
+        driver_state=lambda: (0.0, {"value_norm": {}}),
         recover=store,  # type: ignore[arg-type]
         start=store.state,
     )
@@ -158,7 +156,7 @@ def test_an_evaluation_that_waits_for_another_one_is_made_up_for_after_a_restart
     for last in (7, 8):
         periodic = make_periodic(store)
         others = Others()
-        periodic.actions = replace(periodic.actions, evaluations=others)  # type: ignore[arg-type]
+        periodic.evaluations = others  # type: ignore[arg-type]
         for step in range(store.state.step + 1, last + 1):
             others.step = 3 if 4 <= step < 7 else None
             periodic.after_step(step, timer)

@@ -13,7 +13,7 @@ from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
 from core.recovery.recover import RunState
-from core.train.periodic import Actions, PeriodicActions, SerialEvaluations
+from core.train.periodic import PeriodicActions, SerialEvaluations
 from rollout.experience import Schedule
 
 
@@ -36,11 +36,9 @@ class Run:
         self._periodic = PeriodicActions(
             schedule=Schedule(num_prompts=steps, batch_size=1, total_epochs=1),
             control=ExperimentSaveEvalControl(**{"ckpt_freq_secs": None, **control}),
-            actions=Actions(
-                report_step=lambda step: None, save_model=self.models.append, has_model=has_model,
-                evaluations=evaluations,
-                begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
-            ),
+            report_step=lambda step: None, save_model=self.models.append, has_model=has_model,
+            evaluations=evaluations,
+            begin_save=lambda folder: lambda stop: None, rollout_state=lambda: None, driver_state=lambda: (0.0, {}),
             recover=self if recovers else None,  # type: ignore[arg-type]
             start=self.state,
             interrupt_seconds=interrupt_seconds,
