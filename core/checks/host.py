@@ -6,6 +6,7 @@ import importlib.util
 import json
 import netrc
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,11 +22,14 @@ from core.config.parsing.problems import Problem
 from core.placement.allocation import connection_error, joined_cluster, resolve_allocation
 from core.processes.watchdog import unusable_temporary
 from core.runs.paths import RunPaths
+from model_specs.model_folder import stored_parameters
 from rollout.inference.gpus import check_gpus
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import python_path
 
 _ANSWER_SECONDS = 60.0
+_CHECKPOINT_BYTES = 12
+"""Bytes of a parameter in a recover checkpoint, at least: its value and the two moments of Adam."""
 
 
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
@@ -55,8 +59,8 @@ def _has_wandb_key(envs: Mapping[str, str]) -> bool:
 
 
 def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield folders that cannot be written."""
-    paths = RunPaths.of(config)
+    """Yield folders that cannot be written, or a disk without room for one recover checkpoint."""
+    paths, message = RunPaths.of(config), ""
     # Of one problem with the folder that all are in, one message.
     for existing in dict.fromkeys(map(_existing, (paths.logs, paths.checkpoints, paths.recover))):
         try:
@@ -68,6 +72,24 @@ def _fileroot(config: ExperimentConfig) -> Iterator[Problem]:
                 f"{paths.root}: cannot write in {existing}: {error.strerror}; set it to a folder that you may write"
             )
             yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+    if config.recovers and not message and (message := _lack_of_space(config, _existing(paths.recover))):
+        yield Problem(key="external_configs.cluster_config.fileroot", message=message)
+
+
+def _lack_of_space(config: ExperimentConfig, folder: Path) -> str:
+    """Return why one recover checkpoint does not fit, or an empty text."""
+    trained = {use.path for use in config.model_uses if use.key != "ref"}
+    try:
+        needed = sum(stored_parameters(path) for path in trained) * _CHECKPOINT_BYTES
+        free = shutil.disk_usage(folder).free
+    except (OSError, ValueError):
+        return ""  # reported with the recipe
+    if needed <= free:
+        return ""
+    return (
+        f"one recover checkpoint has {needed / 2**30:.1f} GiB or more, {folder} has {free / 2**30:.1f} GiB free; free "
+        "some, set another folder, or write recover_mode=disabled"
+    )
 
 
 def _existing(folder: Path) -> Path:

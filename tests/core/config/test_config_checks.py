@@ -441,6 +441,18 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
         assert "cannot write in" in message
 
 
+def test_a_disk_without_room_for_one_recover_checkpoint_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    weights, large = tmp_path / "model" / "model.safetensors", shutil.disk_usage(tmp_path).free // 10
+    header = json.dumps({"embedding": {"dtype": "F32", "shape": [large], "data_offsets": [0, 4 * large]}}).encode()
+    with weights.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * large)  # a sparse file
+    (message,) = (line for line in problems(path) if "GiB free" in line)
+    assert "cluster_config.fileroot: one recover checkpoint has " in message and "recover_mode=disabled" in message
+    assert not any("GiB free" in line for line in problems(path, "recover_mode=disabled"))
+
+
 def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     logs = RunPaths.for_trial(str(tmp_path / "out"), "small", "one").logs
