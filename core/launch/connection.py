@@ -94,10 +94,10 @@ def join(cluster: JoinedCluster, options: Options) -> None:
     try:
         if cluster.host_and_port is not None and not address.startswith("ray://"):
             _use_token_if_required(cluster)
-        is_client = address.startswith("ray://")  # which cannot send such a configuration
+        own = None if address.startswith("ray://") else OwnPackagesFirst()  # a client cannot send it
         ray.init(
             address=address, log_to_driver=False, namespace=options.namespace, runtime_env=options.runtime_env,
-            logging_level=options.logging_level, **({} if is_client else {"job_config": OwnPackagesFirst()}),
+            logging_level=options.logging_level, job_config=own,  # type: ignore[arg-type]  # as by default
         )  # fmt: skip
     except LaunchError:
         raise

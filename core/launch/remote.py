@@ -45,8 +45,9 @@ def without_unused_processes() -> Iterator[None]:
     not. include_dashboard=False leaves the dashboard's process, which then reports usage statistics only.
     """
     parameter, services = ray._private.parameter, ray._private.services
+    params = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
     replaced = (
-        (parameter, "RayParams", partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)),
+        (parameter, "RayParams", params),
         (services, "start_api_server", lambda *args, **options: (None, None)),
     )
     before = [getattr(module, name) for module, name, _ in replaced]

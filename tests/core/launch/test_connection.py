@@ -66,7 +66,7 @@ def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(
     ray = Ray(monkeypatch, requires=[], has_token=False)
     monkeypatch.setattr(connection, "connection_error", lambda cluster: "")
     join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"), Options())
-    assert ray.joined == ["ray://127.0.0.1:10001"] and "job_config" not in ray.options
+    assert ray.joined == ["ray://127.0.0.1:10001"] and ray.options["job_config"] is None
 
 
 @pytest.mark.parametrize(("requires", "mode"), [([False], None), ([True, False], "token")])
