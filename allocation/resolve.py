@@ -33,7 +33,7 @@ from allocation.layout import (
     generator_layout_for,
 )
 from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster, Layouts
-from config_schema.nearest import did_you_mean
+from config_schema import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -30,13 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import AllocationRow
-from config_schema.nearest import nearest_names
+from config_schema import nearest_names
 from core.checks import run_checks
 from core.checks.header import header
 from core.checks.rules import LoadedConfig, config_warnings, load_config
-from core.config.dialects.hints import hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.migrate import read, system_of
+from core.config.migrate import hint, read, system_of
 from core.config.parsing.problems import ConfigError, Problem, host_section, masked_override
 from core.config.parsing.yaml_tree import Table as Tree
 from core.config.reference import difference_line, help_text, ignored_lines, listing, recorded

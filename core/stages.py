@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config_schema.nearest import nearest_names
+from config_schema import nearest_names
 from core.config.experiments import EXPERIMENTS, PPOMATHConfig
 from core.config.load import apply_overrides, default_trial, tree_of
 from core.config.parsing.problems import ConfigError, Problem

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from config_schema.nearest import did_you_mean
+from config_schema import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from config_schema.section import Section as Section
     from config_schema.section import key as key
     from core.algorithms.base import Algorithm as Algorithm
-    from core.algorithms.build import read_options as read_options
     from core.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from core.config.algorithm import AlgorithmSettings as AlgorithmSettings
     from core.config.parsing.problems import ConfigError as ConfigError
@@ -68,7 +67,6 @@ _HOME = {
     "ConfigError": "core.config.parsing.problems",
     "AlgorithmSettings": "core.config.algorithm",
     **dict.fromkeys(("Section", "key"), "config_schema.section"),
-    "read_options": "core.algorithms.build",
     "ModelOutput": "mcore_adapter.data.batch",
     "RolloutBatch": "core.data.rollout_batch",
     "make_demo_data": "tools.demo.data",

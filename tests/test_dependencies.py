@@ -146,7 +146,7 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
 
 
 ALIASES = {
-    "core/config/dialects/areal_v02.py": ("sglang",),
+    "core/config/areal_v02.py": ("sglang",),
     "core/config/common.py": ("sglang: dict[str, FlagValue]",),
     "core/placement/rules.py": ("config.actor.sglang",),
     "core/planning/scene.py": ("config.actor.sglang",),

@@ -99,14 +99,14 @@ ORDER = {
     "core.config": (
         "parsing presets ppo",
         "migrate",
-        "algorithm dialects runtime",
+        "algorithm areal_v02 runtime",
         "common",
         "ppo_experiment",
         "experiments",
         "load reference",
     ),
     "core.config.parsing": ("problems", "yaml_tree", "values"),
-    "config_schema": ("needs nearest", "section"),
+    "config_schema": ("needs", "section"),
     "core.planning": (
         "gpus lengths virtual_clock",
         "scene",

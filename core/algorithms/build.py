@@ -4,11 +4,9 @@ alone: the checks of a configuration import this file.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from config_schema.nearest import did_you_mean
 from config_schema.section import Section
 from core.config.algorithm import AlgorithmSettings
 from core.config.experiments import PPOMATHConfig
@@ -19,7 +17,6 @@ from rollout.plugins import load_plugin
 if TYPE_CHECKING:
     from core.algorithms.base import Algorithm
 
-T = TypeVar("T")
 POLICY_GRADIENT = "core.algorithms.policy_gradient:PolicyGradient"
 """module:class of all PRESETS; it takes (AlgorithmSettings, options) and has the attributes of base.Algorithm."""
 
@@ -59,18 +56,3 @@ def own_options(name: str, options: Mapping[str, object]) -> Section | None:
     every problem there is."""
     own: type[Section] | None = getattr(load_algorithm(name), "Config", None)
     return None if own is None else bind(own, options, "algorithm.options.")
-
-
-def read_options(section: type[T], options: Mapping[str, object]) -> T:
-    """Return the frozen dataclass `section`, filled with algorithm.options. Raises ValueError for unknown names or
-    types."""
-    known = {field.name: field for field in dataclasses.fields(section)}  # type: ignore[arg-type]
-    for name, value in options.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; options are {', '.join(known) or 'none'}"
-            raise ValueError(f"algorithm.options.{name}: unknown option{hint}")
-        default = known[name].default
-        expected = (int, float) if isinstance(default, float) else (type(default),)
-        if isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, expected):
-            raise ValueError(f"algorithm.options.{name}: must be a {type(default).__name__}, got {value!r}")
-    return section(**options)

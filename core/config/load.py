@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from config_schema.nearest import nearest_names
+from config_schema import nearest_names
 from config_schema.section import (
     Section,
     Violation,
@@ -26,10 +26,10 @@ from config_schema.section import (
     named_section,
     sub_section,
 )
+from core.config.areal_v02 import Translated, translate
 from core.config.common import ModelTrainEvalConfig
-from core.config.dialects.areal_v02 import Translated, translate
-from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
+from core.config.migrate import HINTS, hint
 from core.config.parsing.problems import ConfigError, Problem, broken_bound
 from core.config.parsing.values import CoerceError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml

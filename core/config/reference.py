@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 
 from config_schema.needs import as_yaml
 from config_schema.section import Section, default_of, fields_by_key, named_section, needs_of, sub_section
+from core.config.areal_v02 import PPO_ROWS, RENAMED, ROWS, rows_of
 from core.config.common import CommonExperimentConfig
-from core.config.dialects.areal_v02 import PPO_ROWS, RENAMED, ROWS, rows_of
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.parsing.problems import Problem
 from core.config.presets import PRESETS

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from config_schema.nearest import nearest_names
+from config_schema import nearest_names
 from core.config.common import RunIdentity
 from model_specs.untrusted import UntrustedFileError, read_json_object
 

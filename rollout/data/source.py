@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from config_schema.nearest import did_you_mean
+from config_schema import did_you_mean
 from model_specs.untrusted import parse_json
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from config_schema.nearest import did_you_mean
+from config_schema import did_you_mean
 from model_specs.config import ModelConfig
 from model_specs.hf_config import read_config
 from model_specs.weight_files import check_tensors, stored_tensors

@@ -9,8 +9,8 @@ import pytest
 
 from config_schema.section import Section, all_keys, fields_by_key, sub_section
 from core.checks.rules import load_config
+from core.config.areal_v02 import renamed_of, rows_of
 from core.config.common import ModelFamily
-from core.config.dialects.areal_v02 import renamed_of, rows_of
 from core.config.experiments import EXPERIMENTS
 from core.config.presets import PRESETS
 from core.config.reference import help_text, listing

@@ -7,8 +7,8 @@ import pytest
 
 from config_schema.section import all_keys
 from core.checks.rules import load_config
-from core.config.dialects.hints import HINTS, hint
 from core.config.experiments import EXPERIMENTS
+from core.config.migrate import HINTS, hint
 from core.config.parsing.problems import ConfigError
 from core.quickstart import main
 

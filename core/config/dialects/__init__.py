@@ -1,1 +1,0 @@
-"""Keys of other trainers: what they are called here, or why they have no effect."""
