@@ -437,6 +437,11 @@ class SynchronizerConfig(Section):
         needs=_APART & equals("synchronizer.style", "fixed"),
     )
 
+    @property
+    def on_request(self) -> bool:
+        """True if weights are published when an explore job asks for them."""
+        return self.style == "dynamic_by_explorer"
+
 
 class ServeConfig(Section):
     """What a serve job answers with, in the dialects of OpenAI and Anthropic."""

@@ -169,7 +169,7 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
                 evaluations.look()
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
-                    if config.synchronizer.style == "dynamic_by_explorer" and version is not None:
+                    if config.synchronizer.on_request and version is not None:
                         wanted = config.synchronizer.interval * schedule.batch_size
                         if rollout.call(RolloutActor.has_explored, wanted):
                             folder.request(version)

@@ -92,7 +92,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
             lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.actor.path),
             VersionFolder(config.weights_folder),
             interval=config.synchronizer.interval,
-            on_request=config.synchronizer.style == "dynamic_by_explorer",
+            on_request=config.synchronizer.on_request,
             last_step=schedule.total_steps,
         )
         _train(config, context, trainer, rollout, weights, schedule, facts)

@@ -104,7 +104,7 @@ def _model_flags(settings: BackendSettings, model: ModelConfig) -> dict[str, Fla
     if model.moe is not None and model.moe.shared_intermediate_size:
         flags["disable_shared_experts_fusion"] = True  # else the server holds them as an additional routed expert
     override = dict(FAMILIES[model.model_type].server_keys(model))
-    if settings.config.weight_format != "auto":
+    if settings.config.quantizes:
         for problem in serving_problems(model, settings.tp):
             raise ValueError(f"{settings.name}: {problem}; write generator.weight_format=auto")
         override["quantization_config"] = dict(QUANTIZATION_CONFIG)
@@ -158,7 +158,7 @@ class SGLangServer:
         for key in settings.config.flags:
             if why := decided_elsewhere(key):
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
-        if settings.config.weight_format == "fp8_block" and not settings.gpus:
+        if settings.config.quantizes and not settings.gpus:
             raise ValueError(f"{settings.name}: generator.weight_format=fp8_block needs GPUs; write auto")
         self.settings = settings
         self._process: subprocess.Popen[bytes] | None = None
