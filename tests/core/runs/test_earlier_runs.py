@@ -39,7 +39,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def begins(mode: str, paths: RunPaths) -> bool:
-    return begins_anew(SimpleNamespace(recovers=mode != "disabled", recover_mode=mode), paths)
+    return begins_anew(SimpleNamespace(recovers=mode != "disabled", must_recover=mode == "resume"), paths)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "auto", "resume"])
@@ -100,8 +100,9 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
 
     def start(mode: str) -> Start:
         config = SimpleNamespace(
-            recovers=mode != "disabled", recover_mode=mode, recover_ignore_changes=False, resume_from=None
-        )
+            recovers=mode != "disabled", must_recover=mode == "resume", recover_mode=mode,
+            recover_ignore_changes=False, resume_from=None,
+        )  # fmt: skip
         return find_start(store, config, paths.recover)  # type: ignore[arg-type]
 
     with caplog.at_level(logging.INFO):
@@ -123,10 +124,11 @@ IDENTITY = {"train_bs_n_seqs": 1, "group_size": 1, "n_nodes": 1}
 def start_of(folder: Path, *, resume_from: Path | None = None, ignore_changes: bool = False, **identity: int) -> Start:
     config = SimpleNamespace(
         recovers=True,
+        must_recover=False,
         recover_mode="auto",
         recover_ignore_changes=ignore_changes,
         resume_from=resume_from and str(resume_from),
-        identity=IDENTITY | identity,
+        identity=RunIdentity(**{**IDENTITY, **identity}),
         exp_ctrl=SimpleNamespace(total_train_steps=None),
     )
     return find_start(RecoverStore(folder, config.identity), config, folder)  # type: ignore[arg-type]
