@@ -148,10 +148,7 @@ def test_every_dependency_has_its_reason_in_the_docs() -> None:
 ALIASES = {
     "core/config/areal_v02.py": ("sglang",),
     "core/config/common.py": ("sglang: dict[str, FlagValue]",),
-    "core/placement/rules.py": ("config.actor.sglang",),
-    "core/planning/scene.py": ("config.actor.sglang",),
-    "core/checks/host.py": ("config.actor.sglang",),
-    "core/experiments/workers.py": ("config.actor.sglang",),
+    "core/config/ppo_experiment.py": ("self.actor.sglang",),
 }
 """Keys of the configuration that have the name of a backend: file of core -> what its lines may hold."""
 

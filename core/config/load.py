@@ -30,7 +30,7 @@ from core.config.areal_v02 import Translated, translate
 from core.config.common import ModelTrainEvalConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.migrate import HINTS, hint
-from core.config.parsing.problems import ConfigError, Problem, broken_bound
+from core.config.parsing.problems import ConfigError, Problem, broken_bounds
 from core.config.parsing.values import CoerceError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
 from core.config.presets import PRESETS, plain_name
@@ -141,10 +141,10 @@ def bind(model: type[S], values: Mapping[str, object], prefix: str) -> S:
     try:
         section = model.model_validate(bound)
     except ValidationError as error:
-        for item in error.errors():
-            key = prefix + ".".join(map(str, item["loc"]))
-            if item["type"] != "missing" or key not in binder.sources:  # its value is a problem already
-                problems.append(Problem(key=key, message=broken_bound(item)))
+        for path, is_missing, message in broken_bounds(error):
+            key = prefix + ".".join(path)
+            if not is_missing or key not in binder.sources:  # its value is a problem already
+                problems.append(Problem(key=key, message=message))
     if problems:
         raise ConfigError(problems)
     return section
@@ -344,13 +344,11 @@ def _validate(
         try:
             return model.model_validate(values), problems
         except ValidationError as error:
-            for item in error.errors():
-                path = [str(part) for part in item["loc"]]
-                dotted = ".".join(path)
-                where = _where(sources, dotted) or file
-                if dotted not in sources or item["type"] != "missing":
-                    problems.append(Problem(key=dotted, message=broken_bound(item), where=where))
-                _repair(values, path, item["type"] == "missing")
+            for path, is_missing, message in broken_bounds(error):
+                key = ".".join(path)
+                if not is_missing or key not in sources:
+                    problems.append(Problem(key=key, message=message, where=_where(sources, key) or file))
+                _repair(values, path, is_missing)
     raise AssertionError(f"defaults are valid, yet {problems}")
 
 

@@ -6,33 +6,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
 from rich.table import Table
-from safetensors.torch import load_file
 
 from core.experiments.context import wait_facts
 from core.experiments.workers import make_push, start_generators
 from core.launch.remote import has_ended
 from core.launch.rollout_client import RolloutActor, RolloutClient
+from core.launch.trainer_group import PublishedWeights
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
 from core.train.periodic import DueTimer, Evaluations, Frequency
-from core.weight_sync.calls import Deadline, SenderSettings, SendReport, call_all
 from core.weight_sync.folder import VersionFolder
-from rollout.bucket import FlatBucket
-from rollout.inference.backend import TransportName, WeightEndpoint
+from rollout.inference.backend import TransportName
 from rollout.inference.registry import BACKENDS
 from rollout.inference.versions import Published, Subscription
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.data.stored_batch import Ref
     from core.experiments.context import RunContext
     from core.weight_sync.push import WeightPush
     from rollout.experience.schedule import Schedule
@@ -41,57 +37,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_SECONDS = 0.2
 """Seconds between two looks for a new version."""
-
-
-class PublishedWeights:
-    """Published weights in the place of the trainer's ranks: the Hugging Face folder of one version, which generators
-    load. It implements `core.weight_sync.push.Trainer`."""
-
-    def __init__(self) -> None:
-        self.current: Published | None = None
-        self._servers: Sequence[WeightEndpoint] = ()
-
-    @property
-    def _files(self) -> list[Path]:
-        assert self.current is not None, "follow() claims a version first"
-        return sorted(Path(self.current.where).glob("*.safetensors"))
-
-    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
-        """Return the files as buckets in the object store, and their bytes."""
-        placed, num_bytes = [], 0
-        for file in self._files:  # one at a time in the memory of this process
-            bucket = FlatBucket.of(load_file(file))
-            placed.append(ray.put(bucket))
-            num_bytes += bucket.num_bytes
-        return placed, num_bytes
-
-    def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None:
-        """Send to these servers from now on."""
-        self._servers = servers
-
-    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
-        """Do nothing: the folder is written."""
-
-    def push_send(self, timeout_seconds: float) -> SendReport:
-        """Let every server load the folder. Raises PushError."""
-        assert self.current is not None, "follow() claims a version first"
-        began, where, files = time.perf_counter(), self.current.where, self._files
-        deadline = Deadline(timeout_seconds)
-        loading = call_all(
-            self._servers, lambda server, left: server.load_folder(where, timeout_seconds=left), deadline
-        )
-        deadline.wait(loading, f"reading {where}")
-        num_bytes = sum(file.stat().st_size for file in files)
-        return SendReport(seconds=time.perf_counter() - began, num_bytes=num_bytes, num_buckets=len(files))
-
-    def push_close(self) -> None:
-        """Do nothing: a folder needs no connection."""
-
-    def offload(self, keep: str) -> None:
-        """Do nothing: there is no trainer on the GPUs of the generators."""
-
-    def reload(self) -> None:
-        """Do nothing, as offload()."""
 
 
 def load(model: str, version: int, weights: PublishedWeights, push: WeightPush) -> None:

@@ -1,15 +1,18 @@
-"""The trainer ranks of one parallel layout as the training loop calls them."""
+"""The trainer ranks of one parallel layout as the training loop calls them, and published weights in their place."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, TypeVar
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError
+from safetensors.torch import load_file
 
 from allocation import RoleAllocation
 from core.errors import LaunchError
@@ -17,16 +20,19 @@ from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote, fetch, place
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.metrics import split_memory
+from core.weight_sync.calls import Deadline, SendReport, call_all
+from rollout.bucket import FlatBucket
 from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
-    from core.weight_sync.calls import SenderSettings, SendReport
+    from core.weight_sync.calls import SenderSettings
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint
+    from rollout.inference.versions import Published
 
 logger = logging.getLogger(__name__)
 
@@ -201,3 +207,54 @@ class TrainerGroup:
     def load(self, engine: str, path: str) -> None:
         """Continue from a checkpoint."""
         self._gather(self._send(TrainerRank.load, engine, path), f"load of {engine}", logs_wait=True)
+
+
+class PublishedWeights:
+    """Published weights in the place of the trainer's ranks: the Hugging Face folder of one version, which generators
+    load. It implements `core.weight_sync.push.Trainer`."""
+
+    def __init__(self) -> None:
+        self.current: Published | None = None
+        self._servers: Sequence[WeightEndpoint] = ()
+
+    @property
+    def _files(self) -> list[Path]:
+        assert self.current is not None, "follow() claims a version first"
+        return sorted(Path(self.current.where).glob("*.safetensors"))
+
+    def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
+        """Return the files as buckets in the object store, and their bytes."""
+        placed, num_bytes = [], 0
+        for file in self._files:  # one at a time in the memory of this process
+            bucket = FlatBucket.of(load_file(file))
+            placed.append(ray.put(bucket))
+            num_bytes += bucket.num_bytes
+        return placed, num_bytes
+
+    def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint]) -> None:
+        """Send to these servers from now on."""
+        self._servers = servers
+
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        """Do nothing: the folder is written."""
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        """Let every server load the folder. Raises PushError."""
+        assert self.current is not None, "follow() claims a version first"
+        began, where, files = time.perf_counter(), self.current.where, self._files
+        deadline = Deadline(timeout_seconds)
+        loading = call_all(
+            self._servers, lambda server, left: server.load_folder(where, timeout_seconds=left), deadline
+        )
+        deadline.wait(loading, f"reading {where}")
+        num_bytes = sum(file.stat().st_size for file in files)
+        return SendReport(seconds=time.perf_counter() - began, num_bytes=num_bytes, num_buckets=len(files))
+
+    def push_close(self) -> None:
+        """Do nothing: a folder needs no connection."""
+
+    def offload(self, keep: str) -> None:
+        """Do nothing: there is no trainer on the GPUs of the generators."""
+
+    def reload(self) -> None:
+        """Do nothing, as offload()."""

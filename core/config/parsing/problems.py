@@ -5,10 +5,12 @@ secrets.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pydantic_core import ErrorDetails
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MASK = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE)
@@ -83,8 +85,10 @@ _BOUNDS = {
 }
 
 
-def broken_bound(error: ErrorDetails) -> str:
-    """Return an error of pydantic about one field in the words of a message."""
-    # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
-    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in error.get("ctx", {}).items()}
-    return str(_BOUNDS.get(error["type"], error["msg"]).format(**bounds, input=error["input"]))
+def broken_bounds(error: ValidationError) -> Iterator[tuple[list[str], bool, str]]:
+    """Yield the errors of pydantic about single fields: path, whether the field is missing, and a message."""
+    for item in error.errors():
+        # A bound of a float field is a float, 0.0 where the schema has 0; one of an integer field may have ten digits.
+        bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in item.get("ctx", {}).items()}
+        message = _BOUNDS.get(item["type"], item["msg"]).format(**bounds, input=item["input"])
+        yield [str(part) for part in item["loc"]], item["type"] == "missing", message
