@@ -216,7 +216,7 @@ def _run(number: int, case: Case, devices: str) -> list[dict[str, float]]:
         ]
         try:
             rows = [json.loads(rank.communicate(timeout=_CASE_SECONDS)[0].splitlines()[-1]) for rank in ranks]
-        except (subprocess.TimeoutExpired, IndexError) as error:
+        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:  # a rank that failed printed no row
             print(f"{case} failed: {error}", flush=True)
             return []
         finally:
