@@ -27,8 +27,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     cache = tmp_path_factory.mktemp("cache")
 
     def begin(*words: object, folder: Path | None = None) -> str:
+        """Return the address of a studio that has started; another program may take its port before it does."""
+        lines = (attempt(*words, folder=folder) for _ in range(5))
+        line = next((line for line in lines if line), "")
+        assert line.startswith("studio: "), line
+        return line.split()[1]
+
+    def attempt(*words: object, folder: Path | None) -> str:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind(("", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "tools.studio", *map(str, words), "--port", str(port)]
         process = subprocess.Popen(
@@ -40,9 +47,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         )
         running.append(process)
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("studio: "), line
-        return line.split()[1]
+        return process.stdout.readline()
 
     yield begin
     for process in running:
