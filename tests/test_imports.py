@@ -148,6 +148,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
         "rollout.experience.processors",
+        "core.data.datasets": "rollout.data.tokenizer",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.left_out": "rollout.data.tokenizer",

@@ -26,7 +26,6 @@ from rollout.data.left_out import SAMPLE, evenly_spaced, level_of, sample_text
 from rollout.data.prompts import check_same_stream
 from rollout.data.rows import Preference, PreferenceFields, checksum_of, read_examples, read_preferences
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
-from rollout.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from core.config.experiments import DPOConfig, SFTConfig
@@ -284,6 +283,8 @@ class OpenData(Protocol):
 def opener(config: SFTConfig | DPOConfig) -> OpenData:
     """Return what opens the data sets of a run. Raises DatasetError where the tokenizer or the chat template cannot be
     read."""
+    from rollout.data.tokenizer import load_tokenizer  # imports transformers, which a driver does without
+
     folder, columns = config.model.path, config.dataset.pair_columns
     encoder = Encoder(load_tokenizer(folder), config.prompt.prompt_format(boxed=False), folder=folder)
     load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)

@@ -144,7 +144,7 @@ class StepBatch:
         known |= {name: value[: len(rollout.token_ids)] for name, value in passes.items()}
         known["ages"] = rollout.token_ages(self._version)
         batch = self._with_passes(rollout, passes)
-        state = deepcopy(algorithm.state_dict())
+        state = {} if scoring.saved is None else deepcopy(algorithm.state_dict())
         trained_on, metrics = algorithm.advantages(batch, known)
         check_fields(trained_on, len(rollout.token_ids))
         if scoring.saved is not None:
