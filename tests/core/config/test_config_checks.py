@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from core import quickstart
 from core.checks import run_checks
 from core.checks.rules import load_config
 from core.runs.paths import RunPaths
@@ -466,7 +465,7 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> 
 
 
 def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_gpus(
         tmp_path,
@@ -489,9 +488,11 @@ def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     words = [f"model.path={tmp_path / 'model'}", f"dataset.train_path={tmp_path / 'pairs.jsonl'}", "n_gpus_per_node=2"]
     words += ["allocation_mode=d2m1p1", f"external_configs.cluster_config.fileroot={tmp_path / 'out'}"]
     words += ["experiment_name=x", "trial_name=y"]
+    command = [sys.executable, "-m", "core.quickstart", "sft", "--config", "empty.yaml", "--preflight", *words]
     (tmp_path / "empty.yaml").write_text("{}\n")
-    assert quickstart.main(["sft", "--config", str(tmp_path / "empty.yaml"), "--preflight", *words]) != 0
-    assert "allocation_mode: GPU 1: 91000 of its" in "".join(capsys.readouterr())
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    answer = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert answer.returncode and "allocation_mode: GPU 1: 91000 of its" in answer.stdout + answer.stderr
 
 
 def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
