@@ -70,8 +70,9 @@ def decided_elsewhere(key: str) -> str | None:
 
 
 def is_installed() -> bool:
-    """Return whether this interpreter can import SGLang."""
-    return importlib.util.find_spec("sglang") is not None
+    """Return whether this interpreter can import SGLang. A folder of that name on the path has no origin."""
+    found = importlib.util.find_spec("sglang")
+    return found is not None and found.origin is not None
 
 
 def host_problems(python: str | None, flags: Mapping[str, FlagValue]) -> Iterator[tuple[str, str]]:
