@@ -1,4 +1,4 @@
-"""List runs with their state, step and reward.
+"""List runs with their state, step, and reward or loss.
 
     slipstream runs [FOLDER]
 
@@ -39,7 +39,9 @@ class Listed:
     started: datetime
     step: int
     reward: float | None
-    """Of the last step; the loss for a run without rewards."""
+    """Of the last step, None for a run without rewards."""
+    loss: float | None
+    """Of the last step, None for a run with rewards."""
     logs: Path
 
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no run in {root}/logs; give the fileroot of a run", file=sys.stderr)
         return BAD_INPUT
     width = max(len(run.name) for run in found)
-    print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  logs")
+    print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  {'loss':>8}  logs")
     for run in found:
-        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        values = "  ".join(f"{'-' if value is None else f'{value:.3f}':>8}" for value in (run.reward, run.loss))
         print(
-            f"{run.name:<{width}}  {run.state:<8}  {run.started:%Y-%m-%d %H:%M}  {run.step:>6}  {reward:>8}  {run.logs}"
+            f"{run.name:<{width}}  {run.state:<8}  {run.started:%Y-%m-%d %H:%M}  {run.step:>6}  {values}  {run.logs}"
         )
     return 0
 
@@ -75,7 +77,8 @@ def runs_below(root: Path) -> Iterator[Listed]:
             state=state_of(logs),
             started=datetime.fromtimestamp(starts.stat().st_mtime),
             step=int(last.get("step", 0)),
-            reward=last.get("reward/mean", last.get("loss")),
+            reward=last.get("reward/mean"),
+            loss=None if "reward/mean" in last else last.get("loss"),
             logs=logs,
         )
 

@@ -364,9 +364,9 @@ def _is_close(gold: Any, answer: Any, *, has_decimals: bool) -> bool:
     size = max(abs(gold), abs(answer))
     if abs(gold - answer) <= size * Rational(1, 10**_TOLERANCE_DIGITS):
         return True
-    if not has_decimals:
+    if not has_decimals or gold == 0:  # a small number is not 0
         return False
-    zeros = max(0, -1 - floor(sympy.log(abs(gold), 10))) if 0 < abs(gold) < 1 else 0
+    zeros = max(0, -1 - floor(sympy.log(abs(gold), 10))) if abs(gold) < 1 else 0
     scale = 10 ** (_PLACES + zeros)
     return all(
         floor(part(gold) * scale + Rational(1, 2)) == floor(part(answer) * scale + Rational(1, 2))

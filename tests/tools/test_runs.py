@@ -42,6 +42,15 @@ def test_runs_are_listed_with_state_step_and_reward(tmp_path: Path, capsys: pyte
     }
 
 
+def test_the_loss_of_fine_tuning_stands_under_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_run(tmp_path, "sft", [], complete=True)
+    (made.logs / "metrics.jsonl").write_text('{"step": 3, "loss": 1.5, "time/step": 0.5}\n')
+    assert runs.main([str(tmp_path)]) == 0
+    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    shown = dict(zip(header, [row[0], row[1], " ".join(row[2:4]), *row[4:]], strict=True))
+    assert (shown["step"], shown["reward"], shown["loss"]) == ("3", "-", "1.500")
+
+
 def test_a_folder_without_runs_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs.main([str(tmp_path)]) == watch.main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
