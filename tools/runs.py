@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  {'loss':>8}  logs")
     for run in found:
         values = "  ".join(f"{'-' if value is None else f'{value:.3f}':>8}" for value in (run.reward, run.loss))
-        print(
-            f"{run.name:<{width}}  {run.state:<8}  {run.started:%Y-%m-%d %H:%M}  {run.step:>6}  {values}  {run.logs}"
-        )
+        print(f"{run.name:<{width}}  {run.state:<8}  {run.started:%Y-%m-%d %H:%M}  {run.step:>6}  {values}  {run.logs}")
     return 0
 
 
