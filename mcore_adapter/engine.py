@@ -136,7 +136,7 @@ class MegatronEngine:
     def _fill(self) -> None:
         """Draw the weights, or read them from the Hugging Face folder."""
         loaded = self._loaded
-        if loaded.config.init_from_scratch:
+        if not loaded.config.loads_weights:
             init_from_scratch(self._model, parallel=self._parallel, seed=loaded.seed)
             return
         load_hf_weights(
@@ -144,7 +144,7 @@ class MegatronEngine:
             loaded.path,
             parallel=self._parallel,
             seed=loaded.seed,
-            needs_value_head=not loaded.config.init_critic_from_actor,
+            needs_value_head=loaded.config.needs_value_head,
         )
 
     @property

@@ -54,6 +54,11 @@ class OptimizerConfig(Section):
         needs=_GPUS,
     )
 
+    @property
+    def trains(self) -> bool:
+        """True if there is an optimizer."""
+        return self.type != "empty"
+
 
 class EngineConfig(Section):
     """How a model is initialised, held and trained."""
@@ -109,6 +114,16 @@ class EngineConfig(Section):
         ge=0,
         needs=_TRAINED & EXPERTS & fact("correction biases (DeepSeek-V3)"),
     )
+
+    @property
+    def loads_weights(self) -> bool:
+        """True if training starts from the weights of the folder, not from random ones."""
+        return not self.init_from_scratch
+
+    @property
+    def needs_value_head(self) -> bool:
+        """True if the weights of a critic must end in a value head."""
+        return not self.init_critic_from_actor
 
     @property
     def fp8_recipe(self) -> Fp8Recipe | None:

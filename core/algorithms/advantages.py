@@ -77,7 +77,7 @@ def maximum_likelihood(scores: Tensor, group_ids: Tensor) -> Tensor:
 Baseline = Callable[[Tensor, Tensor, AlgorithmSettings], Tensor]
 
 BASELINES: Mapping[str, Baseline] = {
-    "gae": lambda scores, ids, s: centred(scores, ids) if s.group_adv_norm else scores,
+    "gae": lambda scores, ids, s: centred(scores, ids) if s.compares_groups else scores,
     "returns": lambda scores, ids, s: scores,
     "group": lambda scores, ids, s: centred(scores, ids, std=s.advantage_std),
     "leave_one_out": lambda scores, ids, s: leave_one_out(scores, ids),

@@ -4,7 +4,7 @@ alone: the checks of a configuration import this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from config_schema.section import Section
@@ -45,14 +45,14 @@ def load_algorithm(name: str) -> Callable[[AlgorithmSettings, object], Algorithm
 
 def build_algorithm(config: PPOMATHConfig) -> Algorithm:
     """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
-    options = own_options(config.algorithm_name, config.algorithm.options)
+    options = own_options(config)
     return load_algorithm(config.algorithm_name)(
         algorithm_settings(config), config.algorithm.options if options is None else options
     )
 
 
-def own_options(name: str, options: Mapping[str, object]) -> Section | None:
-    """Return algorithm.options as the `Config` of the algorithm `name`; None where it has none. Raises ConfigError with
-    every problem there is."""
-    own: type[Section] | None = getattr(load_algorithm(name), "Config", None)
-    return None if own is None else bind(own, options, "algorithm.options.")
+def own_options(config: PPOMATHConfig) -> Section | None:
+    """Return algorithm.options as the `Config` of the algorithm; None where it has none. Raises ConfigError with every
+    problem there is."""
+    own: type[Section] | None = getattr(load_algorithm(config.algorithm_name), "Config", None)
+    return None if own is None else bind(own, config.algorithm.options, "algorithm.options.")

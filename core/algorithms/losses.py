@@ -296,7 +296,7 @@ def _regularised(
     if settings.kl_coeff != 0.0:
         estimate = kl_loss(
             terms.logprobs, fields["ref_logprobs"], terms.log_ratio.clamp(max=MAX_LOG_RATIO).exp(),
-            settings.kl_estimator or "k3", settings.kl_gradient,
+            settings.kl_estimator_of_loss, settings.kl_gradient,
         )  # fmt: skip
         kl = (estimate * weights).sum()
         loss = loss + settings.kl_coeff * kl

@@ -180,7 +180,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def _mixes(self) -> bool:
-        return self._settings.demonstration_weight > 0
+        return self._settings.mixes_demonstrations
 
     @property
     def _mu(self) -> float:

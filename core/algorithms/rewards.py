@@ -87,7 +87,7 @@ def token_divergence(fields: Mapping[str, Tensor], settings: AlgorithmSettings) 
     """Estimate the KL divergence of each token, [T]; None where the KL divergence is not part of the reward."""
     if not settings.kl_in_reward:
         return None
-    return kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator or "k1")
+    return kl_estimate(fields["old_logprobs"], fields["ref_logprobs"], settings.kl_estimator_of_reward)
 
 
 def reward_metrics(

@@ -98,7 +98,7 @@ def _check_credit(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterato
 
 
 def _check_demonstrations(config: PPOMATHConfig, settings: AlgorithmSettings) -> Iterator[Problem]:
-    if not settings.demonstration_weight:
+    if not settings.mixes_demonstrations:
         return
     if not config.demonstrations.path:
         preset = PRESETS.get(config.algorithm.name or "")

@@ -35,7 +35,7 @@ _CHECKPOINT_BYTES = 12
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield trackers whose library, an extra, is missing, or whose key is: Weights & Biases would ask for it on the
     terminal."""
-    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.mlflow_uri is not None}
+    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.uses_mlflow}
     keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         if importlib.util.find_spec(name) is None:

@@ -62,7 +62,7 @@ def _models(config: ExperimentConfig) -> Iterator[Problem]:
         try:
             model = read_model_folder(
                 use.path,
-                weights=not use.section.init_from_scratch and not hub.lacks_weights(use.path),
+                weights=use.section.loads_weights and not hub.lacks_weights(use.path),
                 tokenizer=use.tokenizer,
                 value_head=use.value_head,
             )
@@ -255,7 +255,7 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
     replay, processors = config.experience.replay, config.experience.processors
-    if not config.experience.is_durable and not replay.share and not processors:
+    if not config.experience.is_durable and not replay.is_on and not processors:
         return
     from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
     from rollout.experience.processors import load_processors

@@ -95,11 +95,11 @@ class RunFacts:
         control = self._config.exp_ctrl
         if self._config.mode in ("train", "serve"):
             return f"mode={self._config.mode} does not evaluate"
-        evaluates_steps = control.benchmark_steps is None and any(control.eval_frequency)
+        evaluates_steps = not control.is_benchmark and any(control.eval_frequency)
         if control.eval_at_start or evaluates_steps or self._config.mode == "bench":
             return None
         why = "exp_ctrl.eval_freq_*=null: no step is evaluated"
-        if control.benchmark_steps is not None:
+        if control.is_benchmark:
             why = "exp_ctrl.benchmark_steps: benchmarks do not evaluate after steps"
         return f"exp_ctrl.eval_at_start=false, and {why}"
 
@@ -114,7 +114,7 @@ class RunFacts:
 
     def _no_optimizer(self, section: str) -> str | None:
         optimizer = self._config.models[section].optimizer
-        says_so = list(_changed(optimizer, None, "")) == ["type"] and optimizer.type == "empty"
+        says_so = list(_changed(optimizer, None, "")) == ["type"] and not optimizer.trains
         return None if says_so else self._not_trained(section)
 
     def _no_value_head(self, section: str) -> str | None:
@@ -167,7 +167,7 @@ class RunFacts:
         if use.section.gradient_checkpointing == "selective" or model.mla is not None:
             kept.append("the inputs of its attention" if model.mla is None else "the inputs of its latent attention")
         if model.moe is not None:
-            stacked = self._allocation.trainer.on_gpu and not use.section.fp8
+            stacked = self._allocation.trainer.on_gpu and use.section.fp8_recipe is None
             if use.section.gradient_checkpointing == "selective" or not stacked:
                 kept.append("the first products of its experts" + ("" if stacked else ", which are not stacked"))
         return kept
@@ -199,7 +199,7 @@ def unused_keys(config: ExperimentConfig, keys: Set[str] | None = None) -> Itera
     asked = given_keys(config) if keys is None else keys
     sampled, of_algorithm = config.sampling, _keys_of_algorithm(config)
     own = None if sampled is None else sampled.own_algorithm
-    options = None if sampled is None or own is None else own_options(own, sampled.algorithm.options)
+    options = None if sampled is None or own is None else own_options(sampled)
     run = RunFacts(config, options)
     for path, reason in _unused(run, config, asked, ""):
         if own is None or path not in of_algorithm:

@@ -245,6 +245,11 @@ class AlgorithmKeys(Section):
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)
 
+    @property
+    def mixes_demonstrations(self) -> bool:
+        """True if steps train on demonstrations beside rollouts."""
+        return self.demonstration_weight > 0
+
 
 class _AlgorithmChoice(Section):
     """The keys of `algorithm` that no algorithm reads: they decide which one there is."""
@@ -285,6 +290,16 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
     correction: Correction = "bypass"
     group_adv_norm: bool = False
     max_new_tokens: int = 1
+
+    @property
+    def kl_estimator_of_loss(self) -> KLEstimator:
+        """kl_estimator with its default in the loss."""
+        return self.kl_estimator or "k3"
+
+    @property
+    def kl_estimator_of_reward(self) -> KLEstimator:
+        """kl_estimator with its default in the reward."""
+        return self.kl_estimator or "k1"
 
     @property
     def num_updates(self) -> int:

@@ -15,7 +15,6 @@ from pydantic import field_validator
 
 from config_schema.needs import equals, fact, given
 from config_schema.section import Section, Violation, key, section
-from core.config.parsing.problems import masked_urls
 from core.config.ppo import PromptConfig
 from core.config.runtime import (
     RECOVERS,
@@ -88,7 +87,7 @@ class ModelUse:
     def value_head(self) -> bool | None:
         """Whether the weights at `path` must end in a value head; None: a critic starts from either."""
         if self.key == "critic":
-            return None if self.section.init_critic_from_actor else True
+            return True if self.section.needs_value_head else None
         return False
 
 
@@ -115,6 +114,11 @@ class GenerationRoleConfig(Section):
         "Parallel layout of device_mapping, such as d4m2p1. null: all data parallel",
         needs=given(".device_mapping"),
     )
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if device_mapping places the role, not allocation_mode."""
+        return self.device_mapping is not None
 
 
 class MFCConfig(GenerationRoleConfig):
@@ -239,13 +243,12 @@ class CommonExperimentConfig(Section):
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
         writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench", "serve")
-        return writes and self.exp_ctrl.benchmark_steps is None
+        return writes and not self.exp_ctrl.is_benchmark
 
     def masked(self) -> Self:
         """Return the same, to be printed or uploaded: without secrets."""
-        uri = self.monitor.mlflow_uri
-        monitor = self.monitor.model_copy(update={"mlflow_uri": uri and masked_urls(uri)})
-        return self.model_copy(update={"external_configs": self.external_configs.masked(), "monitor": monitor})
+        masked = {"external_configs": self.external_configs.masked(), "monitor": self.monitor.masked()}
+        return self.model_copy(update=masked)
 
 
 def too_small_microbatches(roles: Mapping[str, MFCConfig], longest: int, parts: Sequence[str]) -> Iterator[Violation]:
@@ -272,7 +275,7 @@ def untrained_model(name: str, model: ModelTrainEvalConfig) -> Iterator[Violatio
         yield Violation((f"{name}.path",), "required: the Hugging Face folder of the model to train")
     if model.type.is_critic:
         yield Violation((f"{name}.type.is_critic",), f"{name} is a language model; only the critic has a value head")
-    if model.optimizer.type == "empty":
+    if not model.optimizer.trains:
         yield Violation((f"{name}.optimizer.type",), f"{name} is trained; write adam")
 
 

@@ -146,7 +146,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def data_sources(self) -> tuple[tuple[str, DataSource], ...]:
         """(key, data set) of every data set of the run."""
         data = self.dataset
-        train, valid = ("dataset.train_path", data.source(data.train_path)), data.valid_source
+        train, valid = ("dataset.train_path", data.train_source), data.valid_source
         return (train,) if valid is None else (train, ("dataset.valid_path", valid))
 
     @property

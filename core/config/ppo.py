@@ -149,6 +149,11 @@ class PromptAnswerDatasetConfig(DataSection):
     valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs=_VALIDATES)
 
     @property
+    def train_source(self) -> DataSource:
+        """The training set."""
+        return self.source(self.train_path)
+
+    @property
     def valid_source(self) -> DataSource | None:
         """The validation set."""
         return self.held_out(self.valid_path, self.valid_split)
@@ -173,6 +178,11 @@ class PreferenceDatasetConfig(PlaceSection):
     )
     train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs=_VALIDATES)
+
+    @property
+    def train_source(self) -> DataSource:
+        """The training set."""
+        return self.source(self.train_path)
 
     @property
     def valid_source(self) -> DataSource | None:

@@ -136,7 +136,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         yield from reference_with_values(self.ref)
         yield from self._critic_rules() if self.uses_critic else ()
         yield from self._store_rules()
-        yield from self._replay_rules() if self.experience.replay.share else ()
+        yield from self._replay_rules() if self.experience.replay.is_on else ()
 
     def _data_rules(self) -> Iterator[Violation]:
         if self.dataset.path and self.task_sets:
@@ -259,7 +259,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 "required with a critic: the folder of a value model; or initialize it from the actor with "
                 "critic.init_critic_from_actor=true; or train without one with ppo.disable_value=true",
             )
-        if self.critic.optimizer.type == "empty":
+        if not self.critic.optimizer.trains:
             yield Violation(("critic.optimizer.type",), "the critic is trained; write adam, or ppo.disable_value=true")
 
     def warnings(self) -> Iterator[str]:
@@ -538,7 +538,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def demonstrations_per_step(self) -> int:
         """Demonstrations of a step, beside its completions."""
-        if not self.algorithm.demonstration_weight or not self.demonstrations.path:
+        if not self.algorithm.mixes_demonstrations or not self.demonstrations.path:
             return 0
         share = self.demonstrations.share
         return max(1, round(share / (1.0 - share) * self.batch_size * self.group_size))

@@ -51,7 +51,7 @@ def listing(config: ExperimentConfig) -> str:
 def recorded(config: ExperimentConfig) -> dict[str, object]:
     """Return every key with its value, without secrets, so that it loads again as a configuration file."""
     tree: dict[str, object] = config.masked().model_dump(mode="json", by_alias=True)
-    if any(section.device_mapping is not None for section in config.placed_roles.values()):
+    if any(section.is_mapped for section in config.placed_roles.values()):
         tree["allocation_mode"] = "manual"  # the roles' own mappings decide
     return tree
 

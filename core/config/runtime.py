@@ -5,7 +5,7 @@ what jobs of other modes than `both` share and do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
@@ -102,6 +102,11 @@ class ExperimentSaveEvalControl(Section):
         return self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs
 
     @property
+    def is_benchmark(self) -> bool:
+        """True if the run only measures: it writes no recover checkpoints and evaluates after no step."""
+        return self.benchmark_steps is not None
+
+    @property
     def steps_limit(self) -> int | None:
         """Steps after which the run ends before its epochs do. None: no such limit."""
         limits = [n for n in (self.total_train_steps, self.benchmark_steps) if n is not None]
@@ -138,6 +143,21 @@ class WorkflowConfig(Section):
         0.1, "End the run when more than this share of the last 100 prompts was skipped", ge=0, le=1,
         needs=equals("workflow.on_error", "skip"),
     )  # fmt: skip
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The workflow of rows, then those of tasks."""
+        return self.type, *self.by_task.values()
+
+    def replaced_by(self, type: str) -> Self:
+        """Return the workflow `type` for every task, with the options of this one where it is of that type."""
+        options = self.options if type == self.type else {}
+        return self.model_copy(update={"type": type, "by_task": {}, "options": options})
+
+    def identity(self) -> dict[str, object]:
+        """Return what decides the answers, for the record of an evaluation."""
+        given = {"workflow_options": dict(self.options), "workflow_by_task": dict(self.by_task)}
+        return {"workflow": self.type, **{name: value for name, value in given.items() if value}}
 
 
 class Judged(NamedTuple):
@@ -308,6 +328,15 @@ class MonitorConfig(Section):
         "weight updates and microbatches",
     )
 
+    @property
+    def uses_mlflow(self) -> bool:
+        """True if metrics go to MLflow."""
+        return self.mlflow_uri is not None
+
+    def masked(self) -> Self:
+        """Return the same without the password of an address."""
+        return self.model_copy(update={"mlflow_uri": self.mlflow_uri and masked_urls(self.mlflow_uri)})
+
 
 class ClusterConfig(Section):
     """Where output goes."""
@@ -365,6 +394,11 @@ class ReplayConfig(Section):
         ge=1,
         needs=_REPLAYS,
     )
+
+    @property
+    def is_on(self) -> bool:
+        """True if steps train on episodes again."""
+        return self.share > 0
 
 
 class ExperienceConfig(Section):

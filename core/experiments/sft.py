@@ -217,7 +217,7 @@ def run_offline(
 def _open_data(config: SFTConfig | DPOConfig) -> tuple[Rows, Rows | None]:
     """Read the training set, and the validation set if there is one."""
     data, open_one = config.dataset, opener(config)
-    train = open_one(data.source(data.train_path))
+    train = open_one(data.train_source)
     return train, open_one(data.valid_source) if data.valid_source else None
 
 

@@ -164,7 +164,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
         dtype=config.generator_dtype(on_gpu=allocation.trainer.on_gpu),
         device=allocation.generator.device,
         colocated=allocation.shares_gpus,
-        load_weights=not config.actor.init_from_scratch and "local" not in backend.capabilities.transports,
+        load_weights=config.actor.loads_weights and "local" not in backend.capabilities.transports,
         reports_experts=config.actor.moe_routing_replay,
         startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )

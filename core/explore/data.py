@@ -108,7 +108,7 @@ class RunData:
 
     def _replay(self) -> Replay | None:
         config, given = self._config, self._config.experience.replay
-        if not given.share:
+        if not given.is_on:
             return None
         return Replay(
             share=given.share,

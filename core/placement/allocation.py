@@ -161,7 +161,7 @@ def _on_devices(config: ExperimentConfig, allocation: Allocation, default: _Defa
 
 
 def _placed(config: ExperimentConfig, *, checks: Checks | None, default_backend: Callable[[], Backend]) -> Allocation:
-    mapped = {role: s for role, s in config.placed_roles.items() if s.device_mapping is not None}
+    mapped = {role: s for role, s in config.placed_roles.items() if s.is_mapped}
     if not mapped:
         return parse(
             config.allocation_mode,

@@ -128,7 +128,7 @@ def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
         a, b = allocation.roles[train], allocation.roles[inference]
         if inference not in config.roles or (a.layout, a.slots) == (b.layout, b.slots):
             continue
-        by_mapping = config.roles[inference].device_mapping is not None
+        by_mapping = config.roles[inference].is_mapped
         yield Violation(
             (f"{inference}.device_mapping" if by_mapping else "allocation_mode", "n_nodes", "n_gpus_per_node"),
             f"{inference} has {b.layout} on {b.row().placement}, {train} has {a.layout} on {a.row().placement}: both "

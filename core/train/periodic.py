@@ -278,7 +278,7 @@ class PeriodicActions:
     def after_step(self, step: int, timer: StepTimer) -> None:
         """Evaluate and save the model when due; `step` steps are finished and the generators have its weights."""
         self.report_step(step)
-        if self.control.benchmark_steps is not None:
+        if self.control.is_benchmark:
             return
         if self.evaluations is not None:
             self._evaluate_if_due(self.evaluations, step, timer)
@@ -293,7 +293,7 @@ class PeriodicActions:
         """Begin a recover checkpoint when due; the step's metrics are written. Raises the error of the last one, if it
         failed."""
         self._finished = step
-        if self.control.benchmark_steps is not None or self.recover is None:
+        if self.control.is_benchmark or self.recover is None:
             return
         self.recover.raise_if_failed()
         self._waits["ckpt"] |= self._is_due("ckpt", step)
@@ -359,7 +359,7 @@ class PeriodicActions:
     def _save_now(self) -> None:
         """Save what the last finished step has not saved: the checkpoint is written beside the model."""
         step = self._finished
-        if self.control.benchmark_steps is not None:
+        if self.control.is_benchmark:
             return
         if self.recover is not None and self._last["ckpt"] < step:
             self._waits["eval"] |= not self._can_repeat_evaluation(step)

@@ -248,7 +248,7 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, object]:
     """Return what determines the answers beside the model, for the file beside them. The number of questions and
     samples may change."""
     questions = {b.name: _hash([(r.query_id, r.prompt, r.solutions) for r in b.rows]) for b in settings.benchmarks}
-    sampling, workflow = settings.sampling, settings.judging.workflow
+    sampling = settings.sampling
     return {
         "max_gen_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -256,9 +256,7 @@ def _identity(settings: EvalSettings, encoder: Encoder) -> dict[str, object]:
         "seed": settings.seed,
         "prompt_format": asdict(settings.judging.prompt_format),
         "chat_template_hash": encoder.chat_template and _hash(encoder.chat_template),
-        "workflow": workflow.type,
-        **({"workflow_options": dict(workflow.options)} if workflow.options else {}),
-        **({"workflow_by_task": dict(workflow.by_task)} if workflow.by_task else {}),
+        **settings.judging.workflow.identity(),
         "reward": settings.judging.reward,
         "right_at": settings.judging.right_at,
         "dtype": settings.generator.dtype,

@@ -145,7 +145,7 @@ def judging_from(given: argparse.Namespace) -> Judging:
     if given.max_gen_tokens is not None:
         judging = replace(judging, max_new_tokens=given.max_gen_tokens)
     if given.workflow is not None:
-        judging = replace(judging, workflow=_other_workflow(judging.workflow, given.workflow))
+        judging = replace(judging, workflow=judging.workflow.replaced_by(given.workflow))
     changes = {"template": given.prompt_template, "system": given.system, "instruction": given.instruction}
     changed = {key: value for key, value in changes.items() if value is not None}
     judging = replace(judging, prompt_format=replace(judging.prompt_format, **changed))
@@ -154,7 +154,7 @@ def judging_from(given: argparse.Namespace) -> Judging:
         raise EvalError(f"--prompt_template {template!r} has no {{prompt}}; write it where the question belongs")
     with _way_out("reward", judging.reward, given, file):
         check_reward(judging.reward)
-    for workflow in (judging.workflow.type, *judging.workflow.by_task.values()):
+    for workflow in judging.workflow.types:
         with _way_out("workflow", workflow, given, file):
             check_workflow(workflow)
     try:
@@ -162,13 +162,6 @@ def judging_from(given: argparse.Namespace) -> Judging:
     except ConfigError as error:
         raise EvalError(str(error)) from error
     return judging
-
-
-def _other_workflow(of_run: WorkflowConfig, type: str) -> WorkflowConfig:
-    """Return the workflow of the command line: for every task, with the options of the run where it is that of the
-    run."""
-    options = of_run.options if type == of_run.type else {}
-    return of_run.model_copy(update={"type": type, "by_task": {}, "options": options})
 
 
 @contextmanager
