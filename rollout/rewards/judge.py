@@ -2,7 +2,7 @@
 
     grade = slipstream.Judge("http://127.0.0.1:8000/v1", "judge", cache="runs/judge.db", max_calls=100_000)
 
-in a module of the user is a reward function: reward.function=my_rewards:grade. Standard library only.
+in a module of the user is a reward function: reward.function=my_rewards:grade.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import urllib.error
 import urllib.request
 import uuid
 from contextlib import closing
+from http.client import HTTPException
 from pathlib import Path
 
+from model_specs.untrusted import parse_json
 from rollout.types import Prompt
 
 INSTRUCTION = """Judge an answer to a question.
@@ -33,6 +35,7 @@ Answer to judge:
 Give points from 0 (wrong) to 10 (right and complete). End with a line "Points: N"."""
 _POINTS = re.compile(r"Points:\s*\**\s*(\d+(?:\.\d+)?)")
 _MOST_POINTS = 10.0
+_MAX_REPLY_BYTES = 10_000_000
 _SCHEMA = "CREATE TABLE IF NOT EXISTS judged (key TEXT PRIMARY KEY, points REAL, tokens INTEGER, cost REAL)"
 
 
@@ -123,12 +126,12 @@ class Judge:
         request = urllib.request.Request(f"{self._url}/chat/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:
-                reply = json.load(response)
+                reply = parse_json(response.read(_MAX_REPLY_BYTES))
             text = str(reply["choices"][0]["message"]["content"] or "")
             return text, int((reply.get("usage") or {}).get("total_tokens", 0))
         except urllib.error.HTTPError as error:
             raise JudgeError(f"{self._url}: {error.code} {error.read(300).decode(errors='replace')}") from error
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             raise JudgeError(f"{self._url}: {error!r}") from error
 
 

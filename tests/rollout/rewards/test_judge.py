@@ -27,6 +27,8 @@ class Server(ThreadingHTTPServer):
     """A judge: right answers have 10 points; others what they ask for."""
 
     seen: list[dict[str, Any]]
+    damaged = b""
+    """Sent in place of a reply."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         reply = {"choices": [{"message": {"content": text}}], "usage": {"total_tokens": 100}}
         self.send_response(503 if answer == "down" else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
+        self.wfile.write(server.damaged or json.dumps(reply).encode())
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -96,6 +98,23 @@ def test_replies_without_points_count_towards_the_limit(server: Server, tmp_path
 def test_a_judge_that_fails_is_named(server: Server, text: str, said: str) -> None:
     with pytest.raises(JudgeError, match=said):
         judge(server)(PROMPT, text)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b"7",
+        b'{"choices": {}}',
+        b'{"choices": [{"message": "Points: 7"}]}',
+        b'{"choices": [{"message": {"content": "Points: 7"}}], "usage": [3]}',
+    ],
+)
+def test_a_reply_of_another_form_is_an_error_of_the_judge(server: Server, damaged: bytes) -> None:
+    server.damaged = damaged
+    with pytest.raises(JudgeError, match="/v1: "):
+        judge(server)(PROMPT, "4")
 
 
 def test_a_judge_is_a_reward_function_of_a_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
