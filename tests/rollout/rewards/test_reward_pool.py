@@ -25,8 +25,6 @@ from pathlib import Path
 from rollout.rewards.math import UnparsableAnswerError
 
 def score(prompt, text):
-    if text == "hang":
-        while True: pass
     if text == "hang in C":
         return sum(range(10**13))
     if text == "hang and resist":
@@ -98,8 +96,6 @@ def with_pool(body: Callable[[RewardPool], Awaitable[None]], reward: str, **sett
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
-        ("hang", "timeout"),
-        ("hang in C", "timeout"),
         ("hang and resist", "timeout"),
         ("allocate at once", "memory"),
         ("recurse", "error"),
@@ -205,6 +201,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(evil: str, tmp_
 
     async def body(pool: RewardPool) -> None:
         assert await pool.score(make_prompt(), f"child {file} {then}") == (4.0 if then == "four" else -1.0)
+        assert pool.stats()["reward/num_timeout"] == (then == "hang in C")
         child = int(file.read_text())
         if then == "four":
             assert is_alive(child)
