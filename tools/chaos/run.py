@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = "environment"
 """The one target from whose end a run continues without a checkpoint."""
 TARGETS = {
-    "trainer rank": "ray::TrainerRank",
-    "generator": "ray::GeneratorActor",
-    "producer": "ray::RolloutActor",
-    "raylet": "raylet",
-    ENVIRONMENT: "rollout.environments.worker",
+    "trainer rank": ("ray::TrainerRank",),
+    "generator": ("ray::GeneratorActor",),
+    "producer": ("ray::RolloutActor", "ray::BatchActor"),
+    "raylet": ("raylet",),
+    ENVIRONMENT: ("rollout.environments.worker",),
 }
-"""Processes that can be killed, apart from the command and its driver: name, and what the command line begins with."""
+"""Processes that can be killed, apart from the command and its driver: name, and what the command line begins with.
+BatchActor: in a train job."""
 _OF_FILES = ("sft", "dpo")
 """Experiments without generators."""
 _MARK = "SLIPSTREAM_CHAOS"
