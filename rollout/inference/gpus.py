@@ -45,6 +45,8 @@ class Gpu:
     name: str
     used_mib: int
     total_mib: int
+    use: float | None = None
+    """Share of the last sample period in which a kernel ran. None: the driver does not report it."""
     users: tuple[GpuUser, ...]
 
 
@@ -92,15 +94,20 @@ def query_gpus(nvidia_smi: str = "nvidia-smi") -> list[Gpu]:
 
 def _query_all(nvidia_smi: str) -> list[tuple[Gpu, str]]:
     """Return every GPU of this node with its UUID."""
-    cards = _query(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total")
+    cards = _query(nvidia_smi, "--query-gpu=index,uuid,name,memory.used,memory.total,utilization.gpu")
     users: dict[str, list[GpuUser]] = {uuid: [] for _, uuid, *_ in cards}
     for uuid, pid, name, mib in _query(nvidia_smi, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"):
         if uuid in users and pid.isdigit():
             users[uuid].append(GpuUser(pid=int(pid), name=name, mib=_mib(mib)))
-    return [
-        (Gpu(index=int(index), name=name, used_mib=_mib(used), total_mib=_mib(total), users=tuple(users[uuid])), uuid)
-        for index, uuid, name, used, total in cards
-    ]
+    found = []
+    for index, uuid, name, used, total, *use in cards:
+        sizes = {"used_mib": _mib(used), "total_mib": _mib(total)}
+        found.append((Gpu(index=int(index), name=name, use=_share(*use), users=tuple(users[uuid]), **sizes), uuid))
+    return found
+
+
+def _share(percent: str = "") -> float | None:
+    return int(percent) / 100 if percent.isdigit() else None  # [N/A] for a GPU in MIG mode
 
 
 def _mib(text: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from core.monitoring.logs import DRIVER_LOG
 from core.processes.stacks import FOLDER as STACKS_FOLDER
 from core.processes.stacks import collect_stacks
 from core.runs.paths import QUESTIONS
-from rollout.inference.gpus import query_gpus
+from rollout.inference.gpus import Gpu, query_gpus
 from tools.studio.folders import NotFound, Run, tail
 from tracing import FOLDER as SPANS_FOLDER
 
@@ -29,13 +30,14 @@ _ANSWER_SECONDS = 300
 
 
 def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the processes that have left a file, and the logs."""
+    """Return the processes that have left a file, the GPUs of this host while one of them runs here, and the logs."""
     here = socket.gethostname()
-    on_gpus: dict[int, int] = {}
+    gpus: list[Gpu] = []
     with suppress(OSError, ValueError, RuntimeError):
-        for gpu in query_gpus():
-            for user in gpu.users:
-                on_gpus[user.pid] = on_gpus.get(user.pid, 0) + user.mib
+        gpus = query_gpus()
+    on_gpus: Counter[int] = Counter()
+    for user in (user for gpu in gpus for user in gpu.users):
+        on_gpus[user.pid] += user.mib
     found = []
     for file in run.files(f"{STACKS_FOLDER}/*.txt"):
         with suppress(OSError, ValueError, KeyError):
@@ -54,7 +56,22 @@ def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
                     "log": _log_of(run, file.stem),
                 }
             )
-    return {"processes": found, "logs": [path.name for path in run.files("*.log")]}
+    are_here = any(one["gib"] is not None for one in found)
+    return {
+        "processes": found,
+        "gpus": [_card(gpu) for gpu in gpus] if are_here else [],
+        "logs": [path.name for path in run.files("*.log")],
+    }
+
+
+def _card(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "name": gpu.name,
+        "use": gpu.use,
+        "gib": gpu.used_mib / 1024,
+        "of_gib": gpu.total_mib / 1024,
+    }
 
 
 def _alive(who: Mapping[str, Any]) -> psutil.Process | None:

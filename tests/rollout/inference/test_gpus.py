@@ -101,7 +101,7 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
         textwrap.dedent("""\
             #!/bin/sh
             case "$1" in
-              *query-gpu*) echo "0, GPU-aa, NVIDIA H, 30000, 141000"; echo "1, GPU-bb, NVIDIA H, 4, 141000";;
+              *query-gpu*) echo "0, GPU-aa, NVIDIA H, 30000, 141000, 93"; echo "1, GPU-bb, NVIDIA H, 4, 141000, [N/A]";;
               *) echo "GPU-aa, 77, python3, 29000"; echo "GPU-aa, 78, [Not Found], [N/A]";;
             esac
             """)
@@ -110,6 +110,7 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
     first, second = query_gpus(str(script))
     assert (first.used_mib, first.users) == (30_000, (CARD.users[0], GpuUser(pid=78, name="[Not Found]", mib=0)))
     assert (second.index, second.name, second.users) == (1, "NVIDIA H", ())
+    assert (first.use, second.use) == (0.93, None)
     assert query_gpus(str(tmp_path / "absent")) == []
 
 

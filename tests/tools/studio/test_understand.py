@@ -81,6 +81,33 @@ def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> 
     assert states == {"driver": ("running", True), "rollout": ("ended", False)}
 
 
+def test_gpus_are_shown_with_their_use_while_a_process_of_the_run_is_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = run_of(tmp_path)
+    (run.logs / "stacks").mkdir()
+    me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "host": os.uname().nodename}
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    card = "0, GPU-aa, NVIDIA H, 2048, 81920"
+    shown = (
+        f'case "$1" in *query-gpu*utilization.gpu*) echo "{card}, 93";; *) echo "GPU-aa, {os.getpid()}, x, 1024";; esac'
+    )
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    for output, who, cards in (
+        (shown, me, [{"index": 0, "name": "NVIDIA H", "use": 0.93, "gib": 2.0, "of_gib": 80.0}]),
+        (shown, me | {"host": "elsewhere"}, []),
+        (shown, me | {"started": 0.0}, []),
+        ("exit 9", me, []),
+    ):
+        script.write_text(f"#!/bin/sh\n{output}\n")
+        script.chmod(0o755)
+        (run.logs / "stacks" / "driver.txt").write_text(json.dumps(who) + "\n")
+        found = processes(run, {})
+        assert found["gpus"] == cards, (output, who)
+        assert found["processes"][0]["gpu_gib"] == (1.0 if cards else None)
+
+
 def test_two_steps_stand_side_by_side_by_prompt_and_answer(tmp_path: Path) -> None:
     make_run(tmp_path, "sums/one", steps=6, answer=lambda step, index: f"{step}/{index}")
     make_run(tmp_path, "sums/two", steps=3)

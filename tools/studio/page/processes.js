@@ -4,8 +4,9 @@ import { api, choice, duration, every, figure, h, later, message, table } from "
 
 export async function processesPage({ content, run, alive, studio }) {
   const list = h("div", {});
+  const cards = h("div", {});
   const stacks = h("pre", { class: "text log", hidden: true });
-  content.append(h("div", { class: "bar" }, h("h1", {}, "Processes")), list, stacks);
+  content.append(h("div", { class: "bar" }, h("h1", {}, "Processes")), list, cards, stacks);
   const columns = [
     { title: "process", cell: (one) => one.name },
     { title: "host", cell: (one) => one.host },
@@ -18,10 +19,16 @@ export async function processesPage({ content, run, alive, studio }) {
       one.log ? h("button", { type: "button", class: "quiet", onclick: () => pick(one.log) }, "log") : null,
       studio.may_run && one.state !== "ended" ? h("button", { type: "button", class: "quiet", onclick: () => ask(one.name) }, "stacks") : null) },
   ];
+  const ofCards = [
+    { title: "GPU", cell: (one) => `${one.index} · ${one.name}` },
+    { title: "GPU use", align: "right", cell: (one) => one.use === null ? "–" : `${figure(100 * one.use)} %` },
+    { title: "memory", align: "right", cell: (one) => `${figure(one.gib)} of ${figure(one.of_gib)} GiB` },
+  ];
   const refresh = async () => {
     const answer = await api(`run/${run.id}/processes`);
     if (!alive()) return answer;
     list.replaceChildren(answer.processes.length ? table(columns, answer.processes) : message("No process has left a file: the run is of another release, or has not begun."));
+    cards.replaceChildren(...(answer.gpus.length ? [table(ofCards, answer.gpus)] : []));
     return answer;
   };
   async function ask(name) {
