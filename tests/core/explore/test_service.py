@@ -44,6 +44,7 @@ def config_of(
     max_staleness: int = 0,
     on_error: OnError = "skip",
     sets: dict[str, dict[str, Any]] | None = None,
+    replay: float = 0.0,
 ) -> PPOMATHConfig:
     return PPOMATHConfig.model_validate({
         "experiment_name": "service", "trial_name": "one",
@@ -55,6 +56,7 @@ def config_of(
         "staleness": {"max_staleness": max_staleness},
         "workflow": {"type": workflow, "on_error": on_error},
         "samples": {"share": samples},
+        "experience": {"replay": {"share": replay, "max_age": 2}} if replay else {},
         "reward": {"function": reward, "right_at": 0.2, "num_workers": 1},
         "generator": {"max_running": 3, "patience_seconds": 0.0},
     })  # fmt: skip
@@ -391,3 +393,39 @@ def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: 
             await made.close()
 
     asyncio.run(main())
+
+
+class Ranking(SingleTurnMathWorkflow):
+    """Rewards the answers of a group with their numbers: a group without spread is not replayed."""
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        group = await super().run(prompt, generator)
+        return [replace(t, reward=float(i)) for i, t in enumerate(group)]
+
+
+def test_answers_that_a_step_replays_are_not_written_as_samples_once_more(assets, tmp_path: Path) -> None:
+    async def main() -> list[RolloutBatch]:
+        generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
+        workflow = f"{__name__}:Ranking"
+        made = service(
+            assets, generator, [], workflow=workflow, samples=1.0, logs=tmp_path, max_staleness=1, replay=0.5
+        )
+        batches = []
+        try:
+            await made.start()
+            await made.begin(0, None, ignore_changes=False)
+            for step in range(2):
+                batch, _ = await made.lease(step)
+                batches.append(batch)
+                await made.write_samples()
+                await made.set_version(step + 1)
+            await made.state_dict()
+            return batches
+        finally:
+            await made.close()
+
+    first, second = asyncio.run(main())
+    assert set(first.episodes) < set(second.episodes), "the second step replays the first one"
+    new = [id for id in second.episodes if id not in first.episodes]
+    written = [(sample.step, sample.episode, sample.index) for sample in read_samples(tmp_path)]
+    assert written == [(step, id, i) for step, ids in ((1, first.episodes), (2, new)) for id in ids for i in range(2)]
