@@ -36,7 +36,8 @@ from mcore_adapter.models.router import Balance, finish_update, forget_counts
 from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import EngineModel
-from model_specs.hf_config import ModelConfig, read_config
+from model_specs.config import ModelConfig
+from model_specs.families import read_config
 from tracing import span
 
 T = TypeVar("T")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
+from model_specs.config import ModelConfig
+from model_specs.families import read_config
 from model_specs.hub import HubError, model_folder
-from model_specs.untrusted import UntrustedFileError, open_regular, read_json_object
+from model_specs.untrusted import ModelConfigError, UntrustedFileError, open_regular, read_json_object
 from model_specs.weight_files import WeightsError, check_tensors, stored_tensors
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

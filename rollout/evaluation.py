@@ -21,7 +21,6 @@ from rollout.data.encoder import Tokenizer
 from rollout.rewards.math import WRONG, extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
 from rollout.time_limit import not_counted, within
-from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import (
     Completion,
     FinishReason,
@@ -32,7 +31,7 @@ from rollout.types import (
     Workflow,
     lowest_right,
 )
-from rollout.workflow_calls import outcome_of
+from rollout.workflow_calls import GroupLimits, check_group, outcome_of
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from rollout.experience.processors import Processor, is_dropped, make_episode
 from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
 from rollout.time_limit import within
-from rollout.trajectory_checks import CUT_TOKENS, GroupLimits, check_group, check_sampled
 from rollout.types import Prompt, ReportingSampler, Workflow
-from rollout.workflow_calls import as_failure, outcome_of
+from rollout.workflow_calls import CUT_TOKENS, GroupLimits, as_failure, check_group, check_sampled, outcome_of
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,12 @@ from core.data.rollout_batch import RolloutBatch
 from helpers.batches import batch_of, by_answer
 from helpers.tiny_models import SHAPE
 from mcore_adapter.data.batch import ModelOutput, Sequences, sequence_of_token, weigh_tokens
-from model_specs.hf_config import ModelConfigError, parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
+from model_specs.untrusted import ModelConfigError
 from rollout.data.rows import scan_rows
 from rollout.inference.backend import BackendSettings
-from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.mock import MockGenerator
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import load_plugin
 from rollout.rewards.pool import RewardPool

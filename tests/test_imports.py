@@ -46,7 +46,7 @@ ORDER = {
         "tensors",
         "family",
         "families",
-        "hf_config weight_files",
+        "weight_files",
         "model_folder",
     ),
     "rollout": (
@@ -55,7 +55,7 @@ ORDER = {
         "sandbox",
         "answer_file",
         "trajectories",
-        "trajectory_checks data rewards experience workflow_calls",
+        "data rewards experience workflow_calls",
         "journal",
         "inference.gpus inference.changes inference.versions",
         "inference.backend",
@@ -151,7 +151,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.data.datasets": "rollout.data.tokenizer",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
-        "rollout.data.left_out": "rollout.data.tokenizer",
+        "rollout.data.prompts": "rollout.data.tokenizer",
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
         "rollout.inference.sglang": "rollout.inference.sglang.generator",
         "slipstream.cli": "core.config.presets",
@@ -170,7 +170,8 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
         "core.stages": "core.monitoring.metrics",
-        "rollout.inference.mock": "rollout.inference.mock.generator",
+        "rollout.inference.mock": "numpy",
+        "rollout.data.prompts": "numpy",
         "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from allocation import ParallelLayout
 from allocation.resolve import parse_layout
 from core.runs.checkpoints import MANIFEST, MARKER, DamagedError, verify
-from model_specs.hf_config import read_config
+from model_specs.families import read_config
 from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
 from tools.arguments import model, program

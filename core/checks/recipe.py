@@ -24,7 +24,7 @@ from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from model_specs.weight_files import serving_problems
-from rollout.data.left_out import check_lengths, num_surely_fitting
+from rollout.data.prompts import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, by_column, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS

@@ -24,8 +24,10 @@ from core.config.parsing.yaml_tree import Scalar, Table
 from core.placement.allocation import resolve_allocation
 from core.placement.rules import check_allocation
 from model_specs import hub
-from model_specs.hf_config import ModelConfig, ModelConfigError, read_config
-from rollout.data.left_out import has_chat_template
+from model_specs.config import ModelConfig
+from model_specs.families import read_config
+from model_specs.untrusted import ModelConfigError
+from rollout.data.prompts import has_chat_template
 from rollout.inference.registry import BACKENDS, choose_transport
 
 _OPTIONS = "algorithm.options."

@@ -22,8 +22,7 @@ import torch
 from core.runs.checkpoints import State
 from mcore_adapter.data.batch import PAIR, PackedBatch
 from rollout.data.encoder import Encoder, MaskedSequence, encode_examples, first_row
-from rollout.data.left_out import SAMPLE, evenly_spaced, level_of, sample_text
-from rollout.data.prompts import check_same_stream
+from rollout.data.prompts import SAMPLE, check_same_stream, evenly_spaced, level_of, sample_text
 from rollout.data.rows import Preference, PreferenceFields, checksum_of, read_examples, read_preferences
 from rollout.data.source import DatasetError, DataSource, NoneLeftError, as_source
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from core.data.datasets import AnswerDataset, Demonstrations
 from rollout.data.encoder import Encoder
-from rollout.data.left_out import LeftOut
-from rollout.data.prompts import PromptDataset, first_prompt
+from rollout.data.prompts import LeftOut, PromptDataset, first_prompt
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
 from rollout.experience import Replay, Rules, make_priority, make_rules
 

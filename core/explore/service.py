@@ -14,7 +14,7 @@ from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
 from core.explore.questions import Questions
 from core.explore.workflow import task_set_workflow
-from model_specs.hf_config import read_config
+from model_specs.families import read_config
 from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
@@ -25,7 +25,7 @@ from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.policy_server import PolicyServer
 from rollout.sessions.session import Limits
-from rollout.trajectory_checks import GroupLimits
+from rollout.workflow_calls import GroupLimits
 from rollout.workflows import by_task_set, close_workflow, make_workflow
 
 if TYPE_CHECKING:

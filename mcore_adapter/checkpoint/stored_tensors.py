@@ -37,7 +37,7 @@ from mcore_adapter.hf.safetensors_folder import FileRows, write_rows
 from mcore_adapter.models.conversions import Conversion
 from mcore_adapter.models.gpt import build_model, named_conversions
 from mcore_adapter.parallel import ParallelState
-from model_specs.hf_config import ModelConfig
+from model_specs.config import ModelConfig
 from model_specs.weight_files import WeightsError
 
 

@@ -39,7 +39,7 @@ from mcore_adapter.hf.safetensors_folder import (
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, outer_table
 from mcore_adapter.models.gpt import check_layout
 from mcore_adapter.parallel import ParallelState
-from model_specs.hf_config import ModelConfig
+from model_specs.config import ModelConfig
 from model_specs.model_folder import TOKENIZER_FILES
 from model_specs.tensors import hf_shapes
 from model_specs.weight_files import INDEX_FILE, check_tensors

@@ -23,7 +23,7 @@ from mcore_adapter.models.transformer_config import block_spec, transformer_conf
 from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import OptimizerConfig
-from model_specs.hf_config import ModelConfig
+from model_specs.config import ModelConfig
 
 Fused = Literal["permutation", "routing", "weight_gradients"]
 

@@ -20,7 +20,7 @@ from rollout.types import Completion, GenerateRequest, Generator
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from model_specs.hf_config import ModelConfig
+    from model_specs.config import ModelConfig
     from rollout.bucket import FlatBucket
 
 TransportName = Literal["local", "nccl", "ipc", "disk"]

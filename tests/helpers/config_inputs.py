@@ -10,8 +10,9 @@ import pytest
 
 from core.checks import run_checks
 from core.checks.rules import load_config
-from model_specs.hf_config import ModelConfigError, parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
+from model_specs.untrusted import ModelConfigError
 
 PPO_7B_128_GPUS = """\
 experiment_name: ppo-7B-distill-gpus-128

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.bucket import FlatBucket
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.weights import DTYPES, ModelWeights

@@ -90,7 +90,7 @@ def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
 
     from mcore_adapter.hf.loading import load_hf_weights
     from mcore_adapter.models.gpt import build_model
-    from model_specs.hf_config import read_config
+    from model_specs.families import read_config
 
     kwargs.setdefault("dtype", torch.float32)
     chunks = build_model(read_config(folder), parallel=parallel, device=device, **kwargs)

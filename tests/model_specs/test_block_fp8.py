@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from model_specs.weight_files import is_quantized, serving_problems
 
 QWEN2 = {

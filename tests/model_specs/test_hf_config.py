@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from helpers.hf_configs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
-from model_specs.config import YarnRopeScaling
-from model_specs.hf_config import Llama3RopeScaling, ModelConfigError, parse_config, read_config
+from model_specs.config import Llama3RopeScaling, YarnRopeScaling
+from model_specs.families import parse_config, read_config
+from model_specs.untrusted import ModelConfigError
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 

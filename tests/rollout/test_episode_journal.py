@@ -15,7 +15,7 @@ from helpers.both_sides import BothSides, in_flight
 from helpers.simulated_sampling import make_dataset
 from helpers.virtual_clock import run_virtual, settle
 from rollout.experience import Event, MemoryExperience, Schedule, StalenessAdmission, Tags
-from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.mock import MockGenerator
 from rollout.inference.router import Router
 from rollout.journal import JournaledSampler, call_id, recorded
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, Sampler, SamplingParams, Trajectory

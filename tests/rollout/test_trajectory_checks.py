@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from helpers.simulated_sampling import make_prompts, trajectory
-from rollout.trajectory_checks import GroupLimits, check_group, check_sampled
 from rollout.types import Completion, Trajectory
+from rollout.workflow_calls import GroupLimits, check_group, check_sampled
 from rollout.workflows import TrajectoryBuilder
 
 (PROMPT,) = make_prompts(1)

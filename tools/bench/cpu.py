@@ -26,7 +26,7 @@ from mcore_adapter.data.batch import PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.hf.safetensors_folder import ShardWriter
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.types import GenerateRequest, SamplingParams

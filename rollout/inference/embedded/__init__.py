@@ -10,7 +10,7 @@ from model_specs.untrusted import read_json_object
 from rollout.inference.backend import Backend, BackendSettings, Capabilities, Replica
 
 if TYPE_CHECKING:
-    from model_specs.hf_config import ModelConfig
+    from model_specs.config import ModelConfig
 
 
 class EmbeddedBackend(Backend):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from model_specs.hf_config import parse_config, read_config
+from model_specs.families import parse_config, read_config
 from model_specs.untrusted import RawConfig
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import Interrupt, check_request

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from config_schema import did_you_mean
 from model_specs.config import ModelConfig
-from model_specs.hf_config import read_config
+from model_specs.families import read_config
 from model_specs.weight_files import check_tensors, stored_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -29,7 +29,7 @@ import orjson
 from torch import Tensor
 
 from model_specs.config import ModelConfig
-from model_specs.hf_config import read_config
+from model_specs.families import read_config
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import GroupMembership

@@ -19,8 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from model_specs.config import ModelConfig
-from model_specs.families import FAMILIES
-from model_specs.hf_config import read_config
+from model_specs.families import FAMILIES, read_config
 from model_specs.weight_files import QUANTIZATION_CONFIG, serving_problems
 from rollout.errors import GeneratorStartError
 from rollout.inference.backend import BackendSettings, FlagValue

@@ -12,8 +12,8 @@ import torch
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from helpers.batches import algorithm
 from rollout.trajectories import TrajectoryBuilder
-from rollout.trajectory_checks import GroupLimits, check_group
 from rollout.types import Completion, Prompt, Trajectory
+from rollout.workflow_calls import GroupLimits, check_group
 
 PROMPT = Prompt(query_id="q", index=0, task="t", text="?", token_ids=np.array([1, 2], np.int32), solutions=())
 STATES = ("kitchen", "hall", "garden", None)

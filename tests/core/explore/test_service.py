@@ -26,7 +26,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
 from rollout.inference.embedded.generator import EmbeddedGenerator
-from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.mock import MockGenerator
 from rollout.inference.router import NoGeneratorError
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 from rollout.workflows import SingleTurnMathWorkflow

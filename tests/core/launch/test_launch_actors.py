@@ -15,7 +15,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from core.launch.generator_actor import ActorGenerator, GeneratorActor, completions_from_wire, completions_to_wire
-from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.mock import MockGenerator
 from rollout.types import Completion, GenerateRequest, SamplingParams
 
 COMPLETION = Completion(

@@ -23,7 +23,7 @@ from core.planning.search import Metric, parse_fixed, search
 from core.planning.simulation import simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from tools.bench.gpu.shapes import SHAPES, SLICE, WIDTHS
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)

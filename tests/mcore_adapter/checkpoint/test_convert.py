@@ -68,7 +68,7 @@ def loaded(rank: Rank, layout: ParallelLayout, checkpoint: Path, target: Path) -
     from mcore_adapter.hf.exporting import save_hf
     from mcore_adapter.hf.loading import init_from_scratch
     from mcore_adapter.models.gpt import build_model
-    from model_specs.hf_config import read_config
+    from model_specs.families import read_config
 
     with rank.joined(layout) as (parallel, device):
         chunks = build_model(read_config(checkpoint), parallel=parallel, device=device, dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch
 from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.exporting import tensor_specs, write_config
 from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
 
 ROOT = Path(__file__).resolve().parents[3]

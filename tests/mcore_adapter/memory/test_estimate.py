@@ -11,7 +11,7 @@ from allocation import ParallelLayout
 from mcore_adapter.memory import estimate as estimates
 from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight, moments
 from mcore_adapter.settings import LEVELS, MLP_TOKENS
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from tools.bench.gpu.shapes import SHAPES, SLICE
 from tools.bench.gpu.shapes import WIDTHS as LONG
 

@@ -10,7 +10,7 @@ from allocation import ParallelLayout
 from helpers.mcore_ranks import Rank, RankPool
 from mcore_adapter.memory.estimate import UpdateShape, moments
 from mcore_adapter.settings import Level
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 
 TOKENS, LENGTH, LAYERS = 1024, 256, 3
 QWEN2: dict[str, Any] = dict(

@@ -20,8 +20,9 @@ from mcore_adapter.models.conversions import (
     layer_table,
     outer_table,
 )
-from model_specs.hf_config import ModelConfigError, parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import CORRECTION_BIAS, hf_shapes
+from model_specs.untrusted import ModelConfigError
 
 FAMILIES: list[dict[str, Any]] = [
     {"model_type": "qwen2", "tie_word_embeddings": True},

@@ -231,7 +231,7 @@ def test_a_critic_values_every_token_with_its_head(
 
 
 def build_error(rank: Rank, layout: ParallelLayout, folder: Path) -> str:
-    from model_specs.hf_config import ModelConfigError
+    from model_specs.untrusted import ModelConfigError
 
     with rank.joined(layout) as (parallel, device):
         try:

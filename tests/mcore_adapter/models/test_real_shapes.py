@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.tiny_models import checkpoint_tensors
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from model_specs.tensors import CORRECTION_BIAS, hf_shapes
 
 _YARN = dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)

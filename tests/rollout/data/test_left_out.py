@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.data import left_out
+from rollout.data import prompts
 from rollout.data.encoder import PromptFormat
-from rollout.data.left_out import check_lengths, count_left_out
+from rollout.data.prompts import check_lengths, count_left_out
 from rollout.data.rows import Row
 
 CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} {% endfor %}"
@@ -61,7 +61,7 @@ def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(left_out, "SAMPLE", 5)
+    monkeypatch.setattr(prompts, "SAMPLE", 5)
     words = words_model(tmp_path / "words")
     check(words, rows(*["one " * 4, "one " * 30] * 5), max_prompt_len=4)
     assert caplog.messages == ["d.jsonl: tokenising 5 of 10 prompts to measure them"]

@@ -14,10 +14,10 @@ import pytest
 
 from allocation import GENERATOR_BACKENDS
 from helpers.sglang_environment import replica
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.backend import BackendSettings, GeneratorConfig, Interrupt, WeightFormat
 from rollout.inference.embedded.generator import EmbeddedGenerator
-from rollout.inference.mock.generator import MockGenerator
+from rollout.inference.mock import MockGenerator
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
 from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.server import SGLangServer, server_flags

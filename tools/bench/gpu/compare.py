@@ -28,7 +28,7 @@ from allocation import ParallelLayout
 from core.planning.memory import engine_peak
 from core.planning.rates import calibration_of, wave_seconds
 from core.planning.scene import Servers
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from tools.bench.gpu.plan import CASES, Case
 from tools.bench.gpu.shapes import SHAPES
 

@@ -38,7 +38,7 @@ from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
 from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.gpus import device_names, query_gpus
 from tools.bench import Figure, Scene
 from tools.bench.gpu.shapes import PLANNED

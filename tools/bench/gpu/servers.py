@@ -21,7 +21,7 @@ import orjson
 from transformers import AutoTokenizer
 
 from core.data.rollout_batch import pack_trajectories
-from model_specs.hf_config import read_config
+from model_specs.families import read_config
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSets
 from rollout.experience import Lessee, MemoryExperience, make_rules

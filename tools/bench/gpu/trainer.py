@@ -41,7 +41,7 @@ from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from mcore_adapter.models.bare_loop import BareLoop, Fused
 from mcore_adapter.parallel import ParallelState, destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.gpus import query_gpus
 from tools.bench import Figure, Scene
 from tools.bench.gpu.shapes import SLICE, SMALL, SMALL_EXPERTS, WIDTHS

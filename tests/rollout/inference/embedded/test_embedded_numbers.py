@@ -21,7 +21,7 @@ from helpers.embedded_models import (
     run,
     write_model,
 )
-from model_specs.hf_config import parse_config, read_config
+from model_specs.families import parse_config, read_config
 from rollout.inference.embedded.engine import Engine
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.embedded.weights import ModelWeights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_adapter.hf.block_fp8 import quantize, quantize_bucket
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.hooks.checksums import position_checksum
 

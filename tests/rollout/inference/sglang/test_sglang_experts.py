@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.sglang_environment import PYTHON, VOCAB, WHY_NOT, running_server, set_interrupt, settings_for
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
 from rollout.inference.sglang.client import ExpertsOfTokens

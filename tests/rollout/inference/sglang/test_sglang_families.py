@@ -25,7 +25,7 @@ if PYTHON is None:
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
 from helpers.sglang_live import TOLERANCE, prompt_of, request, with_generator  # noqa: E402
-from model_specs.hf_config import read_config  # noqa: E402
+from model_specs.families import read_config  # noqa: E402
 from rollout.bucket import FlatBucket
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from helpers.sglang_environment import replica
 from model_specs.config import ModelConfig
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.changes import Changed
 from rollout.inference.sglang.arguments import decided_elsewhere
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape

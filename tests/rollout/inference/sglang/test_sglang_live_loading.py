@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from core.weight_sync.buckets import wrong_formats
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment, replica
 from mcore_adapter.hf.block_fp8 import quantize_bucket
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.inference.backend import Quantization
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.server import server_flags

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from helpers.sglang_environment import replica
-from model_specs.hf_config import parse_config
+from model_specs.families import parse_config
 from rollout.errors import GeneratorStartError
 from rollout.inference.backend import BackendSettings
 from rollout.inference.sglang.arguments import EXIT_USAGE

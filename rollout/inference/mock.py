@@ -1,4 +1,4 @@
-"""A generator that makes up tokens: what is left is the cost of everything around it, and runs that can be repeated."""
+"""The mock generator as a backend: random tokens, no weights; for tests and measurements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from model_specs.untrusted import read_json_object
+from rollout.inference.backend import ALL_INTERRUPTS, Backend, BackendSettings, Capabilities, Replica
 from rollout.types import Completion, FinishReason, GenerateRequest, Health
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a --dry-run reads this file, and needs no numpy
+    import numpy as np
+
     from rollout.bucket import FlatBucket
+
+
+class MockBackend(Backend):
+    """Makes up tokens for any model: each has a vocabulary."""
+
+    label = "mock generator"
+    capabilities = Capabilities(
+        devices=("cpu",), transports=("local",), staged_transports=("local",), staged_interrupts=ALL_INTERRUPTS,
+        holds_weights=False,
+    )  # fmt: skip
+
+    async def start(self, settings: BackendSettings) -> Replica:
+        return MockGenerator(settings.model_path, seconds_per_token=settings.config.mock_seconds_per_token)
 
 
 @dataclass(eq=False)
@@ -47,6 +61,8 @@ class MockGenerator:
         self._open.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        import numpy as np
+
         limits, given = request.sampling, request.output
         rng = np.random.default_rng(request.seed)
         shortest = max(1, limits.min_new_tokens)
@@ -73,6 +89,8 @@ class MockGenerator:
             del self._running[sampling.request.request_id]
 
     def _completion(self, sampling: _Sampling, reason: FinishReason) -> Completion:
+        import numpy as np
+
         n = len(sampling.versions)
         return Completion(
             token_ids=sampling.token_ids[:n],
