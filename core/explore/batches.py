@@ -160,14 +160,14 @@ class BatchService:
         """Return the best, worst and longest answer of the last batch that was written."""
         return await self._samples.notable()
 
-    async def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> dict[str, object]:
         """Return the state that `begin` needs. The samples that write_samples() was called for are in their file then.
         Not to be called between take(i + 1) and set_version(i + 1)."""
         batches = await self._batches_state()
         stream = {"settings": dict(self._rules.settings), "dataset": self._data.prompts.state_dict()}
         return {"producer": stream | {"version": self._version}, "batches": batches}
 
-    async def _batches_state(self) -> dict[str, Any]:
+    async def _batches_state(self) -> dict[str, object]:
         """Return what the store does not hold. The samples that write_samples() was called for are in their file
         then."""
         await self._samples.written()

@@ -180,7 +180,7 @@ class RolloutService(BatchService):
         await super().set_version(version)
         self._producer.set_version(version)
 
-    async def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> dict[str, object]:
         """Return the state that `begin` needs: finished groups, prompts in flight with their tokens, the data set's
         cursor. See BatchService."""
         batches = await self._batches_state()
