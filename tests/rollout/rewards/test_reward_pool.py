@@ -25,6 +25,8 @@ from pathlib import Path
 from rollout.rewards.math import UnparsableAnswerError
 
 def score(prompt, text):
+    if text == "hang":
+        while True: pass
     if text == "hang in C":
         return sum(range(10**13))
     if text == "hang and resist":
@@ -96,6 +98,7 @@ def with_pool(body: Callable[[RewardPool], Awaitable[None]], reward: str, **sett
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [
+        ("hang", "timeout"),
         ("hang and resist", "timeout"),
         ("allocate at once", "memory"),
         ("recurse", "error"),
