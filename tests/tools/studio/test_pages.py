@@ -209,13 +209,16 @@ def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, b
 
 def test_slots_of_prompts_are_a_chart_and_logs_and_stacks_of_processes_text(page: Any, allowed: str) -> None:
     open_page(page, allowed, "sums/agent", "Timeline")
-    canvas = page.locator("canvas")
-    canvas.hover(position={"x": 300, "y": 50})
-    assert "rollout · generator-0: request" in page.locator(".what").inner_text()
+
+    def pointed_at() -> str:
+        page.locator("canvas").hover(position={"x": 300, "y": 50})
+        return page.locator(".what").inner_text()
+
+    wait(page, lambda: "rollout · generator-0: request" in pointed_at())
     page.get_by_role("navigation").get_by_role("link", name="Processes").click()
     page.get_by_label("filter lines").fill("slow")
     wait(page, lambda: texts(page, ".log div") == ["2 WARNING: <b>slow</b>"])
-    assert texts(page, "tbody td:first-child") == ["driver"]
+    wait(page, lambda: texts(page, "tbody td:first-child") == ["driver"])
     page.get_by_role("navigation").get_by_role("link", name="Ask").click()
     page.get_by_text("monitor.questions=true is under way").wait_for()
 
