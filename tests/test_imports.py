@@ -222,6 +222,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "matplotlib loads for a second: only where a picture is drawn": {
         "slipstream.api": "matplotlib",
         "tools.demo.plot": "matplotlib",
+        "tools.experience.savings": "matplotlib",
         "tools.plan": "core.planning.calibrate core.planning.simulation matplotlib tools.timeline",
         "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
