@@ -8,7 +8,8 @@ Demonstrations (expert data) beside rollouts are fine-tuned on in the same loss:
     loss = (1 - mu) * policy loss, mean over rollouts  +  mu * mean over tokens of demonstrations of -phi * log pi
 
 phi is 1 (mix), or p (1 - p) of the token without gradient (chord). Source: Trinity-RFT 0.6, MIX and MIX-CHORD (Zhang et
-al. 2025). Invariant: the token weights of a minibatch sum to 1, mu of it on demonstrations, whatever their number.
+al. 2025). Pairs of answers have the loss of offline.DPO in place of the second mean. Invariant: the token weights of a
+minibatch sum to 1, mu of it on demonstrations, whatever their number.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from core.algorithms.losses import (
     small_changes,
     trained_weights,
 )
+from core.algorithms.offline import DPO
 from core.algorithms.rewards import (
     AdaptiveKL,
     overlong_penalty,
@@ -50,7 +52,14 @@ from core.algorithms.rewards import (
     token_rewards,
 )
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.batch import PackedBatch, sequence_mean, sequence_of_token, token_mean, token_sum
+from mcore_adapter.data.batch import (
+    TOKEN_WEIGHTS,
+    PackedBatch,
+    sequence_mean,
+    sequence_of_token,
+    token_mean,
+    token_sum,
+)
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
@@ -75,13 +84,18 @@ def demonstration_weight(step: int, settings: AlgorithmSettings) -> float:
     return valley + (peak - valley) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def mixed_weights(minibatch: PackedBatch, of_rollouts: Callable[[PackedBatch], Tensor], mu: float) -> Tensor:
-    """Weigh the tokens of rollouts by `of_rollouts`, 1 - mu of all, and those of demonstrations alike: [T] float64.
+def mixed_weights(
+    minibatch: PackedBatch,
+    of_rollouts: Callable[[PackedBatch], Tensor],
+    of_demonstrations: Callable[[PackedBatch], Tensor],
+    mu: float,
+) -> Tensor:
+    """Weigh the tokens of rollouts, 1 - mu of all, and those of demonstrations, each by their function: [T] float64.
 
     A minibatch without one of the two has all its weight on the other."""
     shown = minibatch.fields[DEMONSTRATION][minibatch.cu_seqlens[:-1]].bool()
     weights = torch.zeros(minibatch.num_tokens, dtype=torch.float64)
-    parts = ((~shown, of_rollouts, 1.0 - mu), (shown, token_mean, mu))
+    parts = ((~shown, of_rollouts, 1.0 - mu), (shown, of_demonstrations, mu))
     weighed = [(chosen.nonzero().flatten().tolist(), weigh, share) for chosen, weigh, share in parts]
     for sequences, weigh, share in weighed:
         if sequences:
@@ -104,6 +118,17 @@ def demonstration_loss(
         phi = p * (1.0 - p)
     loss = -(phi * own * shown).sum()
     return loss, {"demonstration_nll": -(own.detach() * shown).sum() / max(mu, 1e-30)}
+
+
+def pair_loss(
+    output: ModelOutput, fields: Mapping[str, Tensor], sequences: Sequences, settings: AlgorithmSettings, mu: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the weighted sum of the loss of the pairs of a microbatch, and the metrics of `dpo` as means over pairs.
+    The weights of `fields` hold mu already."""
+    shown = fields["loss_mask"] & fields[DEMONSTRATION].bool()
+    of_pairs = {**fields, "loss_mask": shown, TOKEN_WEIGHTS: torch.where(shown, trained_weights(fields), 0.0)}
+    loss, metrics = DPO(beta=settings.demonstration_beta).loss(output, of_pairs, sequences)
+    return loss, {f"demonstration_{name}": value / max(mu, 1e-30) for name, value in metrics.items()}
 
 
 class PolicyGradient(Algorithm):
@@ -232,7 +257,8 @@ class PolicyGradient(Algorithm):
 
     def token_weights(self, minibatch: PackedBatch) -> Tensor:
         if self._mixes and DEMONSTRATION in minibatch.fields:
-            return mixed_weights(minibatch, self._rollout_weights, self._mu)
+            of_shown = sequence_mean if self._settings.mixes_pairs else token_mean
+            return mixed_weights(minibatch, self._rollout_weights, of_shown, self._mu)
         return self._rollout_weights(minibatch)
 
     def _rollout_weights(self, minibatch: PackedBatch) -> Tensor:
@@ -255,6 +281,9 @@ class PolicyGradient(Algorithm):
         loss, metrics = policy_loss(output, sampled, sequences, self.settings)
         weights, mu = trained_weights(fields), self._mu
         metrics = {name: value / (1.0 - mu) for name, value in metrics.items()}  # means over rollouts alone
+        if self._settings.mixes_pairs:
+            shown, figures = pair_loss(output, fields, sequences, self._settings, mu)
+            return loss + shown, metrics | figures
         shown, figures = demonstration_loss(output.logprobs, weights, fields, self._settings, mu)
         return loss + shown, metrics | figures
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.algorithms.base import FIELDS
 from core.runs.paths import step_file
+from mcore_adapter.data.batch import PAIR
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
@@ -88,11 +89,16 @@ def _tokens(batch: RolloutBatch, advantages: Tensor) -> list[dict[str, object]]:
 def _demonstrations(batch: RolloutBatch) -> list[dict[str, object]]:
     """Return the demonstrations of a step. Their log-probabilities are known where the policy before the update was
     computed; elsewhere a case has none."""
-    shown, policy = batch.demonstrations, FIELDS["old_logprobs"]
+    shown, policy, reference = batch.demonstrations, FIELDS["old_logprobs"], FIELDS["ref_logprobs"]
     if shown is None or policy not in shown.fields:
         return []
-    lens = shown.seq_lens.tolist()
-    parts = zip(shown.fields[policy].split(lens), shown.loss_mask.split(lens), strict=True)
-    return [
-        {"logprobs": logprobs.tolist(), "mask": mask.int().tolist(), "demonstration": True} for logprobs, mask in parts
-    ]
+    rows = []
+    for i in range(shown.num_sequences):
+        one = shown.select([i])
+        row = {"logprobs": one.fields[policy].tolist(), "mask": one.loss_mask.int().tolist(), "demonstration": True}
+        if PAIR in one.fields:
+            number = int(one.fields[PAIR][0])
+            row |= {"group": f"pair {abs(number)}", "reward": float(number > 0)}
+            row |= {"ref_logprobs": one.fields[reference].tolist()}
+        rows.append(row)
+    return rows

@@ -166,7 +166,10 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
         )
     if config.demonstrations.path:
         try:
-            read_examples(config.demonstrations.path)
+            if config.algorithm.mixes_pairs:
+                read_preferences(config.demonstrations.path, config.demonstrations.pair_columns)
+            else:
+                read_examples(config.demonstrations.path)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from config_schema.needs import above, equals, given, refused_without, unlike
 from config_schema.section import Section, key
-from core.config.ppo import CLIPPED, REFERENCE, PPOKeys
+from core.config.ppo import CLIPPED, PAIRS, REFERENCE, SHOWN, PPOKeys
 from core.config.presets import PRESETS
 from rollout.inference.backend import FlagValue
 
@@ -24,7 +24,7 @@ Level = Literal["token", "sequence", "geometric"]
 Proximal = Literal["recomputed", "loglinear", "reused"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var"]
 KLGradient = Literal["own", "k2", "ratio"]
-DemonstrationLoss = Literal["nll", "chord"]
+DemonstrationLoss = Literal["nll", "chord", "dpo"]
 
 BOUNDS: Mapping[tuple[str, str], tuple[float, float]] = {
     ("tis", "token"): (0.0, 2.0),
@@ -39,7 +39,6 @@ BOUNDS: Mapping[tuple[str, str], tuple[float, float]] = {
 
 _PROXIMAL = unlike("algorithm.correction", "bypass")
 _BOUNDED = equals("algorithm.correction", "tis", "mis", "icepop")
-_SHOWN = above("algorithm.demonstration_weight", 0)
 
 
 class AlgorithmKeys(Section):
@@ -229,19 +228,23 @@ class AlgorithmKeys(Section):
     )
     demonstration_loss: DemonstrationLoss = key(
         "nll",
-        "Loss of demonstrated tokens. nll: negative log-likelihood. chord: times p (1 - p) of the token",
-        needs=_SHOWN,
+        "Loss of demonstrations. nll: negative log-likelihood of tokens. chord: times p (1 - p) of the token. dpo: "
+        "direct preference optimization on pairs of answers",
+        needs=SHOWN,
     )
-    demonstration_warmup_steps: int = key(0, "Steps in which mu rises from 0", ge=0, needs=_SHOWN)
+    demonstration_beta: float = key(
+        0.1, "Strength of the KL divergence from the reference in the loss of pairs", gt=0, needs=PAIRS
+    )
+    demonstration_warmup_steps: int = key(0, "Steps in which mu rises from 0", ge=0, needs=SHOWN)
     demonstration_decay_steps: int = key(
-        0, "Steps after them in which mu follows a cosine to its valley", ge=0, needs=_SHOWN
+        0, "Steps after them in which mu follows a cosine to its valley", ge=0, needs=SHOWN
     )
     demonstration_valley: float | None = key(
         None,
         "mu after these steps. null: it stays at demonstration_weight",
         ge=0,
         lt=1,
-        needs=_SHOWN & above("algorithm.demonstration_decay_steps", 0),
+        needs=SHOWN & above("algorithm.demonstration_decay_steps", 0),
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)
 
@@ -249,6 +252,11 @@ class AlgorithmKeys(Section):
     def mixes_demonstrations(self) -> bool:
         """True if steps train on demonstrations beside rollouts."""
         return self.demonstration_weight > 0
+
+    @property
+    def mixes_pairs(self) -> bool:
+        """True if the demonstrations are pairs of answers."""
+        return self.mixes_demonstrations and self.demonstration_loss == "dpo"
 
 
 class _AlgorithmChoice(Section):
@@ -308,11 +316,11 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_ctl != 0.0
+        return self.kl_ctl != 0.0 or self.mixes_pairs
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.needs_reference and self.kl_in in ("reward", "both")
+        return self.kl_ctl != 0.0 and self.kl_in in ("reward", "both")
 
     @property
     def kl_coeff(self) -> float:

@@ -22,6 +22,10 @@ _VALIDATES = given("dataset.valid_path")
 _CHAT_TEMPLATE = fact("chat template")
 CLIPPED = equals("algorithm.loss", "clip", "cispo", "tv")
 REFERENCE = above("ppo.kl_ctl", 0)
+SHOWN = above("algorithm.demonstration_weight", 0)
+"""Demonstrations beside rollouts."""
+PAIRS = SHOWN & equals("algorithm.demonstration_loss", "dpo")
+"""Pairs of answers as demonstrations."""
 CRITIC = (equals("algorithm.advantage", "gae") & equals("ppo.disable_value", False)).else_("it has no critic")
 
 
@@ -212,9 +216,14 @@ class DPOHyperparameters(Section):
 
 
 class DemonstrationConfig(Section):
-    """Expert data that is trained on beside rollouts (mix, chord)."""
+    """Expert data or preferences that are trained on beside rollouts (mix, chord)."""
 
-    path: str = key("", "jsonl file of prompts with answers, as for sft; empty: none")
+    path: str = key(
+        "", "Prompts with answers, as for sft; with algorithm.demonstration_loss=dpo pairs, as for dpo; empty: none"
+    )
+    prompt_field: str = key("prompt", "Column of the prompt of a pair", needs=PAIRS)
+    chosen_field: str = key("chosen", "Column of its preferred answer", needs=PAIRS)
+    rejected_field: str = key("rejected", "Column of its other answer", needs=PAIRS)
     share: float = key(
         0.5,
         "Share of demonstrations among the sequences of a step",
@@ -222,6 +231,11 @@ class DemonstrationConfig(Section):
         lt=1,
         needs=refused_without("demonstrations.path"),
     )
+
+    @property
+    def pair_columns(self) -> PreferenceFields:
+        """Names of the columns of pairs."""
+        return PreferenceFields(prompt=self.prompt_field, chosen=self.chosen_field, rejected=self.rejected_field)
 
 
 _MORE_THAN_ALL_TOKENS = 1_000_000

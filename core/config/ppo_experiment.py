@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
-from config_schema.needs import Value, above, equals, fact, given, refused_without
+from config_schema.needs import Value, equals, fact, given, refused_without
 from config_schema.section import Section, Violation, key, section
 from core.config.algorithm import AlgorithmConfig, Correction
 from core.config.common import (
@@ -30,7 +30,9 @@ from core.config.common import (
 from core.config.parsing.problems import masked_urls
 from core.config.ppo import (
     CRITIC,
+    PAIRS,
     REFERENCE,
+    SHOWN,
     DataSection,
     DemonstrationConfig,
     PPOHyperparameters,
@@ -60,7 +62,7 @@ from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
 from rollout.rewards.load import RewardConfig, judged_by_math
 from rollout.types import SamplingParams
 
-_REFERENCE = REFERENCE.else_("it has no reference model")
+_REFERENCE = (REFERENCE | PAIRS).else_("it has no reference model")
 
 
 class PPOMATHOptions(Section):
@@ -89,7 +91,7 @@ class PPOMATHOptions(Section):
     staleness: StalenessConfig = section(StalenessConfig, "Bound on the age of the weights that sampled a batch")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Algorithm, off-policy correction, KL divergence, entropy")
     demonstrations: DemonstrationConfig = section(
-        DemonstrationConfig, "Expert data beside rollouts", needs=above("algorithm.demonstration_weight", 0)
+        DemonstrationConfig, "Expert data or preferences beside rollouts", needs=SHOWN
     )
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     experience: ExperienceConfig = section(ExperienceConfig, "Where episodes are kept")
@@ -298,7 +300,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def uses_reference(self) -> bool:
-        return self.ppo.kl_ctl > 0
+        return self.ppo.kl_ctl > 0 or self.algorithm.mixes_pairs
 
     @property
     def preset(self) -> Mapping[str, Value]:
@@ -537,11 +539,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def demonstrations_per_step(self) -> int:
-        """Demonstrations of a step, beside its completions."""
+        """Demonstrations of a step, beside its completions: rows with one answer, or pairs."""
         if not self.algorithm.mixes_demonstrations or not self.demonstrations.path:
             return 0
         share = self.demonstrations.share
-        return max(1, round(share / (1.0 - share) * self.batch_size * self.group_size))
+        answers = 2 if self.algorithm.mixes_pairs else 1
+        return max(1, round(share / (1.0 - share) * self.batch_size * self.group_size / answers))
 
     def max_tokens_per_mb(self, role: str) -> int:
         """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""

@@ -157,37 +157,6 @@ class AnswerDataset(EpochBatches[MaskedSequence]):
         return pack_sequences(items)
 
 
-class Demonstrations:
-    """A batch of `per_step` rows for every step."""
-
-    def __init__(self, rows: AnswerDataset, per_step: int) -> None:
-        """Raises DatasetError where there are fewer rows than a step needs."""
-        if len(rows) < per_step:
-            raise DatasetError(
-                f"demonstrations.path has {len(rows)} rows, and a step takes {per_step}: add rows, or lower "
-                "demonstrations.share"
-            )
-        self._rows, self._per_step = rows, per_step
-
-    def of_step(self, step: int) -> PackedBatch:
-        """Return the demonstrations of a step, counted from 0."""
-        epoch, within = divmod(step, len(self._rows) // self._per_step)
-        return self._rows.batch(epoch + 1, within + 1, self._per_step)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what identifies the rows and their order."""
-        return {**self._rows.state_dict(), "per_step": self._per_step}
-
-    def check_continues(self, state: State) -> None:
-        """Raise DatasetError unless the run that wrote `state` visits the same rows in the same order."""
-        self._rows.check_continues(state)
-        if state["per_step"] != self._per_step:
-            raise DatasetError(
-                f"the checkpoint has {state['per_step']} demonstrations a step, this run {self._per_step}: restore "
-                "demonstrations.share, or allow the change with recover_ignore_changes=true"
-            )
-
-
 class _Pair(NamedTuple):
     """Two answers to one prompt."""
 
@@ -259,6 +228,37 @@ class PreferenceDataset(EpochBatches[_Pair]):
 
 Rows = AnswerDataset | PreferenceDataset
 """Items of any kind."""
+
+
+class Demonstrations:
+    """A batch of `per_step` rows, or pairs, for every step."""
+
+    def __init__(self, rows: Rows, per_step: int) -> None:
+        """Raises DatasetError where there are fewer rows than a step needs."""
+        if len(rows) < per_step:
+            raise DatasetError(
+                f"demonstrations.path has {len(rows)} {rows.ITEMS}, and a step takes {per_step}: add some, or lower "
+                "demonstrations.share"
+            )
+        self._rows, self._per_step = rows, per_step
+
+    def of_step(self, step: int) -> PackedBatch:
+        """Return the demonstrations of a step, counted from 0."""
+        epoch, within = divmod(step, len(self._rows) // self._per_step)
+        return self._rows.batch(epoch + 1, within + 1, self._per_step)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what identifies the rows and their order."""
+        return {**self._rows.state_dict(), "per_step": self._per_step}
+
+    def check_continues(self, state: State) -> None:
+        """Raise DatasetError unless the run that wrote `state` visits the same rows in the same order."""
+        self._rows.check_continues(state)
+        if state["per_step"] != self._per_step:
+            raise DatasetError(
+                f"the checkpoint has {state['per_step']} demonstrations a step, this run {self._per_step}: restore "
+                "demonstrations.share, or allow the change with recover_ignore_changes=true"
+            )
 
 
 def _pairs(examples: Sequence[Preference], sequences: Sequence[MaskedSequence]) -> list[_Pair]:

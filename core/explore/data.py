@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.data.datasets import AnswerDataset, Demonstrations
+from core.data.datasets import AnswerDataset, Demonstrations, PreferenceDataset, Rows
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import LeftOut, PromptDataset, first_prompt
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
@@ -123,7 +124,10 @@ class RunData:
         config = self._config
         if not config.demonstrations_per_step:
             return None
-        rows = AnswerDataset(
+        load: Callable[..., Rows] = AnswerDataset
+        if config.algorithm.mixes_pairs:
+            load = partial(PreferenceDataset, fields=config.demonstrations.pair_columns)
+        rows = load(
             config.demonstrations.path,
             self.encoder,
             seed=config.seed,

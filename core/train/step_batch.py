@@ -30,7 +30,7 @@ from core.data.stored_batch import (
     deal_minibatches,
     units_of,
 )
-from mcore_adapter.data.batch import PackedBatch
+from mcore_adapter.data.batch import PAIR, PackedBatch
 
 Results = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 """By field: (sequences, values) of each rank that has results."""
@@ -91,16 +91,20 @@ class StepBatch:
         minibatches = deal_minibatches(units, request.num_minibatches, seed=request.seed)
         token_ids, loss_mask, experts = rollout.token_ids, rollout.loss_mask, rollout.routed_experts
         self._cu_seqlens = rollout.cu_seqlens
+        together = units if request.unit == "pair" else None
         if (shown := rollout.demonstrations) is not None:
-            minibatches = _beside(minibatches, shown.num_sequences, first=rollout.num_sequences, seed=request.seed)
-            units = np.concatenate((units, units.max() + 1 + np.arange(shown.num_sequences)))
+            of_shown = _units_of_shown(shown)
+            minibatches = _beside(minibatches, of_shown, first=rollout.num_sequences, seed=request.seed)
+            if together is None and PAIR in shown.fields:
+                together = np.arange(rollout.num_sequences)
+            together = None if together is None else np.concatenate((together, together.max() + 1 + of_shown))
             token_ids = np.concatenate((token_ids, shown.token_ids.numpy().astype(token_ids.dtype)))
             loss_mask = np.concatenate((loss_mask, shown.loss_mask.numpy()))
             self._cu_seqlens = np.concatenate((self._cu_seqlens, shown.cu_seqlens.numpy()[1:] + self._cu_seqlens[-1]))
             experts = None if experts is None else self._padded(experts, -1)
         self._writer = BatchWriter(
             put, token_ids=token_ids, cu_seqlens=self._cu_seqlens, loss_mask=loss_mask, routed_experts=experts,
-            units=units if request.unit == "pair" else None, minibatches=minibatches, uses=request.uses,
+            units=together, minibatches=minibatches, uses=request.uses,
             rollouts=self._rollouts() if rollout.has_branches else None,
         )  # fmt: skip
 
@@ -154,6 +158,8 @@ class StepBatch:
         fields = {**{name: value.numpy() for name, value in passes.items()}, **fields}
         if rollout.demonstrations is not None:
             fields[DEMONSTRATION] = np.arange(self._cu_seqlens[-1]) >= len(rollout.token_ids)
+            if (pairs := rollout.demonstrations.fields.get(PAIR)) is not None:
+                fields[PAIR] = np.concatenate((np.zeros(len(rollout.token_ids), np.int64), pairs.numpy()))
         weights = {engine: sent_weights(objective) for engine, objective in scoring.objectives.items()}
         stored = self._writer.put_fields(fields, weights)
         return stored, Scored(metrics=metrics, algorithm_state=plain_state(algorithm))
@@ -171,9 +177,16 @@ class StepBatch:
         return np.concatenate((values, np.full((added, *values.shape[1:]), fill, values.dtype))) if added else values
 
 
-def _beside(minibatches: list[list[int]], count: int, *, first: int, seed: int) -> list[list[int]]:
-    """Deal `count` demonstrations, the sequences from `first` on, into minibatches of rollouts."""
-    dealt = deal_minibatches(np.arange(count), len(minibatches), seed=seed)
+def _units_of_shown(demonstrations: PackedBatch) -> np.ndarray:
+    """Return the unit of each demonstration, [N] int64 from 0 on: pairs, or single sequences."""
+    if PAIR not in demonstrations.fields:
+        return np.arange(demonstrations.num_sequences)
+    return demonstrations.fields[PAIR][demonstrations.cu_seqlens[:-1]].abs().numpy() - 1
+
+
+def _beside(minibatches: list[list[int]], units: np.ndarray, *, first: int, seed: int) -> list[list[int]]:
+    """Deal demonstrations by their units, the sequences from `first` on, into minibatches of rollouts."""
+    dealt = deal_minibatches(units, len(minibatches), seed=seed)
     dealt += [[] for _ in range(len(minibatches) - len(dealt))]
     return [[*rollouts, *(first + i for i in more)] for rollouts, more in zip(minibatches, dealt, strict=True)]
 

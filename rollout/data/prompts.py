@@ -137,9 +137,9 @@ def check_same_stream(before: Mapping[str, object], now: Mapping[str, object], s
     """Raise DatasetError where a key of `settings` differs between a checkpoint's state and this run's; the values of
     `settings` are the ones to restore."""
     for key, setting in settings.items():
-        if before[key] != now[key]:
+        if before.get(key) != now[key]:
             raise DatasetError(
-                f"the checkpoint's data set has {key}={before[key]}, this one {now[key]}: "
+                f"the checkpoint's data set has {key}={before.get(key)}, this one {now[key]}: "
                 f"restore {setting}, allow the change with recover_ignore_changes=true, "
                 "or start with recover_mode=disabled"
             )

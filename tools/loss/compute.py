@@ -63,8 +63,13 @@ class Tokens:
         """The sequences that a policy sampled."""
         return Tokens(sequences=self.sequences[: self.num_sampled], lens=self.lens[: self.num_sampled])
 
-    def with_demonstrations(self, packed: PackedBatch) -> PackedBatch:
-        """Add the demonstrations behind the sampled sequences, with fields of 0."""
+    @property
+    def shown(self) -> Tokens:
+        """The demonstrations."""
+        return Tokens(sequences=self.sequences[self.num_sampled :], lens=self.lens[self.num_sampled :])
+
+    def with_demonstrations(self, packed: PackedBatch, *, pairs: bool) -> PackedBatch:
+        """Add the demonstrations behind the sampled sequences, with fields of 0. `pairs`: they are pairs of answers."""
         added = sum(n + 1 for n in self.lens[self.num_sampled :])
         if not added:
             return packed
@@ -72,6 +77,10 @@ class Tokens:
         mask = torch.from_numpy(self.mask())
         fields = {name: torch.cat((value, value.new_zeros(added))) for name, value in packed.fields.items()}
         fields[DEMONSTRATION] = torch.arange(len(mask)) >= len(mask) - added
+        if pairs:
+            fields["ref_logprobs"] = self.required("ref_logprobs")
+            signed = torch.tensor([0] * self.num_sampled + _signed_pairs(self.shown))
+            fields[PAIR] = signed.repeat_interleave(torch.tensor(self.lens) + 1)
         return PackedBatch(
             token_ids=torch.zeros(len(mask), dtype=torch.int64),
             cu_seqlens=torch.cat((ends.new_zeros(1), ends)),
@@ -256,7 +265,7 @@ def _compute(case: Case) -> Result:
     trained_on, figures = algorithm.advantages(batch, known)
     check_fields(trained_on, packed.num_tokens)
     packed = packed.with_fields(**{**needed, **trained_on, **sampled.given_advantages()})
-    packed = tokens.with_demonstrations(packed)
+    packed = tokens.with_demonstrations(packed, pairs=config.algorithm.mixes_pairs)
     result = _differentiate(algorithm, packed, tokens)
     return {
         "algorithm": config.algorithm_name,

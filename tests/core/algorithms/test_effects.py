@@ -53,7 +53,8 @@ OTHERS: Mapping[str, tuple[object, ...]] = {
     "proximal": ("recomputed", "loglinear", "reused"),
     "opsm_threshold": (0.0,),
     "m2po_threshold": (0.05,),
-    "demonstration_loss": ("nll", "chord"),
+    "demonstration_loss": ("nll", "chord", "dpo"),
+    "demonstration_beta": (0.9,),
 }
 """Key -> values, of which at least one is not that of a run."""
 NOT_IN_A_LOSS = {
@@ -90,8 +91,8 @@ def sequences(*, values: bool, demonstrations: bool) -> list[dict[str, Any]]:
             "reward": (-3.0, 1.0, 0.5, -1.0)[(answer + group) % 4],
         }  # fmt: skip
         found.append(row | ({"values": [drawn.uniform(-1, 1) for _ in logprobs]} if values else {}))
-    for row in found[-2:] if demonstrations else ():
-        row["demonstration"] = True
+    for row, reward in zip(found[-2:], (1.0, 0.0), strict=True) if demonstrations else ():
+        row |= {"demonstration": True, "group": "pair", "reward": reward}
     return found
 
 

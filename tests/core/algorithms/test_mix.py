@@ -16,6 +16,7 @@ from core.data.stored_batch import RankBatch
 from core.train.step_batch import BatchRequest, Scoring, StepBatch
 from helpers.batches import algorithm, batch_of, settings
 from mcore_adapter.data.batch import (
+    PAIR,
     ROUTED_EXPERTS,
     ModelOutput,
     PackedBatch,
@@ -108,6 +109,47 @@ def test_chord_weighs_demonstrated_tokens_by_p_times_1_minus_p_without_a_gradien
     assert torch.allclose(grad[chosen], -MU / 6 * p * (1 - p), atol=1e-6)
     assert loss == pytest.approx((1 - MU) * 0.2 - MU * (p * (1 - p) * own[chosen]).mean().item(), abs=1e-6)
     assert metrics["demonstration_nll"] == pytest.approx(-own[chosen].mean().item(), abs=1e-6)
+
+
+def pairs(*lens: int) -> PackedBatch:
+    """Pairs of answers of these lengths, each behind a prompt of one token; the first of a pair is the chosen one."""
+    packed = shown(*lens)
+    signed = torch.tensor([sign * (i + 1) for i in range(len(lens) // 2) for sign in (1, -1)])
+    return packed.with_fields(**{PAIR: signed.repeat_interleave(packed.seq_lens)})
+
+
+def test_pairs_have_the_loss_of_dpo_in_their_share_and_stay_together() -> None:
+    chosen = mix(demonstration_loss="dpo", demonstration_beta=0.5)
+    assert "ref_logprobs" in chosen.passes
+    batch = replace(rollouts(), demonstrations=pairs(4, 2, 3, 5))
+    request = BatchRequest(unit=chosen.unit, num_minibatches=2, seed=3, version=0, uses=[])
+    step = StepBatch(batch, request, put=lambda arrays: arrays)
+    num_tokens = int(step.stored.shape.seq_lens.sum())
+    ref = -torch.rand(num_tokens, generator=torch.Generator().manual_seed(1)) - 0.1
+    results = {"ref_logprobs": [(np.arange(step.stored.shape.num_sequences), ref.numpy())]}
+    fields, _ = step.score(Scoring(algorithm=chosen, objectives={"actor": chosen}), results)
+    held = RankBatch(step.stored, ("g", 0), lambda refs: list(refs))
+    held.add_fields(fields)
+    assert sorted(i for part in step.stored.minibatches for i in part) == list(range(12))
+    units = step.stored.shape.units
+    assert units is not None and units[8] == units[9] != units[10] == units[11] and len(set(units[:8].tolist())) == 8
+    for index, part in enumerate(step.stored.minibatches):
+        assert {i ^ 1 for i in part} == set(part), "groups and pairs stay whole"
+        shard = held.minibatch(index, "actor", replay_routing=False)
+        found = shard.select(range(len(part)))
+        lens, sequences = found.seq_lens, Sequences(of_token=sequence_of_token(found.seq_lens), count=len(part))
+        logprobs = (found.fields["ref_logprobs"].double() + 0.3 * (found.fields[PAIR] > 0)).requires_grad_()
+        loss, metrics = chosen.loss(
+            ModelOutput(logprobs=logprobs), {**found.fields, "loss_mask": found.loss_mask}, sequences
+        )
+        (loss / shard.divisors.loss).backward()
+        first = part.index(next(i for i in part if i >= 8))
+        margin = 0.5 * 0.3 * (int(lens[first]) - 1)
+        assert float(metrics["demonstration_margin"]) / shard.divisors.metrics == pytest.approx(margin, abs=1e-6)
+        slope = MU * 0.5 / (1 + math.exp(margin))
+        grads = logprobs.grad.split(lens.tolist())  # type: ignore[union-attr]
+        assert torch.allclose(grads[first][1:], torch.full_like(grads[first][1:], -slope), atol=1e-6)
+        assert torch.allclose(grads[first + 1][1:], torch.full_like(grads[first + 1][1:], slope), atol=1e-6)
 
 
 def rollouts() -> RolloutBatch:

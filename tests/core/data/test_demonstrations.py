@@ -66,7 +66,7 @@ def test_every_step_has_a_whole_batch_and_epochs_differ_in_order(rows: AnswerDat
 
 
 def test_a_step_that_takes_more_rows_than_there_are_is_refused(rows: AnswerDataset) -> None:
-    with pytest.raises(DatasetError, match="demonstrations.path has 10 rows, and a step takes 11"):
+    with pytest.raises(DatasetError, match="demonstrations.path has 10 sequences, and a step takes 11"):
         Demonstrations(rows, 11)
 
 

@@ -1,4 +1,4 @@
-"""Direct preference optimization through the real command line, on two data-parallel ranks."""
+"""Direct preference optimization through the real command line: on two data-parallel ranks, and beside rollouts."""
 
 import json
 import math
@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.runs import metrics_of, mock_ppo
 
 
 def margins(policy, reference, tokenizer, rows) -> list[float]:
@@ -73,3 +75,25 @@ def test_two_ranks_learn_the_preferences_and_a_recovered_run_is_the_same(assets,
     again = run("recovered", 15)
     names = ("step", "loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "grad_norm")
     assert [{n: m[n] for n in names} for m in again if "margin" in m] == [{n: m[n] for n in names} for m in steps]
+
+
+@pytest.mark.nightly
+def test_preferences_are_learnt_beside_rollouts(assets, run_command, tmp_path) -> None:
+    rows = [json.loads(line) for line in assets.pairs.read_text().splitlines()]
+    path = tmp_path / "preferences.jsonl"
+    pairs = [{"prompt": r["prompt"], "good": r["answer"], "bad": r["answer"] + "=0"} for r in rows]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = mock_ppo(
+        assets,
+        algorithm={"name": "mix", "demonstration_loss": "dpo", "demonstration_weight": 0.5},
+        demonstrations={"path": str(path), "chosen_field": "good", "rejected_field": "bad"},
+        group_size=2,
+        actor={"path": str(assets.model), "optimizer": {"lr": 5e-3, "warmup_steps_proportion": 0.0}},
+        exp_ctrl={"total_train_steps": 12, "total_train_epochs": 9},
+    )
+    command = run_command("ppo-math", config)
+    assert command.finish(600) == 0, command.output()[-4000:]
+    steps = [row for row in metrics_of(command) if "demonstration_margin" in row]
+    assert len(steps) == 12 and steps[0]["demonstration_preference_loss"] == pytest.approx(math.log(2), abs=0.05)
+    assert steps[-1]["demonstration_margin"] > steps[0]["demonstration_margin"] + 0.5
+    assert steps[-1]["demonstration_accuracy"] > 0.9 and all("actor_loss" in row for row in steps)
