@@ -53,6 +53,8 @@ MEASUREMENTS = {
         "push": "gpu.push:push",
         "checkpoint": "gpu.trainer:checkpoint",
         "plan": "gpu.plan:plan",
+        "plan_later": "gpu.plan:plan_later",
+        "plan_runs": "gpu.plan:plan_runs",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""

@@ -210,11 +210,12 @@ def ppo_config(scene: Scene, model: Path, *, new_tokens: int, **changes: object)
 
 
 def run_ppo(
-    folder: Path, trial: str, config: Mapping[str, object], *flags: str, sample_memory: bool = False
+    folder: Path, trial: str, config: Mapping[str, object], *flags: str, sample_memory: bool = False, devices: str = ""
 ) -> list[float]:
     """Run the real command; return samples of the memory of all its processes in MiB, one a second, if requested.
 
-    Raises RuntimeError with the end of its output.
+    `devices`: the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; empty: those that this process sees. Raises
+    RuntimeError with the end of its output.
     """
     base, log_file = folder / "empty.yaml", folder / f"{trial}.log"
     base.write_text("{}\n")
@@ -225,6 +226,7 @@ def run_ppo(
             [sys.executable, "-m", "core.quickstart", "ppo-math", "--config", str(base), *words, *flags],
             stdout=log,
             stderr=subprocess.STDOUT,
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": devices} if devices else {}),
         )
         while process.poll() is None:
             if sample_memory:

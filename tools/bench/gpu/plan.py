@@ -1,10 +1,10 @@
-"""The measurement `plan`: memory and time of updates against the planner's prediction.
+"""The measurements `plan`, `plan_later` and `plan_runs`: updates and whole runs against the planner's prediction.
 
-    python -m tools.bench.gpu.plan > benchmarks/predictions/memory.json    # predictions of all cases, before
-    python -m tools.bench gpu --only plan                                  # minutes; the baseline is the prediction
+    python -m tools.bench.gpu.plan plan_later > benchmarks/predictions/later.json    # before; also plan, plan_runs
+    python -m tools.bench gpu --only plan_later                # minutes; the baseline is the prediction
 
 A case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Each of its
-ranks is a process of its own, `python -m tools.bench.gpu.plan NUMBER RANK FOLDER`. Cases of one GPU run side by side,
+ranks is a process of its own, `python -m tools.bench.gpu.plan CASE RANK FOLDER`. Cases of one GPU run side by side,
 those of several after them. Cases that need more GPUs or more memory than this host has are left out.
 """
 
@@ -18,21 +18,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from allocation import ParallelLayout
-from core.planning.gpus import GPUS, gpu_of_machine
+from allocation import GPU, ParallelLayout
+from core.checks.rules import load_config
+from core.planning.gpus import GPUS, Gpu, gpu_of_machine
+from core.planning.lengths import Lengths
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
-from core.planning.rates import calibration_of, update_seconds
-from core.planning.scene import Engine
+from core.planning.rates import calibration_of, step_time, update_seconds
+from core.planning.scene import Engine, scene_of
 from core.planning.scene import Scene as PlannedScene
+from core.planning.simulation import mean_of, simulate, world_of
 from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
@@ -41,8 +45,11 @@ from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerCo
 from model_specs.families import parse_config
 from rollout.inference.gpus import device_names, query_gpus
 from tools.bench import Figure, Scene
+from tools.bench.cpu import metrics_of, run_ppo
+from tools.bench.gpu.runs import async_config
 from tools.bench.gpu.shapes import PLANNED
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
+from tools.bench.workload import SIGMA, length_of
 
 _CASE_SECONDS = 150.0
 _WARM_UP, _ROUNDS = 1, 3
@@ -127,6 +134,20 @@ CASES = (
     Case(model="4B", recompute="selective", length=8192, tokens=8192, microbatches=4, layout=ParallelLayout(pp=2)),
 )
 """The most informative first: time may run out."""
+LATER = (
+    Case(model="1.7B", recompute="selective", length=4096, tokens=16384),
+    Case(model="3B", recompute="linear", length=16384, tokens=16384),
+    Case(model="1.2B", recompute="linear", length=8192, tokens=32768),
+    Case(model="3 layers of 32B", recompute="selective", length=2048, tokens=8192),
+    Case(model="4 layers with experts", recompute="linear", length=8192, tokens=16384),
+    Case(model="1.7B", recompute="full", length=65536, tokens=65536),
+    Case(model="1.2B", recompute="none", length=1024, tokens=8192, microbatches=4),
+    Case(model="3B", recompute="selective", length=512, tokens=8192, is_mix=True),
+    Case(model="1.7B", recompute="qkv", length=2048, tokens=16384, is_critic=True),
+    Case(model="1.7B", recompute="linear", length=8192, tokens=32768, layout=ParallelLayout(tp=2)),
+    Case(model="3B", recompute="linear", length=4096, tokens=8192, microbatches=8, layout=ParallelLayout(pp=2)),
+)
+"""Other models and sizes, on which no rate was fitted."""
 TRIAL = (
     Case(model="tiny", recompute="linear", length=64, tokens=128, layout=ParallelLayout(pp=2), microbatches=3),
     Case(model="tiny", recompute="selective", length=64, tokens=128),
@@ -138,9 +159,18 @@ TRIAL = (
 def plan(scene: Scene) -> Iterator[Figure]:
     """Yield for each case and stage of its pipeline the peak, what is held between updates, and the seconds of an
     update, beside their predictions. A case that fails is logged."""
+    return _updates(CASES)
+
+
+def plan_later(scene: Scene) -> Iterator[Figure]:
+    """Yield the same for other models and sizes."""
+    return _updates(LATER)
+
+
+def _updates(cases: Sequence[Case]) -> Iterator[Figure]:
     gpus, gpu = query_gpus(), gpu_of_machine()
     limit = gpus[0].total_mib * 2**20 if gpus else float("inf")
-    cases = CASES if gpus else TRIAL
+    cases = cases if gpus else TRIAL
     for size in sorted({case.layout.world_size for case in cases}):
         fitting = [case for case in cases if case.layout.world_size == size and _need(case) <= limit]
         groups: SimpleQueue[str] = SimpleQueue()
@@ -150,7 +180,7 @@ def plan(scene: Scene) -> Iterator[Figure]:
         def measured(case: Case, groups: SimpleQueue[str] = groups) -> list[dict[str, float]]:
             devices = groups.get()
             try:
-                return _run(cases.index(case), case, devices)
+                return _run(case, devices)
             finally:
                 groups.put(devices)
 
@@ -200,14 +230,14 @@ def predicted(case: Case, stage: int) -> dict[str, float]:
     return found
 
 
-def _run(number: int, case: Case, devices: str) -> list[dict[str, float]]:
+def _run(case: Case, devices: str) -> list[dict[str, float]]:
     """Return the largest values of the ranks of each pipeline stage; nothing if a rank failed or took too long."""
     world = case.layout.world_size
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(PLANNED[case.model]))
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tools.bench.gpu.plan", str(number), str(rank), folder],
+                [sys.executable, "-m", "tools.bench.gpu.plan", str(case), str(rank), folder],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -274,12 +304,141 @@ def _of_values(output: ModelOutput, fields: Mapping[str, Tensor], _: object) -> 
     return (output.values.square() * fields["token_weights"]).sum(), {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole run with answers of lognormal lengths. Trainer and server share a GPU, or have one each."""
+
+    model: str
+    apart: bool
+    max_staleness: int
+    max_running: int
+    prompts: int
+    """Of a step, with eight answers each."""
+    most_tokens: int
+    """Of an answer."""
+    warm_up: int
+    """Steps that do not count."""
+    steps: int
+
+    def __str__(self) -> str:
+        where = f"1 + 1 GPUs, max_staleness={self.max_staleness}" if self.apart else "1 GPU in turns"
+        return f"{self.model}, {where}, {self.max_running} requests, {self.prompts} prompts"
+
+    def config(self, scene: Scene) -> dict[str, object]:
+        """Return the keys of the run."""
+        return {
+            **async_config(scene, self.max_staleness, num_gpus=1 + self.apart),
+            "dataset.train_bs_n_seqs": self.prompts,
+            "generator.max_running": self.max_running,
+            "ppo.gen.max_new_tokens": self.most_tokens,
+            "exp_ctrl.benchmark_steps": self.warm_up + self.steps,
+        }
+
+    def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
+        """Return trained tokens of answers per second by the plan and by the simulation, the share of the time in which
+        the trainer computes, and the mean staleness. Raises ValueError without a calibration of the GPU."""
+        path = scene.folder / "empty.yaml"
+        path.write_text("{}\n")
+        config = {key: value for key, value in self.config(scene).items() if "sglang" not in key}  # a server on the CPU
+        words = [f"{key}={value}" for key, value in config.items()]
+        words += ["trial_name=planned", f"launch.trainer_device={GPU}"]
+        planned = scene_of(load_config("ppo-math", str(path), words).config, gpu)
+        drawn = [length_of(seed, self.most_tokens) for seed in range(_DRAWN)]
+        answers = Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
+        calibration = calibration_of(gpu.name)
+        time = None if calibration is None else step_time(planned, calibration, answers)
+        world = None if calibration is None else world_of(planned, calibration, answers)
+        if time is None or world is None:
+            raise ValueError(f"{gpu.name}: no calibration")
+        outcome = simulate(world, self.warm_up + self.steps)
+        steps = outcome.steps[self.warm_up :]
+        seconds = steps[-1].end - steps[0].begin
+        answered = planned.sequences * answers.mean
+        return {
+            "tokens/s": answered / time.step,
+            "simulated tokens/s": answered * len(steps) / seconds,
+            "trainer computes, %": 100 * sum(step.trained - step.taken for step in steps) / seconds,
+            "mean staleness": mean_of(sum((Counter(step.staleness) for step in steps), Counter())),
+        }
+
+
+RUNS = (
+    Run(model="1.5B", apart=False, max_staleness=0, max_running=256, prompts=60, most_tokens=4096, warm_up=2, steps=2),
+    Run(model="0.6B", apart=False, max_staleness=0, max_running=320, prompts=80, most_tokens=4096, warm_up=2, steps=2),
+    Run(model="3B", apart=True, max_staleness=2, max_running=192, prompts=40, most_tokens=4096, warm_up=4, steps=5),
+    Run(model="0.6B", apart=True, max_staleness=1, max_running=384, prompts=60, most_tokens=4096, warm_up=4, steps=6),
+)
+TRIAL_RUNS = (
+    Run(model="tiny", apart=True, max_staleness=2, max_running=16, prompts=4, most_tokens=64, warm_up=2, steps=2),
+)
+"""In place of RUNS without GPUs."""
+_DRAWN = 20_000
+
+
+def plan_runs(scene: Scene) -> Iterator[Figure]:
+    """Yield for whole runs tokens/s, what the trainer computes of the time and the mean staleness, beside their
+    predictions. Runs of one GPU go side by side; one that fails is logged."""
+    gpus, gpu = query_gpus(), gpu_of_machine()
+    runs = [run for run in RUNS if run.apart < len(gpus)] if gpus else TRIAL_RUNS
+    for apart in (False, True):
+        kind = [run for run in runs if run.apart == apart]
+        devices: SimpleQueue[str] = SimpleQueue()
+        for name in [device_names([one.index for one in gpus])] if apart else [device_names([o.index]) for o in gpus]:
+            devices.put(name)
+
+        def measured(run: Run, devices: SimpleQueue[str] = devices) -> list[dict[str, float]]:
+            device = devices.get()
+            try:
+                run_ppo(scene.folder, _trial(run), run.config(_of(scene, run)), devices=device)
+                return metrics_of(scene.folder, _trial(run))
+            except RuntimeError as error:
+                print(f"{run} failed: {error}", flush=True)
+                return []
+            finally:
+                devices.put(device)
+
+        with ThreadPoolExecutor(max(1, devices.qsize())) as pool:
+            for run, rows in zip(kind, pool.map(measured, kind), strict=True):
+                guess = {} if gpu is None else run.predicted(_of(scene, run), gpu)
+                yield from _run_figures(run, [row for row in rows if "task_reward" in row][run.warm_up :], guess)
+
+
+def _trial(run: Run) -> str:
+    return f"{run.model}-{'apart' if run.apart else 'turns'}"
+
+
+def _of(scene: Scene, run: Run) -> Scene:
+    return replace(scene, shape=run.model, raw=PLANNED[run.model])
+
+
+def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[str, float]) -> Iterator[Figure]:
+    if not rows:
+        return
+    seconds = sum(row["time/step"] for row in rows)
+    rate = sum(row["n_valid_tokens"] for row in rows) / seconds
+    computes = 100 * sum(row["time/update"] + row.get("time/inference", 0.0) for row in rows) / seconds
+    staleness = statistics.fmean(row["staleness/mean"] for row in rows)
+    yield Figure(f"run.{run}, tokens", rate, "tokens/s", guess.get("tokens/s"), "within 10 %")
+    yield Figure(f"run.{run}, simulated tokens", rate, "tokens/s", guess.get("simulated tokens/s"), "within 10 %")
+    yield Figure(f"run.{run}, trainer computes", computes, "%", guess.get("trainer computes, %"), "within 10 %")
+    yield Figure(f"run.{run}, staleness", staleness, "steps", guess.get("mean staleness"))
+
+
+def _predictions(name: str) -> dict[str, object]:
+    """Return what is predicted of a measurement, by case."""
+    if name != "plan_runs":
+        cases = LATER if name == "plan_later" else CASES
+        return {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
+        return {
+            str(run): {name: run.predicted(_of(scene, run), GPUS[name]) for name in ("H100", "H200")} for run in RUNS
+        }
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure((CASES if query_gpus() else TRIAL)[int(sys.argv[1])], int(sys.argv[2]), sys.argv[3])))
+    if len(sys.argv) == 2:
+        print(json.dumps(_predictions(sys.argv[1]), indent=1))
     else:
-        print(
-            json.dumps(
-                {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in CASES}, indent=1
-            )
-        )
+        (chosen,) = (case for case in (*CASES, *LATER, *TRIAL) if str(case) == sys.argv[1])
+        print(json.dumps(measure(chosen, int(sys.argv[2]), sys.argv[3])))

@@ -28,7 +28,7 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     steps, which do not count."""
     rates: dict[int, float] = {}
     for staleness, warm_up, steps in ((4, 8, 10), (0, 3, 3)):
-        config = {**_async_config(scene, staleness), "exp_ctrl.benchmark_steps": warm_up + steps}
+        config = {**async_config(scene, staleness), "exp_ctrl.benchmark_steps": warm_up + steps}
         rows = run(scene, f"staleness-{staleness}", config)[warm_up:]
         seconds = sum(row["time/step"] for row in rows)
         rates[staleness] = sum(row["n_valid_tokens"] for row in rows) / seconds
@@ -45,10 +45,10 @@ def asynchronous(scene: Scene) -> Iterator[Figure]:
     yield Figure(name, rates[4], "tokens/s", rates[0], ">= 1.8x")
 
 
-def _async_config(scene: Scene, staleness: int) -> dict[str, object]:
+def async_config(scene: Scene, staleness: int, *, num_gpus: int | None = None) -> dict[str, object]:
     """Return a configuration with 60 prompts x 8 answers a step. With staleness, generators are on the first half of
     the GPUs and the trainer on the others; without, all are on every GPU and sample a whole step at once."""
-    small, num_gpus = not query_gpus(), max(2, len(query_gpus()))
+    small, num_gpus = not query_gpus(), num_gpus or max(2, len(query_gpus()))
     num_generators = num_gpus // 2
     num_trainers, num_prompts = num_gpus - num_generators, 4 if small else _PROMPTS
     config = {

@@ -102,6 +102,33 @@ PLANNED: dict[str, dict[str, object]] = {
     "6 layers of 7B": SHAPES["7B"] | _LONG | dict(num_hidden_layers=6),
     "experts": SLICE | _LONG | dict(num_hidden_layers=2),
     "tiny": SHAPES["tiny"] | _LONG | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4),
+    "1.7B": WIDTHS | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
+    "3B": SHAPES["1.5B"]
+    | _LONG
+    | dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
+    "1.2B": _QWEN2
+    | _LONG
+    | dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
+    "3 layers of 32B": WIDTHS
+    | dict(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=3,
+        num_attention_heads=64,
+        tie_word_embeddings=False,
+    ),
+    "4 layers with experts": SLICE | _LONG | dict(num_hidden_layers=4),
 }
-"""Those of the measurement `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B and -4B, slices of Qwen3-8B, Qwen2.5-7B and
-Qwen3-30B-A3B, the last of two layers, and a small one."""
+"""Those of the measurements `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B and -4B, slices of Qwen3-8B, Qwen2.5-7B and
+Qwen3-30B-A3B, the last of two layers, and a small one; of the later ones: Qwen3-1.7B, Qwen2.5-3B, Llama-3.2-1B, and
+slices of Qwen3-32B and Qwen3-30B-A3B."""
