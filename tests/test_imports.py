@@ -108,12 +108,10 @@ ORDER = {
     "core.config.parsing": ("problems", "yaml_tree", "values"),
     "config_schema": ("needs", "section"),
     "core.planning": (
-        "gpus lengths virtual_clock",
         "scene",
         "memory",
-        "advice rates",
+        "rates",
         "search simulation calibrate",
-        "choice",
     ),
     "core.placement": ("allocation", "rules"),
     "core.checks": ("rules algorithm host resumption", "recipe", "header"),
@@ -230,7 +228,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "a plan needs neither torch nor numpy, unless it measures or simulates": {
         "core.planning.calibrate": "torch",
     },
-    "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.choice"},
+    "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.search"},
     "a benchmark loads what its row measures": {
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.exporting transformers",
         "tools.bench.gpu.compare": "aiconfigurator_core",

@@ -32,22 +32,30 @@ from core.checks.rules import load_config, searches
 from core.config.experiments import EXPERIMENTS
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError
-from core.planning.advice import advice, verdict
-from core.planning.choice import Loader, proposals, unplaced, usual_lengths
-from core.planning.gpus import Gpu, PlanError, chosen_gpu
-from core.planning.lengths import SPREAD, Lengths
-from core.planning.memory import GIB, MemoryPlan, Phase, plan_memory
+from core.planning.memory import GIB, MemoryPlan, Phase, advice, plan_memory, verdict
 from core.planning.rates import (
     LONGEST_ANSWERS,
+    SPREAD,
     Calibration,
+    Lengths,
     StepTime,
     calibration_of,
     read_calibration,
     step_time,
     write_calibration,
 )
-from core.planning.scene import Scene, scene_of
-from core.planning.search import METRICS, Metric, Proposal, nothing_fits, parse_fixed
+from core.planning.scene import Gpu, PlanError, Scene, chosen_gpu, scene_of
+from core.planning.search import (
+    METRICS,
+    Loader,
+    Metric,
+    Proposal,
+    nothing_fits,
+    parse_fixed,
+    proposals,
+    unplaced,
+    usual_lengths,
+)
 from tools.arguments import integer, new_folder, number, program
 
 if TYPE_CHECKING:

@@ -331,7 +331,7 @@ def load_config(
     except ConfigError as error:
         if not any(p.key == "allocation_mode" for p in error.problems) or not searches(source, overrides):
             raise
-    from core.planning.choice import searched
+    from core.planning.search import searched
 
     return loaded(searched(loaded))
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.planning.gpus import gpu_of_machine
 from core.planning.rates import Calibration, calibration_of
+from core.planning.scene import gpu_of_machine
 
 _ROUNDS = 3
 _WIDTHS = ((1536, 17920), (3584, 37888))  # hidden size and both halves of an MLP, of 1.5B and 7B

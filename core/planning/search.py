@@ -1,10 +1,12 @@
-"""The best allocations of a number of GPUs that fit in memory and pass the checks of a run.
+"""The best allocations of a number of GPUs that fit in memory and pass the checks of a run, and the keys that they set
+for allocation_mode=search.
 
 Invariant: what is proposed has been resolved and checked by the rules that the start of a run applies.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -12,11 +14,11 @@ from typing import Literal, get_args
 from allocation import GPU, AllocationError, ParallelLayout, batch_errors, model_errors
 from allocation.layout import divisors
 from allocation.resolve import REST, Spec, parse_spec
-from core.planning.gpus import PlanError
-from core.planning.lengths import Lengths
+from core.config.load import LoadedConfig
+from core.config.parsing.problems import ConfigError, Problem
 from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world
-from core.planning.rates import LONGEST_ANSWERS, Calibration, StepTime, step_time
-from core.planning.scene import Scene, Servers
+from core.planning.rates import LONGEST_ANSWERS, Calibration, Lengths, StepTime, calibration_of, step_time
+from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from rollout.inference.registry import DEFAULT_BACKEND
@@ -329,3 +331,65 @@ def _divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
         vocab_size=config.vocab_size, path="", intermediate_size=config.intermediate_size,
         num_experts=config.moe.num_experts if config.moe else 0,
     )  # fmt: skip
+
+
+logger = logging.getLogger(__name__)
+
+Loader = Callable[[Sequence[str]], LoadedConfig]
+"""Loads a configuration with these overrides after its own. Raises ConfigError."""
+
+
+def searched(load: Loader) -> tuple[str, ...]:
+    """Return the overrides of the fastest allocation of the GPUs of a configuration, whose allocation_mode is search.
+    Raises ConfigError."""
+    try:
+        gpu = gpu_of_machine()
+        if gpu is None:
+            raise PlanError("this machine has no GPU; slipstream plan --search --gpu H100 proposes layouts anywhere")
+        scene = scene_of(load([unplaced(load)]).config, gpu)
+        calibration = calibration_of(gpu.name)
+        if calibration is None:
+            raise PlanError(f"no calibration for {gpu.name}; slipstream plan --calibrate measures it")
+        num_gpus = scene.n_nodes * scene.n_gpus_per_node
+        found = proposals(load, scene, calibration, usual_lengths(scene), num_gpus=num_gpus, most=1)
+        if not found.best:
+            raise PlanError(nothing_fits(scene, num_gpus))
+    except (PlanError, AllocationError) as error:
+        message = f"search: {error}; or write the layouts, or heuristic"
+        raise ConfigError([Problem(key="allocation_mode", message=message)]) from None
+    best = found.best[0]
+    logger.info("allocation_mode=search: %s; %s", " ".join(best.overrides), best.lines[0])
+    return best.overrides
+
+
+def unplaced(load: Loader) -> str:
+    """Return an allocation_mode for a search to begin with, which suits any batch. Raises PlanError for a run without
+    servers."""
+    config = load(["allocation_mode=heuristic"]).config
+    if config.TRAINER_ONLY:
+        raise PlanError("this experiment has no servers, and nothing to search for")
+    others = config.n_nodes * config.n_gpus_per_node - 1
+    side = f"allocation_mode={DEFAULT_BACKEND[GPU]}.d{max(1, others)}m1p1"
+    return f"{side}+d1m1p1" if others else side
+
+
+def usual_lengths(scene: Scene) -> Lengths:
+    """Return the lengths of answers that are assumed where none are given: a third of the longest on average."""
+    return Lengths(mean=max(1, scene.answer_tokens // 3), longest=max(1, scene.answer_tokens))
+
+
+def proposals(
+    load: Loader, scene: Scene, calibration: Calibration, answers: Lengths, *,
+    num_gpus: int, metric: Metric = "tokens", fixed: Spec | None = None, most: int = 3,
+) -> Found:  # fmt: skip
+    """Search for allocations that a run with this configuration would start with. Raises PlanError."""
+
+    def accepts(proposal: Proposal) -> bool:
+        try:
+            return scene_of(load(proposal.overrides).config, scene.gpu).actor.layout == proposal.scene.actor.layout
+        except (ConfigError, PlanError, AllocationError):
+            return False
+
+    return search(
+        scene, calibration, answers, num_gpus=num_gpus, accepts=accepts, metric=metric, fixed=fixed, most=most
+    )

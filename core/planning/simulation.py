@@ -11,18 +11,17 @@ import asyncio
 import heapq
 import logging
 import random
+import selectors
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from core.planning.lengths import Lengths
 from core.planning.memory import plan_servers
-from core.planning.rates import Calibration, decoding, prefill_seconds, step_time
+from core.planning.rates import Calibration, Lengths, decoding, prefill_seconds, step_time
 from core.planning.scene import Scene
-from core.planning.virtual_clock import run_virtual
 from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
 from rollout.inference.backend import GeneratorConfig
 from rollout.inference.router import Router, requests_at_once
@@ -447,3 +446,35 @@ class _Run:
     def _end_answer(self) -> None:
         self._requests -= 1
         self._start()
+
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("deadlock: every task waits and no timer is set")
+        self.now += max(timeout, 0.0)
+        return []
+
+
+class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """A loop on a virtual clock, which begins at 0."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, as asyncio.run() does, on a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        return runner.run(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from core.planning.virtual_clock import VirtualClockLoop, run_virtual
+from core.planning.simulation import VirtualClockLoop, run_virtual
 
 __all__ = ["VirtualClockLoop", "run_virtual", "settle"]
 

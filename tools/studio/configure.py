@@ -35,11 +35,10 @@ from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
 from core.config.reference import choices_of, python_type
 from core.placement.allocation import resolve_allocation
-from core.planning.choice import usual_lengths
-from core.planning.gpus import GPUS, PlanError, find_gpu
 from core.planning.memory import plan_memory
 from core.planning.rates import calibration_of
-from core.planning.scene import scene_of
+from core.planning.scene import GPUS, PlanError, find_gpu, scene_of
+from core.planning.search import usual_lengths
 from core.runs.record import leaves
 from rollout.plugins import ROOT
 from tools.arguments import BadRequest

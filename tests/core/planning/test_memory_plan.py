@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from core.checks.rules import load_config
-from core.planning.advice import advice, verdict
-from core.planning.gpus import GPUS, PlanError, find_gpu
-from core.planning.memory import GIB, cache_bytes_per_token, plan_memory, server_weights, states_of
-from core.planning.scene import Scene, scene_of
+from core.planning.memory import GIB, advice, cache_bytes_per_token, plan_memory, server_weights, states_of, verdict
+from core.planning.scene import GPUS, PlanError, Scene, find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
 from tools.bench.gpu.shapes import SHAPES, SLICE

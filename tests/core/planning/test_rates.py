@@ -13,13 +13,10 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.choice import proposals
-from core.planning.gpus import GPUS
-from core.planning.lengths import Lengths
 from core.planning.memory import plan_memory, plan_servers, states_of
-from core.planning.rates import calibration_of, decoding, pass_seconds, step_time, update_seconds, wave_seconds
-from core.planning.scene import Engine, Scene, Servers, scene_of
-from core.planning.search import Metric, parse_fixed, search
+from core.planning.rates import Lengths, calibration_of, decoding, pass_seconds, step_time, update_seconds, wave_seconds
+from core.planning.scene import GPUS, Engine, Scene, Servers, scene_of
+from core.planning.search import Metric, parse_fixed, proposals, search
 from core.planning.simulation import simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.planning.lengths import Lengths
+from core.planning.rates import Lengths
 from core.planning.simulation import World, simulate
 
 WORLD = World(

@@ -30,11 +30,9 @@ from torch import Tensor
 
 from allocation import GPU, ParallelLayout
 from core.checks.rules import load_config
-from core.planning.gpus import GPUS, Gpu, gpu_of_machine
-from core.planning.lengths import Lengths
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
-from core.planning.rates import calibration_of, step_time, update_seconds
-from core.planning.scene import Engine, scene_of
+from core.planning.rates import Lengths, calibration_of, step_time, update_seconds
+from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
 from core.planning.simulation import mean_of, simulate, world_of
 from mcore_adapter.data.batch import ModelOutput
