@@ -37,20 +37,18 @@ from core.algorithms.base import Algorithm, Metrics, Objective, Pass, Unit, chec
 from core.algorithms.losses import (
     PROXIMAL_SHARE,
     SMALL_CHANGE,
+    AdaptiveKL,
+    overlong_penalty,
     policy_loss,
     proximal_share,
+    reward_metrics,
+    sequence_scores,
     small_changes,
+    token_divergence,
+    token_rewards,
     trained_weights,
 )
 from core.algorithms.offline import DPO
-from core.algorithms.rewards import (
-    AdaptiveKL,
-    overlong_penalty,
-    reward_metrics,
-    sequence_scores,
-    token_divergence,
-    token_rewards,
-)
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import (
     TOKEN_WEIGHTS,

@@ -6,7 +6,7 @@ import torch
 from core.algorithms.advantages import (
     gae,
 )
-from core.algorithms.rewards import token_rewards
+from core.algorithms.losses import token_rewards
 
 
 def gae_by_definition(rewards, values, bootstrap, discount, lam):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from core.algorithms.advantages import centred, log_average_exp, maximum_likelihood
-from core.algorithms.losses import small_changes
-from core.algorithms.rewards import AdaptiveKL, kl_estimate, kl_loss
+from core.algorithms.losses import AdaptiveKL, kl_estimate, kl_loss, small_changes
 from helpers.batches import algorithm, batch_of, by_answer, ppo_policy_loss
 
 
