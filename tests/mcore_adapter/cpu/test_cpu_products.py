@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.mcore_ranks import warm_context
-from mcore_adapter.cpu import layers as products
+from mcore_adapter.cpu import device as products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
