@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from allocation import AllocationError, ParallelLayout, layers_of_chunks
 from core.config.experiments import ExperimentConfig
 from core.planning.scene import Engine, PlanError, Scene, Servers, chosen_gpu, scene_of
-from mcore_adapter.memory.estimate import SPARE, UpdateShape, choose, in_flight, peak
-from mcore_adapter.memory.states import States, rank_states
+from mcore_adapter.memory.estimate import SPARE, States, UpdateShape, choose, in_flight, peak, rank_states
 from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
 from model_specs.config import ModelConfig
 

@@ -11,7 +11,7 @@ from allocation import ParallelLayout
 from helpers.engine_cases import make_engine
 from helpers.mcore_ranks import EXPERT_LAYOUTS, LAYOUTS, Rank, RankPool
 from helpers.tiny_models import EXPERT_MODELS, MODELS
-from mcore_adapter.memory.states import rank_states
+from mcore_adapter.memory.estimate import rank_states
 from model_specs.families import read_config
 
 ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS, "dp2": ParallelLayout(dp=2), "dp2 pp2": ParallelLayout(dp=2, pp=2)}
