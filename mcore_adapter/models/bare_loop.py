@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_adapter.data.packing import PackedMicrobatch
 from mcore_adapter.device import Device
 from mcore_adapter.memory.recompute import checkpoint_first_layers
-from mcore_adapter.models.transformer_config import block_spec, transformer_config
+from mcore_adapter.models.gpt import block_spec, transformer_config
 from mcore_adapter.optimizer.training import TrainOptimizer, wrap_for_training
 from mcore_adapter.parallel import ParallelState
 from mcore_adapter.settings import OptimizerConfig

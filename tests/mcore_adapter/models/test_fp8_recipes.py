@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from allocation import ParallelLayout
-from mcore_adapter.models.gpt import FP8_ROWS, _check_fp8
-from mcore_adapter.models.transformer_config import transformer_config
+from mcore_adapter.models.gpt import FP8_ROWS, _check_fp8, transformer_config
 from mcore_adapter.settings import Fp8Recipe
 from model_specs.families import parse_config
 from model_specs.untrusted import ModelConfigError
