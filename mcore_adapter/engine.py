@@ -23,8 +23,15 @@ from mcore_adapter.data.batch import BatchShape, Divisors, ModelOutput, PackedBa
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, check_routed_experts, pack_sequences
 from mcore_adapter.data.planner import BatchShard, Microbatch, PassLimits, Planner, attention_cost, weighed, whole
 from mcore_adapter.device import Device
-from mcore_adapter.hf.exporting import ExportPlan, Receivers, plan_export, run_export, save_hf
-from mcore_adapter.hf.loading import init_from_scratch, load_hf_weights
+from mcore_adapter.hf.exporting import (
+    ExportPlan,
+    Receivers,
+    init_from_scratch,
+    load_hf_weights,
+    plan_export,
+    run_export,
+    save_hf,
+)
 from mcore_adapter.memory.auto import AutoRecompute, Peak
 from mcore_adapter.memory.host import HostWeights
 from mcore_adapter.memory.out_of_memory import MemoryGuard, PassSizes, StepOutOfMemory

@@ -48,8 +48,7 @@ def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> 
 
 
 def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path, is_critic: bool) -> None:
-    from mcore_adapter.hf.exporting import save_hf
-    from mcore_adapter.hf.loading import init_from_scratch
+    from mcore_adapter.hf.exporting import init_from_scratch, save_hf
     from mcore_adapter.models.gpt import build_model
     from model_specs.families import read_config
 
