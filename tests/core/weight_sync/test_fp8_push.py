@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import Buckets, wrong_formats
+from core.weight_sync.buckets import FP8, Buckets, dequantize, wrong_formats
 from core.weight_sync.calls import PushError, SenderSettings, SendReport
 from core.weight_sync.senders import SENDERS
-from mcore_adapter.hf.block_fp8 import FP8, dequantize
 from model_specs.weight_files import QUANTIZATION_CONFIG
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import TensorFormat

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mcore_adapter.hf.block_fp8 import FP8, dequantize, quantize, quantize_bucket
+from core.weight_sync.buckets import FP8, dequantize, quantize, quantize_bucket
 
 
 def by_loop(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_adapter.hf.block_fp8 import quantize, quantize_bucket
+from core.weight_sync.buckets import quantize, quantize_bucket
 from model_specs.families import parse_config
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.hooks.checksums import position_checksum

@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.weight_sync.buckets import wrong_formats
+from core.weight_sync.buckets import quantize_bucket, wrong_formats
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment, replica
-from mcore_adapter.hf.block_fp8 import quantize_bucket
 from model_specs.families import parse_config
 from rollout.inference.backend import Quantization
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
