@@ -18,8 +18,8 @@ from rollout.sessions.bridge import Bridge
 from rollout.sessions.programs import Endpoint, row_of, run_command
 from rollout.sessions.server import SessionServer
 from rollout.sessions.session import Limits, Session
+from rollout.trajectories import all_of
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.samples import all_of
 
 _NO_LIMIT = 10**9
 """model_max_length of tokenizers that state none is larger."""

@@ -15,9 +15,8 @@ from rollout.plugins import find_plugin
 from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.programs import row_of
-from rollout.trajectories import sample_seed
+from rollout.trajectories import Conversation, all_of, sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.samples import Conversation, all_of
 
 
 class EnvironmentWorkflow:

@@ -6,9 +6,8 @@ import itertools
 
 from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
-from rollout.trajectories import TrajectoryBuilder, sample_seed
+from rollout.trajectories import TrajectoryBuilder, all_of, sample_seed
 from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Trajectory
-from rollout.workflows.samples import all_of
 
 
 class SingleTurnMathWorkflow:
