@@ -19,8 +19,7 @@ from torch import Tensor
 
 from model_specs.config import ModelConfig
 from rollout.inference.backend import Interrupt
-from rollout.inference.embedded.model import KVCache, Transformer, capacity_for
-from rollout.inference.embedded.sampler import sample, uniforms
+from rollout.inference.embedded.model import KVCache, Transformer, capacity_for, sample, uniforms
 from rollout.inference.embedded.weights import ModelWeights
 from rollout.types import Completion, FinishReason, GenerateRequest
 

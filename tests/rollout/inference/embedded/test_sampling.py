@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers.embedded_models import follows
-from rollout.inference.embedded.sampler import draw, num_blocks, padded_size, restrict, sample, uniforms
+from rollout.inference.embedded.model import draw, num_blocks, padded_size, restrict, sample, uniforms
 
 
 def padded(logits: torch.Tensor) -> torch.Tensor:

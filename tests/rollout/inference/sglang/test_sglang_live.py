@@ -40,7 +40,7 @@ from core.weight_sync.calls import (
 from core.weight_sync.senders import SENDERS  # noqa: E402
 from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.changes import NOT_THE_BASE  # noqa: E402
-from rollout.inference.embedded.sampler import restrict  # noqa: E402
+from rollout.inference.embedded.model import restrict  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.client import EMPTY, generate_call  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402

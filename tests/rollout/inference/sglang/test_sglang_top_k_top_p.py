@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.inference.embedded.sampler import restrict
+from rollout.inference.embedded.model import restrict
 from rollout.inference.sglang.hooks.sampling import draw, keep_most_likely
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
