@@ -11,8 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.answer_file import Answer, AnswerFile, Mode, Name, read_answers
-from rollout.evaluation import EvaluationPlan, EvaluationSampler, QuestionSet, RecordedRewards, answer_questions
+from rollout.evaluation import (
+    Answer,
+    AnswerFile,
+    EvaluationPlan,
+    EvaluationSampler,
+    Mode,
+    Name,
+    QuestionSet,
+    RecordedRewards,
+    answer_questions,
+    read_answers,
+)
 from rollout.rewards.pool import RewardPool
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory, Workflow
 from rollout.workflows import SingleTurnMathWorkflow

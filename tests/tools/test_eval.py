@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from helpers.eval_cases import arguments, write_rows
-from rollout.answer_file import Answer, read_answers
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
+from rollout.evaluation import Answer, read_answers
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.router import NoGeneratorError
 from rollout.inference.sglang.arguments import is_installed

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.answer_file import Answer
+from rollout.evaluation import Answer
 from tools.eval.__main__ import BAD_INPUT, main
 from tools.eval.compare import compare, setting_differences
 from tools.eval.report import pass_at_k, summarise, text_table, write_report

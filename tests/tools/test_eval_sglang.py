@@ -8,7 +8,7 @@ import pytest
 
 from helpers.eval_cases import arguments
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
-from rollout.answer_file import read_answers
+from rollout.evaluation import read_answers
 from tools.eval.__main__ import main
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.answer_file import Answer, Mode, read_answers
+from rollout.evaluation import Answer, Mode, read_answers
 from tools.eval.model import DEFAULT_DTYPES, SETTINGS, read_json
 from tools.eval.report import PASS_AT, REWARDS, by_question, pass_at_k, text_table
 

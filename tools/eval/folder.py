@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rollout.answer_file import Answer, read_answers
+from rollout.evaluation import Answer, read_answers
 from rollout.types import Prompt
 from tools.eval.data import EvalError
 from tools.eval.model import CONVERTED, CONVERTING, SETTINGS, TEMPORARY, is_conversion, read_json

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout.answer_file import Answer, Mode
+from rollout.evaluation import Answer, Mode
 from tools.demo.plot import draw_horizontal_lines
 
 PASS_AT = (8, 16)

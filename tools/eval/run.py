@@ -20,12 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from core.explore.workflow import workflow_choice
-from rollout.answer_file import Answer, AnswerFile, Mode
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import first_prompt
 from rollout.data.tokenizer import load_tokenizer
 from rollout.errors import GeneratorCallError, GeneratorStartError
-from rollout.evaluation import EvaluationPlan, QuestionSet, RecordedRewards, answer_questions
+from rollout.evaluation import Answer, AnswerFile, EvaluationPlan, Mode, QuestionSet, RecordedRewards, answer_questions
 from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.router import NoGeneratorError, Router, StopTexts, requests_at_once
 from rollout.rewards.pool import RewardPool, RewardWorkerError
