@@ -22,7 +22,7 @@ from rollout.rewards.math import extracted_answer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt
 from rollout.workflows import SingleTurnMathWorkflow, check_workflow
-from slipstream.functions import import_path
+from slipstream.api import import_path
 
 PROMPT = Prompt(query_id="q", index=0, task="t", text="2+2=", token_ids=np.array([1]), solutions=("4",))
 
@@ -82,7 +82,7 @@ def test_any_callable_is_a_reward(name: str) -> None:
 
 SCRIPT = """
 from rollout.workflows import SingleTurnMathWorkflow, check_workflow
-from slipstream.functions import import_path
+from slipstream.api import import_path
 
 BONUS = 0.5
 
@@ -114,7 +114,7 @@ def test_classes_of_a_script_are_workflows(tmp_path: Path) -> None:
     script = """
 from rollout.workflows import SingleTurnMathWorkflow
 from rollout.workflows import SingleTurnMathWorkflow, check_workflow
-from slipstream.functions import import_path
+from slipstream.api import import_path
 
 class Own(SingleTurnMathWorkflow):
     pass
