@@ -23,7 +23,7 @@ from mcore_adapter.data.batch import BatchShape, Divisors, ModelOutput, PackedBa
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, check_routed_experts, pack_sequences
 from mcore_adapter.data.planner import BatchShard, Microbatch, PassLimits, Planner, attention_cost, weighed, whole
 from mcore_adapter.device import Device
-from mcore_adapter.hf.exporting import (
+from mcore_adapter.hf.weights import (
     ExportPlan,
     Receivers,
     init_from_scratch,

@@ -53,7 +53,6 @@ ORDER = {
         "bucket",
         "types plugins errors processes time_limit",
         "sandbox",
-        "answer_file",
         "trajectories",
         "data rewards experience workflow_calls",
         "journal",
@@ -115,7 +114,7 @@ ORDER = {
     ),
     "core.placement": ("allocation", "rules"),
     "core.checks": ("rules algorithm host resumption", "recipe", "header"),
-    "slipstream": ("functions", "api cli"),
+    "slipstream": ("api cli",),
     "tools": (
         "arguments",
         "scratch_model setup_cluster loss demo fetch timeline",
@@ -230,7 +229,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.search"},
     "a benchmark loads what its row measures": {
-        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.exporting transformers",
+        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.weights transformers",
         "tools.bench.gpu.compare": "aiconfigurator_core",
     },
 }

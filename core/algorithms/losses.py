@@ -22,9 +22,8 @@ from core.config.algorithm import AlgorithmSettings, KLEstimator, KLGradient
 from mcore_adapter.data.batch import TOKEN_WEIGHTS, Sequences
 
 if TYPE_CHECKING:
-    from mcore_adapter.data.batch import ModelOutput
-if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
+    from mcore_adapter.data.batch import ModelOutput
 
 
 MAX_RATIO = 10.0

@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
 from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, Written, gathered_by, gathered_sizes
-from mcore_adapter.hf.exporting import hf_config_json
+from mcore_adapter.hf.weights import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer.training import TrainOptimizer
 from mcore_adapter.parallel import ParallelState

@@ -1,8 +1,9 @@
 """Checkpoint <-> Hugging Face folder, tensor by tensor: no model is built, no tensor is kept.
 
-What is copied where follows the same tables as loading and exporting (conversions.py); stored_tensors.py finds
-parameters in a checkpoint. Invariant: a source of which anything is missing or of another shape is refused before the
-first byte is written.
+What is copied where follows the same tables as loading and exporting (conversions.py). Where each part of a parameter
+lies in a distributed checkpoint, Megatron itself determines, by the sharded state of a model without memory, so every
+family is covered. Invariants: a source of which anything is missing or of another shape is refused before the first
+byte is written; nothing holds more than the requested part and the stored chunk that it comes from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from mcore_adapter.checkpoint.checkpoint import converted_common, model_state, s
 from mcore_adapter.checkpoint.restricted import METADATA_FILE, UNREADABLE, RestrictedReader, in_one_line, load_common
 from mcore_adapter.checkpoint.writing import mark_complete, write_small_files
 from mcore_adapter.device import Device, get_device
-from mcore_adapter.hf.exporting import hf_config_json, tensor_specs, write_config
 from mcore_adapter.hf.safetensors_folder import (
     FileRows,
     SafetensorsFolder,
@@ -45,6 +45,7 @@ from mcore_adapter.hf.safetensors_folder import (
     dtype_of,
     write_rows,
 )
+from mcore_adapter.hf.weights import hf_config_json, tensor_specs, write_config
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, outer_table
 from mcore_adapter.models.gpt import build_model, check_layout, named_conversions
 from mcore_adapter.parallel import ParallelState

@@ -1,4 +1,4 @@
-"""Core attention and rotary embedding of packed (thd) sequences on CPU; leaf functions of cpu/layers.py.
+"""Core attention and rotary embedding of packed (thd) sequences on CPU; leaf functions of cpu/device.py.
 
 Both compute in float32 whatever the model's format: torch's bfloat16 attention for CPU takes in its backward pass eight
 times as long at 16 tokens a sequence, twice at 128 and no less before 1,000.

@@ -1,8 +1,9 @@
-"""How much memory the activations of an update take on a rank, and the least recomputation that fits into a limit.
+"""How much memory a rank takes: what it holds between updates (weights, gradients, fp32 masters, moments), the
+activations of an update, and the least recomputation that fits into a limit.
 
-An estimate from the shape of the model, for TransformerEngine's layers; auto.py corrects it by what was
-measured, and the planner (core/planning) reports it. Invariants: it depends on what all ranks of a pipeline stage have
-in common, and on nothing else; torch is not imported.
+An estimate from the shape of the model, for Megatron's distributed optimizer and TransformerEngine's layers. auto.py
+corrects it by what was measured, and the planner (core/planning) reports it. Invariants: it depends on what all ranks
+of a pipeline stage have in common, and on nothing else; torch is not imported.
 """
 
 from __future__ import annotations

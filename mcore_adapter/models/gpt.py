@@ -1,7 +1,7 @@
 """Megatron's GPTModel for a ModelConfig, with a head that leaves the hidden states to the caller.
 
 Invariant: a chunk returns hidden states (language model) or values (critic), never logits: the engine turns hidden
-states into log-probabilities in chunks, so full logits exist nowhere. Weights are uninitialised until hf/loading.py
+states into log-probabilities in chunks, so full logits exist nowhere. Weights are uninitialised until hf/weights.py
 fills them; every parameter has the dimension that tensor parallelism splits as an attribute, as gradient norms need it.
 """
 

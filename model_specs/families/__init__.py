@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from model_specs.config import ModelConfig
-from model_specs.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from model_specs.families.decoders import GLM4, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from model_specs.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from model_specs.family import Family
 from model_specs.untrusted import ModelConfigError, RawConfig, UntrustedFileError, read_json_object
 

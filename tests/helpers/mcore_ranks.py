@@ -88,7 +88,7 @@ class Rank:
 def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
     """On a rank: the chunks of the Hugging Face model in `folder`, loaded; kwargs of build_model()."""
 
-    from mcore_adapter.hf.exporting import load_hf_weights
+    from mcore_adapter.hf.weights import load_hf_weights
     from mcore_adapter.models.gpt import build_model
     from model_specs.families import read_config
 

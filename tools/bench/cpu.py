@@ -381,7 +381,7 @@ def _convert(*arguments: object) -> None:
 
 def _write_random(folder: Path, shape: Mapping[str, object], dtype: torch.dtype) -> int:
     """Write a folder of random weights; return its size in bytes."""
-    from mcore_adapter.hf.exporting import tensor_specs, write_config
+    from mcore_adapter.hf.weights import tensor_specs, write_config
 
     config = parse_config(shape)
     folder.mkdir()

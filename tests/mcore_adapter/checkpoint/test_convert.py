@@ -65,7 +65,7 @@ def test_there_and_back_is_byte_equal_for_every_family(
 def loaded(rank: Rank, layout: ParallelLayout, checkpoint: Path, target: Path) -> None:
     """What an engine of `layout` makes of a converted checkpoint, as a Hugging Face folder."""
     from mcore_adapter.checkpoint.checkpoint import load_checkpoint
-    from mcore_adapter.hf.exporting import init_from_scratch, save_hf
+    from mcore_adapter.hf.weights import init_from_scratch, save_hf
     from mcore_adapter.models.gpt import build_model
     from model_specs.families import read_config
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from helpers.saved_models import assert_same_bytes, tensors_of
-from mcore_adapter.hf.exporting import tensor_specs, write_config
 from mcore_adapter.hf.safetensors_folder import ShardWriter, replacing_folder
+from mcore_adapter.hf.weights import tensor_specs, write_config
 from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
 

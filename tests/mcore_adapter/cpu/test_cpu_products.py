@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
+import mcore_adapter.cpu.device as products
 from helpers.mcore_ranks import warm_context
-from mcore_adapter.cpu import device as products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 

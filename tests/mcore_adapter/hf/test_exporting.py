@@ -12,7 +12,7 @@ from torch import Tensor
 from allocation import ParallelLayout
 from helpers.mcore_ranks import Rank, RankPool, build
 from helpers.saved_models import assert_same_bytes, tensors_of
-from mcore_adapter.hf.exporting import Receivers
+from mcore_adapter.hf.weights import Receivers
 from rollout.bucket import FlatBucket
 
 
@@ -20,7 +20,7 @@ def gathered_by(
     rank: Rank, layout: ParallelLayout, source: Path, to: Receivers
 ) -> list[tuple[dict[str, Tensor], bool]]:
     """Return the buckets of a model in bfloat16, and whether each one is a single piece of memory."""
-    from mcore_adapter.hf.exporting import plan_export, run_export
+    from mcore_adapter.hf.weights import plan_export, run_export
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device, dtype=torch.bfloat16)

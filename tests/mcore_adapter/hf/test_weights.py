@@ -23,7 +23,7 @@ from mcore_adapter.hf.safetensors_folder import INDEX_FILE, SINGLE_FILE, ShardWr
 
 
 def round_trip(rank: Rank, layout: ParallelLayout, source: Path, target: Path, options: dict[str, Any]) -> None:
-    from mcore_adapter.hf.exporting import save_hf
+    from mcore_adapter.hf.weights import save_hf
 
     with rank.joined(layout) as (parallel, device):
         save_hf(build(source, parallel, device, **options), target, parallel=parallel, tokenizer_from=source)
@@ -48,7 +48,7 @@ def elements_read_and_held(rank: Rank, layout: ParallelLayout, source: Path) -> 
 
 
 def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path, is_critic: bool) -> None:
-    from mcore_adapter.hf.exporting import init_from_scratch, save_hf
+    from mcore_adapter.hf.weights import init_from_scratch, save_hf
     from mcore_adapter.models.gpt import build_model
     from model_specs.families import read_config
 
@@ -61,7 +61,7 @@ def from_scratch(rank: Rank, layout: ParallelLayout, source: Path, target: Path,
 
 
 def bucket_sizes(rank: Rank, layout: ParallelLayout, source: Path, bucket_bytes: int) -> list[dict[str, int]]:
-    from mcore_adapter.hf.exporting import iter_hf_weights
+    from mcore_adapter.hf.weights import iter_hf_weights
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device)
@@ -82,8 +82,8 @@ def load_error(rank: Rank, source: Path, is_critic: bool) -> str:
 
 def save_error(rank: Rank, layout: ParallelLayout, source: Path, target: Path, disk_bytes: int) -> str:
     """Save with files limited to disk_bytes: writing more fails as on a full disk."""
-    from mcore_adapter.hf.exporting import save_hf
     from mcore_adapter.hf.safetensors_folder import WeightsError
+    from mcore_adapter.hf.weights import save_hf
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device)

@@ -27,7 +27,7 @@ def saved_bytes(rank: Rank, raw: dict[str, Any], level: Level) -> int:
 
     from mcore_adapter.data.batch import PackedBatch
     from mcore_adapter.data.packing import PackingLayout, pack_microbatch
-    from mcore_adapter.hf.exporting import init_from_scratch
+    from mcore_adapter.hf.weights import init_from_scratch
     from mcore_adapter.models.gpt import build_model
 
     with rank.joined(ParallelLayout()) as (parallel, device):

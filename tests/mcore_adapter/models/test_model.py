@@ -125,7 +125,7 @@ def compute_gradients(
     )
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from mcore_adapter.hf.exporting import iter_hf_weights
+    from mcore_adapter.hf.weights import iter_hf_weights
 
     def head(chunk: Any, output: Tensor, tokens: Tensor, own: Tensor) -> Any:
         if is_critic:
