@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from rollout.sessions.calls import Answer, Call, CallError
+from rollout.data.messages import Message
+from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DROPPED = ("thinking", "redacted_thinking")
 
 
-def read_call(body: Mapping[str, Any]) -> Call:
+def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
     choice = read(body, "tool_choice", dict, {}).get("type", "auto")
     if choice not in ("auto", "none"):
@@ -22,7 +22,7 @@ def read_call(body: Mapping[str, Any]) -> Call:
         if body.get(name):
             raise CallError(f"{name} is not supported: answers are text and calls of tools.", param=name)
     system = body.get("system")
-    messages = [{"role": "system", "content": text_of(system, ("text",))}] if system else []
+    messages: list[Message] = [{"role": "system", "content": text_of(system, ("text",))}] if system else []
     for message in read(body, "messages", list):
         messages += _messages(message)
     tools = [_tool(tool) for tool in read(body, "tools", list, [])]
@@ -35,7 +35,7 @@ def read_call(body: Mapping[str, Any]) -> Call:
     )
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: object) -> dict[str, object]:
     if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
         raise CallError(f"tools: only tools of the client are supported, got {str(tool)[:80]}.", param="tools")
     function = {
@@ -46,7 +46,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(message: Any) -> Iterator[dict[str, Any]]:
+def _messages(message: object) -> Iterator[Message]:
     """Yield one message for each result of a tool, and one for the rest."""
     if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
         raise CallError(f"messages: roles are user and assistant, got {str(message)[:80]}.", param="messages")
@@ -67,32 +67,40 @@ def _messages(message: Any) -> Iterator[dict[str, Any]]:
         yield {"role": message["role"], "content": text_of(rest, ("text",)), **({"tool_calls": calls} if calls else {})}
 
 
-def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+def answer_of(answer: Answer, body: Mapping[str, object], *, created: int) -> dict[str, object]:
     """Return the answer as a message."""
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
-    blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in answer.tool_calls]
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
         "model": body.get("model", "policy"),
-        "content": blocks,
+        "content": _blocks(answer),
         "stop_reason": "stop_sequence" if answer.stopped_at is not None else _STOP_REASONS[answer.finish],
         "stop_sequence": answer.stopped_at,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        "usage": _usage(answer),
     }
 
 
-def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
+def _blocks(answer: Answer) -> list[dict[str, object]]:
+    blocks: list[dict[str, object]] = [{"type": "text", "text": answer.text}] if answer.text else []
+    blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in answer.tool_calls]
+    return blocks
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+
+
+def stream_of(answer: Answer, body: Mapping[str, object], *, created: int) -> Iterator[Event]:
     """Yield (event, data) of the answer as a stream."""
     message = answer_of(answer, body, created=created)
     begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**message["usage"], "output_tokens": 0}
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    begun["usage"] = {**_usage(answer), "output_tokens": 0}
+    events: list[dict[str, object]] = [{"type": "message_start", "message": begun}]
     calls = iter(answer.tool_calls)
-    for index, block in enumerate(message["content"]):
+    for index, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": answer.text}
         else:
             empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": next(calls).json}
         events.append({"type": "content_block_start", "index": index, "content_block": empty})
@@ -102,10 +110,10 @@ def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Itera
     events.append({"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.completion_tokens}})
     events.append({"type": "message_stop"})
     for event in events:
-        yield event["type"], event
+        yield str(event["type"]), event
 
 
-def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, object]:
     """Return an error as this dialect reports it."""
     kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
     return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}

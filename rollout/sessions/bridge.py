@@ -9,14 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from rollout.data.chat_template import Tools
 from rollout.data.encoder import Encoder
-from rollout.data.messages import Messages
+from rollout.data.messages import Message, Messages
 from rollout.data.source import DatasetError
 from rollout.sessions.calls import CallError
-from rollout.sessions.tool_calls import ToolFormat, split_calls, tool_format
+from rollout.sessions.tool_calls import Read, ToolFormat, split_calls, tool_format
 
 _PLACE = "the request"
 
@@ -36,7 +35,7 @@ class Bridge:
         except DatasetError as error:
             raise CallError(str(error), param="messages") from error
 
-    def following(self, answer: dict[str, Any], sampled: Sequence[int], new: Messages, tools: Tools) -> list[int]:
+    def following(self, answer: Message, sampled: Sequence[int], new: Messages, tools: Tools) -> list[int]:
         """Return the tokens between an answer, whose last ones are `sampled`, and the next: its end, if it was not
         sampled, and the messages `new`. Raises CallError."""
         try:
@@ -57,7 +56,7 @@ class Bridge:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def read(self, text: str, tools: Tools) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
+    def read(self, text: str, tools: Tools) -> tuple[str, str, list[Read]]:
         """Return (thoughts, text, calls of tools) of an answer. What is not written as the template writes tool calls
         is text, and so are calls where the client offered no `tools`."""
         thoughts, closing, said = text.rpartition("</think>")

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rollout.data.messages import Messages
+from rollout.data.chat_template import Tools
+from rollout.data.messages import Message, Messages
 
 Finish = Literal["stop", "length", "tool_calls"]
+Event = tuple[str | None, object]
+"""Of a stream: its name, where the dialect has one, and its data, a text or what is sent as JSON."""
 
 
 class CallError(ValueError):
@@ -28,7 +31,7 @@ class Call:
     """What a client asks for."""
 
     messages: Messages
-    tools: tuple[Any, ...] | None = None
+    tools: Tools = None
     """In OpenAI's form, as chat templates read them."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -42,7 +45,7 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
 
     @property
     def json(self) -> str:
@@ -67,14 +70,14 @@ class Answer:
     """Text and log-probability of each sampled token."""
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Message:
         """The answer as a message of the conversation."""
         return answer_message(self.text, self.tool_calls)
 
 
-def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def answer_message(text: str, calls: Sequence[ToolCall]) -> Message:
     """Return an answer of the policy as a message of the conversation."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message: Message = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
@@ -83,7 +86,7 @@ def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return message
 
 
-def said(message: Mapping[str, Any]) -> str:
+def said(message: Message) -> str:
     """Return what identifies a message: clients drop thoughts, order keys anew and strip blanks."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
     return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, default=str)

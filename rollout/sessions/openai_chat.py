@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from rollout.sessions.calls import Answer, Call, CallError
+from rollout.data.messages import Message
+from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
 
 POLICY = "policy"
 """Name of the model; other names are aliases of it."""
 
 
-def read_call(body: Mapping[str, Any]) -> Call:
+def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
     refuse_unsupported(body)
     return Call(
@@ -24,7 +24,7 @@ def read_call(body: Mapping[str, Any]) -> Call:
     )
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
+def refuse_unsupported(body: Mapping[str, object]) -> None:
     """Raise CallError for options that change the answer and are not supported."""
     for name, allowed, why in (
         ("n", (None, 1), "ask once for each answer"),
@@ -45,22 +45,22 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
         raise CallError(message, param="model")
 
 
-def _text_format(body: Mapping[str, Any]) -> Any:
+def _text_format(body: Mapping[str, object]) -> object:
     """Return the format that a request of the responses dialect asks for."""
     text = body.get("text")
     return text.get("format") if isinstance(text, Mapping) else None
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Message) -> Message:
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    read_message: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), ("text", "refusal"))}
+    read_message: Message = {"role": role, "content": text_of(message.get("content"), ("text", "refusal"))}
     for key in ("tool_calls", "tool_call_id", "name"):
         if message.get(key):
             read_message[key] = message[key]
     return read_message
 
 
-def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+def answer_of(answer: Answer, body: Mapping[str, object], *, created: int) -> dict[str, object]:
     """Return the answer as a chat.completion."""
     choice = {
         "index": 0,
@@ -71,36 +71,37 @@ def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[
     return {**_head(answer, body, created, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
+def stream_of(answer: Answer, body: Mapping[str, object], *, created: int) -> Iterator[Event]:
     """Yield (event, data) of the answer as a stream of chat.completion.chunk."""
     head = _head(answer, body, created, "chat.completion.chunk")
     written = _written(answer)
     calls = [{"index": i, **call} for i, call in enumerate(written.pop("tool_calls", []))]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas: list[Message] = [{"role": "assistant", "content": ""}]
     deltas += [{key: written[key]} for key in ("reasoning_content", "content") if written.get(key)]
     deltas += [{"tool_calls": [call]} for call in calls]
     for delta in deltas:
         logprobs = _logprobs(answer) if body.get("logprobs") and delta is deltas[-1] else None
         yield None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]}
     yield None, {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish, "logprobs": None}]}
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
         yield None, {**head, "choices": [], "usage": _usage(answer)}
     yield None, "[DONE]"
 
 
-def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, object]:
     """Return an error as this dialect reports it."""
     kind = {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _head(answer: Answer, body: Mapping[str, Any], created: int, kind: str) -> dict[str, Any]:
+def _head(answer: Answer, body: Mapping[str, object], created: int, kind: str) -> dict[str, object]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": created, "model": body.get("model", "policy")}
 
 
-def _written(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.tool_calls else "")}
+def _written(answer: Answer) -> Message:
+    message: Message = {"role": "assistant", "content": answer.text or (None if answer.tool_calls else "")}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
@@ -111,7 +112,7 @@ def _written(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _logprobs(answer: Answer) -> dict[str, object]:
     tokens = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in answer.logprobs()
@@ -119,7 +120,7 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
     return {"content": tokens, "refusal": None}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: Answer) -> dict[str, object]:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

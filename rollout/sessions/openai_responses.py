@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from rollout.data.messages import Message
 from rollout.sessions import openai_chat
-from rollout.sessions.calls import Answer, Call, CallError
+from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.reading import messages_of, read, request_name, text_of, tools_of
 from rollout.sessions.session import Asked
 
@@ -18,7 +18,7 @@ _ID = "resp_"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read_call(body: Mapping[str, Any]) -> Call:
+def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
     openai_chat.refuse_unsupported(body)
     for name in ("background", "include"):
@@ -28,7 +28,7 @@ def read_call(body: Mapping[str, Any]) -> Call:
         raise CallError("conversation is not supported: send previous_response_id.", param="conversation")
     read(body, "previous_response_id", str, None)
     instructions = read(body, "instructions", str, None)
-    messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     given = body.get("input")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
@@ -42,10 +42,10 @@ def read_call(body: Mapping[str, Any]) -> Call:
     )
 
 
-async def continued(call: Call, body: Mapping[str, Any], find: Callable[[str], Asked | None]) -> Call:
+async def continued(call: Call, body: Mapping[str, object], find: Callable[[str], Asked | None]) -> Call:
     """Put the conversation up to previous_response_id, without its instructions, before the input of a request.
     Raises CallError."""
-    before = find(name_of(id := body["previous_response_id"]))
+    before = find(name_of(id := read(body, "previous_response_id", str)))
     if before is None:
         code = "previous_response_not_found"
         raise CallError(f"Previous response with id {id!r} not found.", param="previous_response_id", code=code)
@@ -62,11 +62,13 @@ def name_of(id: str) -> str:
     return id.removeprefix(_ID)
 
 
-def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
+def _messages(items: Sequence[object]) -> Iterator[Message]:
     """Yield messages; the items that one answer consists of, a message and calls of tools, are one."""
-    answer: dict[str, Any] | None = None
+    answer: Message | None = None
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, Mapping) else type(item).__name__
+        if not isinstance(item, Mapping):
+            raise CallError(f"input of type {type(item).__name__!r} is not supported.", param="input")
+        kind = item.get("type", "message")
         if kind == "reasoning":
             continue
         if kind == "function_call":
@@ -82,8 +84,8 @@ def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
         if is_answer:
             answer = {"role": "assistant", "content": text_of(item.get("content"), _TEXTS)}
         elif kind == "message":
-            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
-            yield {"role": role, "content": text_of(item.get("content"), _TEXTS)}
+            role = item.get("role")
+            yield {"role": "system" if role == "developer" else role, "content": text_of(item.get("content"), _TEXTS)}
         elif kind == "function_call_output":
             text = text_of(item.get("output"), _TEXTS)
             yield {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))}
@@ -93,7 +95,7 @@ def _messages(items: list[Any]) -> Iterator[dict[str, Any]]:
         yield answer
 
 
-def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[str, Any]:
+def answer_of(answer: Answer, body: Mapping[str, object], *, created: int) -> dict[str, object]:
     """Return the answer as a response."""
     length = answer.finish == "length"
     response = _response(answer.id, body, created, status="incomplete" if length else "completed")
@@ -109,7 +111,7 @@ def answer_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> dict[
     return response
 
 
-def _response(id: str, body: Mapping[str, Any], created: int, *, status: str) -> dict[str, Any]:
+def _response(id: str, body: Mapping[str, object], created: int, *, status: str) -> dict[str, object]:
     return {
         "id": _ID + id, "object": "response", "created_at": created, "status": status, "error": None,
         "incomplete_details": None, "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
@@ -118,13 +120,11 @@ def _response(id: str, body: Mapping[str, Any], created: int, *, status: str) ->
     }  # fmt: skip
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+def _items(answer: Answer) -> list[dict[str, object]]:
+    items: list[dict[str, object]] = []
     if answer.text or not answer.tool_calls:
-        text = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-        items.append(
-            {"id": f"msg_{answer.id}", "type": "message", "status": "completed", "role": "assistant", "content": [text]}
-        )
+        about = {"type": "message", "status": "completed", "role": "assistant", "content": [_text(answer)]}
+        items.append({"id": f"msg_{answer.id}", **about})
     items += [
         {
             "id": f"fc_{call.id}", "type": "function_call", "status": "completed", "call_id": call.id,
@@ -135,30 +135,35 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def stream_of(answer: Answer, body: Mapping[str, Any], *, created: int) -> Iterator[tuple[str | None, Any]]:
+def _text(answer: Answer) -> dict[str, object]:
+    return {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+
+
+def stream_of(answer: Answer, body: Mapping[str, object], *, created: int) -> Iterator[Event]:
     """Yield (event, data) of the answer as a stream."""
     done = answer_of(answer, body, created=created)
-    events: list[dict[str, Any]] = []
-    for index, item in enumerate(done["output"]):
+    events: list[dict[str, object]] = []
+    for index, item in enumerate(_items(answer)):
         at = {"item_id": item["id"], "output_index": index}
-        empty = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": empty})
-        events += _parts(item, at)
+        empty: dict[str, object] = {"content": []} if "content" in item else {"arguments": ""}
+        begins = {**item, "status": "in_progress", **empty}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": begins})
+        events += _parts(answer, item, at)
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{done['status']}", "response": done})
     yield from begun(answer.id, body, created)
     for number, event in enumerate(events, 2):
-        yield event["type"], {**event, "sequence_number": number}
+        yield str(event["type"]), {**event, "sequence_number": number}
 
 
-def begun(id: str, body: Mapping[str, Any], created: int) -> Iterator[tuple[str | None, Any]]:
+def begun(id: str, body: Mapping[str, object], created: int) -> Iterator[Event]:
     """Yield the events of a stream that come before the answer."""
     response = _response(id, body, created, status="in_progress")
     for number, name in enumerate(("response.created", "response.in_progress")):
         yield name, {"type": name, "response": response, "sequence_number": number}
 
 
-def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _parts(answer: Answer, item: Mapping[str, object], at: Mapping[str, object]) -> list[dict[str, object]]:
     """Return the events of the content of an item."""
     if item["type"] == "function_call":
         arguments = item["arguments"]
@@ -166,11 +171,11 @@ def _parts(item: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any
             {"type": "response.function_call_arguments.delta", **at, "delta": arguments},
             {"type": "response.function_call_arguments.done", **at, "arguments": arguments, "name": item["name"]},
         ]
-    [part] = item["content"]
+    part = _text(answer)
     at = {**at, "content_index": 0}
     return [
         {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
-        {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []},
-        {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []},
+        {"type": "response.output_text.delta", **at, "delta": answer.text, "logprobs": []},
+        {"type": "response.output_text.done", **at, "text": answer.text, "logprobs": []},
         {"type": "response.content_part.done", **at, "part": part},
     ]

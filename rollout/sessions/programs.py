@@ -8,7 +8,6 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from rollout.types import Prompt
 
@@ -47,7 +46,7 @@ class Endpoint:
         }
 
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
+def row_of(prompt: Prompt) -> dict[str, object]:
     """Return what a program gets of a prompt: its text or messages, its task, and the other columns of the row. The
     solutions are for the reward function."""
     return {**prompt.meta, "query_id": prompt.query_id, "task": prompt.task, "prompt": prompt.question or prompt.text}

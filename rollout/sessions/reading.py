@@ -5,15 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, overload
 
-from rollout.data.messages import Messages, read_messages
+from rollout.data.chat_template import Tools
+from rollout.data.messages import Message, Messages, read_messages
 from rollout.sessions.calls import CallError
 
+T = TypeVar("T")
+D = TypeVar("D")
 _REQUIRED = object()
 
 
-def read(body: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+@overload
+def read(body: Mapping[str, object], name: str, kind: type[T]) -> T: ...
+
+
+@overload
+def read(body: Mapping[str, object], name: str, kind: type[T], default: D) -> T | D: ...
+
+
+def read(body: Mapping[str, object], name: str, kind: type, default: object = _REQUIRED) -> object:
     """Return a parameter of a request, which must have the type `kind`; null is the default."""
     value = body.get(name)
     if value is None and default is not _REQUIRED:
@@ -24,7 +35,7 @@ def read(body: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRE
     return value
 
 
-def messages_of(messages: Iterable[dict[str, Any]]) -> Messages:
+def messages_of(messages: Iterable[Message]) -> Messages:
     """Check messages of any dialect that are in the form of chat templates already."""
     try:
         found = read_messages(list(messages), "messages", may_be_empty=True)
@@ -36,28 +47,28 @@ def messages_of(messages: Iterable[dict[str, Any]]) -> Messages:
     return found
 
 
-def text_of(content: Any, kinds: Sequence[str]) -> str:
+def text_of(content: object, kinds: Sequence[str]) -> str:
     """Return the text of a content: text, or a list of parts {type, ...} of `kinds`."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in kinds:
+        if not isinstance(part, Mapping) or kind not in kinds:
             raise CallError(f"content of type {kind!r} is not supported, only text.", param="messages")
         texts.append(str(part.get("text", "")))
     return "".join(texts)
 
 
-def stop_of(value: Any, name: str) -> tuple[str, ...]:
+def stop_of(value: object, name: str) -> tuple[str, ...]:
     """Return texts that end an answer."""
-    found = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(text, str) and text for text in found):
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
         raise CallError(f"{name} must be a text or a list of texts, got {value!r}.", param=name)
-    return found
+    return tuple(found)
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def tools_of(body: Mapping[str, object]) -> Tools:
     """Return the tools of a request, {type: function, function: {name, description, parameters}} or flat."""
     found = []
     for tool in read(body, "tools", list, []):
@@ -71,7 +82,7 @@ def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(found) or None
 
 
-def request_name(body: Mapping[str, Any]) -> str:
+def request_name(body: Mapping[str, object]) -> str:
     """Return the same text for equal requests."""
     same = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(same.encode(errors="surrogatepass"), digest_size=16).hexdigest()

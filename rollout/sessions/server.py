@@ -12,12 +12,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 from aiohttp import web
 
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
-from rollout.sessions.calls import Call, CallError
+from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.session import Asked, Session
 
 logger = logging.getLogger(__name__)
@@ -177,14 +176,14 @@ def key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
-async def _body_of(request: web.Request) -> dict[str, Any]:
+async def _body_of(request: web.Request) -> dict[str, object]:
     body = await request.json()
     if not isinstance(body, dict):
         raise CallError("The body must be a JSON object.")
     return body
 
 
-def _call_of(dialect: ModuleType, body: dict[str, Any]) -> Call:
+def _call_of(dialect: ModuleType, body: dict[str, object]) -> Call:
     try:
         call: Call = dialect.read_call(body)
     except (AttributeError, KeyError, TypeError) as error:
@@ -194,7 +193,7 @@ def _call_of(dialect: ModuleType, body: dict[str, Any]) -> Call:
     return call
 
 
-def _error_of(asked: asyncio.Task[Any]) -> BaseException | None:
+def _error_of(asked: asyncio.Task[Answer]) -> BaseException | None:
     return asyncio.CancelledError("the session has ended") if asked.cancelled() else asked.exception()
 
 
@@ -207,7 +206,7 @@ def _as_call_error(error: BaseException) -> CallError:
     return CallError(f"The policy could not answer: {error}", status=500)
 
 
-def _error_body(dialect: ModuleType, refusal: CallError) -> Any:
+def _error_body(dialect: ModuleType, refusal: CallError) -> object:
     return dialect.error_of(str(refusal), status=refusal.status, param=refusal.param, code=refusal.code)
 
 
@@ -218,7 +217,7 @@ def _refusal(dialect: ModuleType, error: BaseException) -> web.Response:
     return web.json_response(body, status=refusal.status, headers={"x-should-retry": "false"})
 
 
-async def _write_events(response: web.StreamResponse, events: Iterable[tuple[str | None, Any]], after: int) -> int:
+async def _write_events(response: web.StreamResponse, events: Iterable[Event], after: int) -> int:
     """Write the events whose numbers are above `after`; return the last number."""
     for number, (event, data) in enumerate(events):
         if number > after:
@@ -227,6 +226,6 @@ async def _write_events(response: web.StreamResponse, events: Iterable[tuple[str
     return after
 
 
-def _event(name: str | None, data: Any) -> bytes:
+def _event(name: str | None, data: object) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

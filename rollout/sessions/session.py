@@ -13,9 +13,9 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rollout.data.messages import Messages
+from rollout.data.chat_template import Tools
+from rollout.data.messages import Message, Messages
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.calls import Answer, Call, CallError, ToolCall, said
 from rollout.trajectories import TrajectoryBuilder, sample_seed
@@ -29,7 +29,7 @@ class _Turn:
     parent: _Turn | None
     added: Sequence[int]
     completion: Completion
-    message: dict[str, Any]
+    message: Message
 
     @property
     def path(self) -> list[_Turn]:
@@ -51,7 +51,7 @@ class Asked:
     id: str
     """Of the answer."""
     call: Call
-    body: Mapping[str, Any]
+    body: Mapping[str, object]
     """The request as it came."""
     answer: asyncio.Task[Answer]
     created: int
@@ -83,7 +83,7 @@ class Session:
         self.error: Exception | None = None
         """Why the policy could not answer."""
 
-    def ask(self, call: Call, body: Mapping[str, Any], *, is_retry: bool) -> Asked:
+    def ask(self, call: Call, body: Mapping[str, object], *, is_retry: bool) -> Asked:
         """Begin to answer. A client that asks again, as its connection ended, gets the answer of before."""
         asked = self._asked.setdefault(call.name, [])
         lost = [one for one in asked if one.was_lost] or (asked[-1:] if is_retry else [])
@@ -99,7 +99,7 @@ class Session:
         """Return the request with the answer `id`."""
         return next((asked for of in self._asked.values() for asked in of if asked.id == id), None)
 
-    def count(self, messages: Messages, tools: Any) -> int:
+    def count(self, messages: Messages, tools: Tools) -> int:
         """Return the number of tokens of a prompt."""
         return len(self._place(messages, tools)[2])
 
@@ -130,7 +130,7 @@ class Session:
             raise
         return self._keep(parent, added, completion, call, name, len(prompt_ids))
 
-    def _place(self, messages: Messages, tools: Any) -> tuple[_Turn | None, list[int], list[int]]:
+    def _place(self, messages: Messages, tools: Tools) -> tuple[_Turn | None, list[int], list[int]]:
         """Return the turn that a conversation extends, the tokens that it adds, and all tokens up to the answer."""
         names = _names(messages, tools)
         for end in range(len(messages) - 1, 0, -1):
@@ -212,7 +212,7 @@ class Session:
         return len(self._turns)
 
 
-def _names(messages: Messages, tools: Any) -> list[str]:
+def _names(messages: Messages, tools: Tools) -> list[str]:
     """Return what identifies the conversation up to and with each message."""
     digest = hashlib.blake2b(repr(tools).encode(), digest_size=16)
     names = []

@@ -14,14 +14,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout.data.chat_template import ChatTemplate
 
 NAMES = ("alpha_tool", "omega_tool")
 ARGUMENTS = {"first_argument": "value of one", "second_argument": "value of two"}
 """What is looked for in rendered text."""
-Read = tuple[str, dict[str, Any]]
+Read = tuple[str, dict[str, object]]
 """Name and arguments of a call."""
 _THOUGHTS_END = "</think>"
 
@@ -34,7 +34,7 @@ class ToolFormat(Protocol):
         """Text before the first call; empty: an answer with calls begins with one."""
         ...
 
-    def calls(self, text: str, tools: Sequence[Any]) -> Iterator[Read]:
+    def calls(self, text: str, tools: Sequence[object]) -> Iterator[Read]:
         """Yield the calls in a text from the first `opening` on. Raises ValueError for a call that is malformed."""
         ...
 
@@ -50,7 +50,7 @@ def tool_format(chat: ChatTemplate) -> ToolFormat | None:
     return None if one is None else _find_format(one, chat.calls_as_written([_probe(0), _probe(1)]))
 
 
-def _probe(number: int) -> dict[str, Any]:
+def _probe(number: int) -> dict[str, object]:
     function = {"name": NAMES[number], "arguments": dict(ARGUMENTS)}
     return {"id": f"call0000{number}", "type": "function", "function": function}
 
@@ -64,7 +64,7 @@ def _find_format(one: str, two: str | None) -> ToolFormat | None:
     return found
 
 
-def split_calls(text: str, form: ToolFormat, tools: Sequence[Any]) -> tuple[str, list[Read]]:
+def split_calls(text: str, form: ToolFormat, tools: Sequence[object]) -> tuple[str, list[Read]]:
     """Return the text before the first call, and the calls; all of the text where one of them is malformed."""
     if (begin := text.find(form.opening)) < 0:
         return text, []
@@ -83,7 +83,7 @@ class ObjectFormat:
     name: str
     arguments: str
 
-    def calls(self, text: str, tools: Sequence[Any]) -> Iterator[Read]:
+    def calls(self, text: str, tools: Sequence[object]) -> Iterator[Read]:
         for value in _json_values(text.removeprefix(self.opening)):
             yield _checked(value[self.name], value[self.arguments])
 
@@ -100,7 +100,7 @@ class NamedFormat:
     before: str
     between: str
 
-    def calls(self, text: str, tools: Sequence[Any]) -> Iterator[Read]:
+    def calls(self, text: str, tools: Sequence[object]) -> Iterator[Read]:
         pattern = re.compile(f"{_blank(self.before)}\\s*([^\\s{{}}<>\\[\\]]+?)\\s*{_blank(self.between)}\\s*(?=\\{{)")
         decoder, at = json.JSONDecoder(), 0
         while found := pattern.search(text, at):
@@ -125,9 +125,9 @@ class TaggedFormat:
     after_value: str
     closing: str
 
-    def calls(self, text: str, tools: Sequence[Any]) -> Iterator[Read]:
+    def calls(self, text: str, tools: Sequence[object]) -> Iterator[Read]:
         _, *parts = re.split(_blank(self.before), text)
-        types = {tool["function"]["name"]: _types(tool) for tool in tools}
+        types = {name: _types(function) for name, function in map(_function, tools)}
         key_and_value = re.compile(
             rf"{_blank(self.before_key)}\s*(.*?)\s*{_blank(self.between)}(.*?){_blank(self.after_value)}", re.DOTALL
         )
@@ -211,12 +211,23 @@ def _checked(name: object, arguments: object) -> Read:
     return name, arguments
 
 
-def _types(tool: Mapping[str, Any]) -> dict[str, object]:
-    properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+def _function(tool: object) -> tuple[str, Mapping[str, object]]:
+    """Return the name and the declaration of a tool. Raises ValueError."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError("a tool needs a function")
+    return str(function["name"]), function
+
+
+def _types(function: Mapping[str, object]) -> dict[str, object]:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
     return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)}
 
 
-def _typed(text: str, kind: object) -> Any:
+def _typed(text: str, kind: object) -> object:
     """Return the text of an argument as a value of its JSON type; the text where it is none, or the type not known."""
     if kind is None or kind == "string":
         return text
@@ -226,7 +237,7 @@ def _typed(text: str, kind: object) -> Any:
         return text
 
 
-def _json_values(text: str) -> Iterator[Any]:
+def _json_values(text: str) -> Iterator[dict[str, object]]:
     """Yield the JSON objects in a text, those of lists one by one. Raises ValueError for text that begins one and is
     none."""
     decoder, at = json.JSONDecoder(), 0
@@ -235,4 +246,7 @@ def _json_values(text: str) -> Iterator[Any]:
             at += 1
             continue
         value, at = decoder.raw_decode(text, at)
-        yield from value if isinstance(value, list) else [value]
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, dict):
+                raise ValueError("a call is a JSON object")
+            yield one

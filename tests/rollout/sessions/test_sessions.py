@@ -257,7 +257,8 @@ def test_stop_texts_of_the_client_end_the_answer_and_what_follows_is_not_trained
         ({"max_tokens": "many"}, "max_tokens must be of type int, got str."),
         ({"tools": [{"type": "web_search"}]}, "tools: only functions are supported"),
         ({"stop": [1]}, "stop must be a text or a list of texts"),
-        ({"stop": 5}, "The request is malformed: TypeError"),
+        ({"stop": 5}, "stop must be a text or a list of texts"),
+        ({"messages": ["text"]}, "The request is malformed: TypeError"),
         ({"max_tokens": -5}, "max_tokens=-5: it must be at least 1."),
     ],
 )
