@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, TypeGuard
 
 MAX_BYTES = 100_000_000
 """Of a file: what the safetensors library accepts as a header. The largest tokenizers have a third of it."""
@@ -44,7 +44,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
     return file
 
 
-def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> object:
     """Return the content of a JSON file. Raises OSError, and UntrustedFileError with the path and the reason."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
@@ -56,7 +56,7 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = 
         raise UntrustedFileError(f"{path}: not valid JSON: {error}") from None
 
 
-def read_json_object(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def read_json_object(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> dict[str, object]:
     """Return the JSON object of a file. Raises as read_json()."""
     content = read_json(path, max_bytes=max_bytes, max_depth=max_depth)
     if not isinstance(content, dict):
@@ -64,7 +64,7 @@ def read_json_object(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth:
     return content
 
 
-def parse_json(content: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(content: str | bytes, *, max_depth: int = MAX_DEPTH) -> object:
     """Return the value of a JSON text; bytes are UTF-8. Raises ValueError: a UnicodeDecodeError, or a JSONDecodeError
     with the place for a text that is no JSON or nested more than `max_depth` deep."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content

@@ -253,6 +253,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise WeightsError(f"{path}: truncated in its header: {size} bytes; {_DOWNLOAD}")
     try:
         header = parse_json(content)
+        if not isinstance(header, dict):
+            raise TypeError(f"a JSON object is expected, not {type(header).__name__}")
         header.pop("__metadata__", None)
         tensors = {name: _entry(path, begin, **entry) for name, entry in header.items()}
     except (ValueError, TypeError, AttributeError) as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model_specs.untrusted import read_json_object
+from model_specs.untrusted import positive, read_json_object
 from rollout.inference.backend import ALL_INTERRUPTS, Backend, BackendSettings, Capabilities, Replica
 from rollout.types import Completion, FinishReason, GenerateRequest, Health
 
@@ -50,7 +50,7 @@ class MockGenerator:
 
     def __init__(self, model_path: str, *, seconds_per_token: float = 0.0) -> None:
         """Read the vocabulary size from config.json in `model_path`; nothing else of the folder is used."""
-        self._vocab_size: int = read_json_object(Path(model_path) / "config.json")["vocab_size"]
+        self._vocab_size = positive(read_json_object(Path(model_path) / "config.json"), "vocab_size")
         self._seconds_per_token = seconds_per_token
         self._version = 0
         self._running: dict[str, _Sampling] = {}

@@ -127,6 +127,8 @@ class Judge:
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:
                 reply = parse_json(response.read(_MAX_REPLY_BYTES))
+            if not isinstance(reply, dict):
+                raise TypeError(f"a JSON object is expected, not {type(reply).__name__}")
             text = str(reply["choices"][0]["message"]["content"] or "")
             return text, int((reply.get("usage") or {}).get("total_tokens", 0))
         except urllib.error.HTTPError as error:
