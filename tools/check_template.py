@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rollout.data.chat_template import ChatTemplate
 from rollout.data.encoder import Encoder, PromptFormat
+from rollout.data.messages import Message
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
 from rollout.sessions.tool_calls import tool_format
 from tools import arguments as cli
-
-Message = dict[str, Any]
 
 _TOOL = {
     "type": "function",

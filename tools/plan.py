@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -294,7 +294,7 @@ def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | No
     )
 
 
-def _proposal_json(proposal: Proposal) -> dict[str, Any]:
+def _proposal_json(proposal: Proposal) -> dict[str, object]:
     return {
         "overrides": list(proposal.overrides),
         "tokens_per_second": proposal.time.tokens_per_second,
@@ -383,7 +383,7 @@ def _cells(phase: Phase) -> list[str]:
     return [f"{size / GIB:.1f}" if size else "" for size in (*sums, phase.allocated, phase.total)]
 
 
-def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, Any]:
+def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, object]:
     """Return the plan as plain values; sizes are bytes."""
     changes = advice(scene, plan)
     return {
@@ -407,7 +407,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, 
     }
 
 
-def _phase_json(phase: Phase) -> dict[str, Any]:
+def _phase_json(phase: Phase) -> dict[str, object]:
     return {
         "name": phase.name,
         "detail": phase.detail,

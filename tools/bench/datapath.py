@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from allocation import parse
+from allocation import Device, parse
 from core.algorithms.policy_gradient import PolicyGradient
 from core.config.algorithm import AlgorithmSettings
 from core.config.runtime import DeadlineConfig
@@ -130,8 +130,8 @@ class NullEngine:
 class NullRank(TrainerRank):
     """A rank without a process group, which counts what it fetches."""
 
-    def __init__(self, name: str, log_file: str, rank: int, *rest: Any) -> None:
-        super().__init__(name, log_file, rank, *rest)
+    def __init__(self, name: str, log_file: str, rank: int, world: int, device: Device, threads: int, seed: int):
+        super().__init__(name, log_file, rank, world, device, threads, seed)
         self._log_file, self._fetched_bytes = log_file, 0
 
     def start(self, *args: object) -> None:

@@ -29,7 +29,7 @@ NUM_TURNS = 3
 class Game:
     """An environment whose observations depend on its seed and on all actions before."""
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, object], seed: int) -> str:
         """Begin; what is returned is not read."""
         self._past = str(seed)
         return ""

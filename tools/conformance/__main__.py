@@ -17,12 +17,14 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tools.conformance.cases import CASES, SEEDS, Case, Result, make_batch, ours, to_case
+from tools.loss.compute import Case as LossCase
+from tools.loss.compute import Result as LossResult
 from tools.loss.compute import compute
 
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text())
@@ -120,6 +122,7 @@ def advantages() -> Iterator[Golden]:
         sequences = [{"logprobs": [-1.0], "reward": reward, "group": 0} for reward in (1, 0, 0, 0)]
         found = compute({"algorithm": name, "settings": settings, "sequences": sequences})["advantages"]
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert isinstance(a, float), "all tokens of an answer have one advantage"
             yield Golden(f"advantage {i} of {name} {settings or ''}", a, b, 1e-5)
 
 
@@ -181,6 +184,7 @@ def turns() -> Iterator[Golden]:
         case = [{"logprobs": [-1.0] * 4, "group": 0, "turn_states": [0, 1], **s} for s in sequences]
         found = compute({"algorithm": name, "settings": settings, "sequences": case})["advantages"]
         for i, (row, numbers) in enumerate(zip(found, expected, strict=True)):
+            assert isinstance(row, list), "tokens of an answer have different advantages"
             for t, (a, b) in enumerate(zip(row, numbers, strict=True)):
                 yield Golden(f"advantage {i}, {t} of {settings['credit']}", a, b, 1e-9)
 
@@ -267,16 +271,16 @@ def gradients(names: Sequence[str] = tuple(GRADIENT_CASES), num_directions: int 
         yield Gradient(f"{name} {dict(GRADIENT_CASES[name]) or ''}", _difference(name, _case(name), num_directions))
 
 
-def _case(name: str) -> Result:
+def _case(name: str) -> LossCase:
     chosen, batch = GRADIENT_CASES[name], make_batch("usual", 1)
     if name in PAIRS:
-        pairs = {**batch, "group": [i // 2 for i in range(len(batch["lens"]))]}
+        pairs = replace(batch, group=[i // 2 for i in range(len(batch.lens))])
         return to_case(pairs, "dpo", chosen, frozenset({"ref_logprobs"}))
     settings = chosen if "correction" in chosen else {"correction": "none", **chosen}
     return to_case(batch, name, settings, FIELDS if name == "ppo" else FIELDS - {"values"})
 
 
-def _difference(name: str, case: Result, num_directions: int) -> float:
+def _difference(name: str, case: LossCase, num_directions: int) -> float:
     out, rng, worst = compute(case), random.Random(0), 0.0
     assert any(g for row in out["grads"] for g in row), "a loss without gradients proves nothing"
     for _ in range(num_directions):
@@ -288,7 +292,7 @@ def _difference(name: str, case: Result, num_directions: int) -> float:
     return worst
 
 
-def _moved(name: str, case: Result, out: Result, direction: Sequence[Sequence[float]], step: float) -> float:
+def _moved(name: str, case: LossCase, out: LossResult, direction: Sequence[Sequence[float]], step: float) -> float:
     """Return the loss, or its integral, with all log-probabilities moved."""
     moved = [
         {**sequence, "logprobs": [x + step * d for x, d in zip(sequence["logprobs"], row, strict=True)]}
@@ -300,6 +304,7 @@ def _moved(name: str, case: Result, out: Result, direction: Sequence[Sequence[fl
     for before, after, advantage, weights in zip(
         case["sequences"], moved, out["advantages"], out["token_weights"], strict=True
     ):
+        assert isinstance(advantage, float), "all tokens of an answer have one advantage"
         for start, logprob, old, weight in zip(
             before["logprobs"], after["logprobs"], before["old_logprobs"], weights, strict=True
         ):

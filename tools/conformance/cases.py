@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tools.loss.compute import Case as LossCase
 from tools.loss.compute import compute
 
 GROUP_SIZE = 4
@@ -22,13 +23,20 @@ KINDS = ("usual", "all_trained", "one_masked", "no_advantages")
 """usual: some tokens in between are not trained; all_trained: all are; one_masked: a whole sequence is not trained;
 no_advantages: as usual, and all advantages are 0."""
 
-Batch = Mapping[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences with a prompt and an answer each, padded at the end."""
+
+    tokens: Mapping[str, list[list[float]]]
+    """Log-probabilities, values, advantages and the mask: [B, T]."""
+    lens: list[int]
+    rewards: list[float]
+    group: list[int]
 
 
 def make_batch(kind: str, seed: int) -> Batch:
-    """Draw lists [B, T] of log-probabilities, values, advantages and the mask, and lists [B] of lens, rewards, group.
-
-    Ratios reach from about 0.1 to 10, on both sides of every bound; padding is 0 everywhere."""
+    """Draw a batch. Ratios reach from about 0.1 to 10, on both sides of every bound; padding is 0 everywhere."""
     rng = random.Random(seed)
     lens = [LONGEST, *(rng.randint(2, LONGEST) for _ in range(GROUP_SIZE * NUM_GROUPS - 1))]
     rows: dict[str, list[list[float]]] = {}
@@ -55,19 +63,20 @@ def make_batch(kind: str, seed: int) -> Batch:
     advantages = [0.0 if kind == "no_advantages" else rng.gauss(0.0, 1.5) for _ in lens]
     rows["advantages"] = [[a * m for m in row] for a, row in zip(advantages, rows["mask"], strict=True)]
     rewards = [round(rng.random() + i % 2, 3) for i in range(len(lens))]
-    return {**rows, "lens": lens, "rewards": rewards, "group": [i // GROUP_SIZE for i in range(len(lens))]}
+    return Batch(tokens=rows, lens=lens, rewards=rewards, group=[i // GROUP_SIZE for i in range(len(lens))])
 
 
-def to_case(batch: Batch, algorithm: str, settings: Mapping[str, object], fields: frozenset[str]) -> dict[str, Any]:
+def to_case(batch: Batch, algorithm: str, settings: Mapping[str, object], fields: frozenset[str]) -> LossCase:
     """Turn a batch into the input of `python -m tools.loss`, with these lists of each token and no others."""
     sequences = []
-    for i, n in enumerate(batch["lens"]):
-        sequence = {name: batch[name][i][:n] for name in ("logprobs", "mask", *sorted(fields - {"advantages"}))}
+    for i, n in enumerate(batch.lens):
+        names = ("logprobs", "mask", *sorted(fields - {"advantages"}))
+        sequence: dict[str, object] = {name: batch.tokens[name][i][:n] for name in names}
         if "advantages" in fields:
-            sequence["advantage"] = batch["advantages"][i][:n]
-        if algorithm in ("mix", "chord") and i >= len(batch["lens"]) - NUM_DEMONSTRATIONS:
+            sequence["advantage"] = batch.tokens["advantages"][i][:n]
+        if algorithm in ("mix", "chord") and i >= len(batch.lens) - NUM_DEMONSTRATIONS:
             sequence["demonstration"] = True
-        sequences.append({**sequence, "reward": batch["rewards"][i], "group": batch["group"][i]})
+        sequences.append({**sequence, "reward": batch.rewards[i], "group": batch.group[i]})
     return {"algorithm": algorithm, "settings": dict(settings), "sequences": sequences}
 
 
@@ -95,13 +104,27 @@ class Case:
     """Lists of each token that the case has besides those of its quantity."""
 
 
-def advantages(name: str, algorithm: str, settings: Mapping[str, object], **more: Any) -> Case:
-    return Case(name=name, quantity="advantages", algorithm=algorithm, settings=settings, **more)
+def advantages(
+    name: str,
+    algorithm: str,
+    settings: Mapping[str, object],
+    *,
+    kind: str = "usual",
+    fields: frozenset[str] = frozenset(),
+) -> Case:
+    return Case(name=name, quantity="advantages", algorithm=algorithm, settings=settings, kind=kind, fields=fields)
 
 
-def loss(name: str, algorithm: str, settings: Mapping[str, object], **more: Any) -> Case:
+def loss(
+    name: str,
+    algorithm: str,
+    settings: Mapping[str, object],
+    *,
+    kind: str = "usual",
+    fields: frozenset[str] = frozenset(),
+) -> Case:
     settings = {"correction": "none", **settings}
-    return Case(name=name, quantity="loss", algorithm=algorithm, settings=settings, **more)
+    return Case(name=name, quantity="loss", algorithm=algorithm, settings=settings, kind=kind, fields=fields)
 
 
 def weights(name: str, settings: Mapping[str, object]) -> Case:
@@ -184,20 +207,20 @@ CASES = (
 def ours(case: Case, batch: Batch) -> Result:
     """Compute a case with the code that trains. Values of tokens are [B, T]."""
     if case.quantity == "preferences":  # sequences 0, 2, ... are chosen, each over the one behind it
-        count = len(batch["lens"])
-        batch = {**batch, "group": [i // 2 for i in range(count)], "rewards": [1 - i % 2 for i in range(count)]}
+        count = range(len(batch.lens))
+        batch = replace(batch, group=[i // 2 for i in count], rewards=[1.0 - i % 2 for i in count])
     out = compute(to_case(batch, case.algorithm, case.settings, NEEDS[case.quantity] | case.fields))
     if case.quantity in ("loss", "preferences"):
         return {"loss": torch.tensor(out["loss"], dtype=torch.float64), "grads": padded(out["grads"], batch)}
     if case.quantity == "weights":
         return {"weights": padded(out["weights"], batch)}
-    rows = [a if isinstance(a, list) else [a] * n for a, n in zip(out["advantages"], batch["lens"], strict=True)]
+    rows = [a if isinstance(a, list) else [a] * n for a, n in zip(out["advantages"], batch.lens, strict=True)]
     return {"advantages": padded(rows, batch)}
 
 
 def padded(rows: list[list[float]], batch: Batch) -> Tensor:
     """Pad to [B, T], 0 where the batch is not trained."""
-    mask = torch.tensor(batch["mask"], dtype=torch.float64)
+    mask = torch.tensor(batch.tokens["mask"], dtype=torch.float64)
     out = torch.zeros_like(mask)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=torch.float64)

@@ -28,8 +28,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.runs.paths import step_file
+
+if TYPE_CHECKING:
+    from tools.loss.compute import Case
 
 
 def _read(path: Path | None, run: Path | None, step: int) -> str:
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.from_run is None) != (options.step is None) or (options.from_run and options.case):
         parser.error("--from-run and --step belong together, and take the place of a file")
     try:
-        case = json.loads(_read(options.case, options.from_run, options.step))
+        case: Case = json.loads(_read(options.case, options.from_run, options.step))
         if not isinstance(case, dict):
             raise ValueError("the input must be a JSON object with algorithm, settings and sequences")
         from tools.loss.compute import compute

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -20,16 +20,39 @@ from core.algorithms.offline import DPO
 from core.algorithms.policy_gradient import DEMONSTRATION, PolicyGradient
 from core.checks.algorithm import check_algorithm
 from core.config.experiments import PPOMATHConfig
+from core.config.migrate import nested
 from core.config.ppo import DPOHyperparameters
 from core.config.presets import PRESETS
 from core.data.rollout_batch import RolloutBatch
 from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, Sequences, sequence_of_token, weigh_tokens
 from rollout.trajectories import turns
 
-Case = Mapping[str, Any]
-"""The decoded JSON of a case."""
-Result = dict[str, Any]
-"""What is printed as JSON."""
+Sampled = Mapping[str, Any]
+"""One sequence of a case: lists with a value for each token, and values of the whole sequence."""
+
+
+class Case(TypedDict, total=False):
+    """The decoded JSON of a case."""
+
+    algorithm: str
+    settings: Mapping[str, object]
+    sequences: Sequence[Sampled]
+    state: Mapping[str, object]
+    version: int
+
+
+class Result(TypedDict, total=False):
+    """What is printed as JSON; lists have a row for each sequence. dpo has no advantages."""
+
+    algorithm: str
+    advantages: list[float | list[float]]
+    loss: float
+    grads: list[list[float]]
+    metrics: dict[str, float]
+    weights: list[list[float]]
+    token_weights: list[list[float]]
+
+
 PER_TOKEN = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy", "versions")
 KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage", "demonstration", "turn_rewards", "turn_states")
 
@@ -38,7 +61,7 @@ KEYS = (*PER_TOKEN, "mask", "reward", "group", "truncated", "advantage", "demons
 class Tokens:
     """The sequences of a case, each behind one prompt token, laid end to end."""
 
-    sequences: Sequence[Mapping[str, Any]]
+    sequences: Sequence[Sampled]
     lens: Sequence[int]
 
     @classmethod
@@ -301,30 +324,24 @@ def case_config(case: Case, tokens: Tokens) -> PPOMATHConfig:
     given = case.get("settings", {})
     if not isinstance(given, dict):
         raise ValueError(f"settings: must be an object of keys and values, got {given!r}")
-    tree: dict[str, Any] = {
+    values: dict[str, object] = {
         "experiment_name": "loss",
         "trial_name": "loss",
-        "dataset": {"path": "none"},
-        "demonstrations": {"path": "none"},
-        "algorithm": {"name": case.get("algorithm")},
-        "ppo": {
-            "kl_ctl": 0.0,
-            "disable_value": not tokens.has("values"),
-            "ppo_n_minibatches": 2 if tokens.has("old_logprobs") else 1,
-        },
+        "dataset.path": "none",
+        "demonstrations.path": "none",
+        "algorithm.name": case.get("algorithm"),
+        "ppo.kl_ctl": 0.0,
+        "ppo.disable_value": not tokens.has("values"),
+        "ppo.ppo_n_minibatches": 2 if tokens.has("old_logprobs") else 1,
         "group_size": min(Counter(tokens.groups).values()),
     }
     preset = PRESETS.get(str(case.get("algorithm")))
     if preset is None or "ppo.adv_norm" not in preset.values:
-        tree["ppo"]["adv_norm"] = False
+        values["ppo.adv_norm"] = False
     for key, value in given.items():
-        *path, last = key.split(".") if "." in key or key == "group_adv_norm" else ("algorithm", key)
-        section = tree
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+        values[key if "." in key or key == "group_adv_norm" else f"algorithm.{key}"] = value
     try:
-        config = PPOMATHConfig.model_validate(tree)
+        config = PPOMATHConfig.model_validate(nested(values))
     except ValidationError as error:
         raise _refused(error) from None
     if problems := [str(problem) for problem in check_algorithm(config)]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
-from core.config.migrate import Recipe, Row, System, counts, read, stages_of, system_of, systems, translate
+from core.config.migrate import Recipe, Row, System, counts, nested, read, stages_of, system_of, systems, translate
 from tools.arguments import BadRequest, data_file, program
 
 _MODELS = ("actor.path", "model.path")
@@ -88,7 +87,7 @@ def _table(name: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def translated(system: System, given: Recipe, *, source: str) -> tuple[str, dict[str, Any], list[Row]]:
+def translated(system: System, given: Recipe, *, source: str) -> tuple[str, dict[str, object], list[Row]]:
     """Return what the recipe is started with, the recipe, and what became of each key. `source`: name for an experiment
     without one."""
     stages = stages_of(system, given)
@@ -97,7 +96,7 @@ def translated(system: System, given: Recipe, *, source: str) -> tuple[str, dict
         return system.experiment_of(given), nested(values), rows
     known = {key: value for key, value in given.items() if key != system.stages}
     _, rows = translate(system, known)
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     listed = []
     for number, (own, recipe) in enumerate(stages, start=1):
         values, of_stage = _run(system, recipe, source)
@@ -112,7 +111,7 @@ def translated(system: System, given: Recipe, *, source: str) -> tuple[str, dict
     return "train", {**tree, "stages": listed}, rows
 
 
-def _run(system: System, given: Recipe, source: str) -> tuple[dict[str, Any], list[Row]]:
+def _run(system: System, given: Recipe, source: str) -> tuple[dict[str, object], list[Row]]:
     """Return the values of one run by dotted key, and what became of each key of theirs."""
     ours, rows = translate(system, given)
     experiment = system.experiment_of(given)
@@ -131,16 +130,17 @@ def _of_experiment(key: str, experiment: str) -> str:
 
 
 def completed(
-    ours: Mapping[str, Any], *, source: str, given: Mapping[str, Any], experiment: str = "ppo-math"
-) -> dict[str, Any]:
+    ours: Mapping[str, object], *, source: str, given: Mapping[str, object], experiment: str = "ppo-math"
+) -> dict[str, object]:
     """Return what passes a dry run, but for paths that this host lacks: translated values without those that have no
     effect here, and with what a run needs. `source`: name for an experiment without one."""
-    values = {"ppo.kl_ctl": 0.0, "experiment_name": source, **ours}
+    values: dict[str, object] = {"ppo.kl_ctl": 0.0, "experiment_name": source, **ours}
     for key in ("experiment_name", "trial_name"):
         if key in values:
             values[key] = _NAME.sub("-", str(values[key])).strip("-.") or source
     for key in [key for key in values if "_freq_" in key or key in ("recover_keep", "exp_ctrl.total_train_steps")]:
-        if not isinstance(values[key], int | float) or values[key] <= 0:
+        value = values[key]
+        if not isinstance(value, int | float) or value <= 0:
             del values[key]  # -1: never
     if "evaluation.path" not in values:
         values = {key: v for key, v in values.items() if "eval_" not in key and not key.startswith("evaluation.")}
@@ -158,7 +158,7 @@ def completed(
     return values
 
 
-def _allocation(values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _allocation(values: Mapping[str, object], given: Mapping[str, object]) -> str:
     """Return half of the GPUs for generators and half for the trainer, or the layout that was given."""
     if isinstance(written := given.get("allocation_mode"), str):
         parts = [dict(_LAYOUT.findall(part.rpartition(".")[2])) for part in written.split("+")]
@@ -168,21 +168,10 @@ def _allocation(values: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     return f"sglang.d{gpus // 2}m1p1+d{gpus - gpus // 2}m1p1" if gpus > 1 else "sglang.d1m1p1"
 
 
-def _gpus(values: Mapping[str, Any], *, default: int) -> int:
+def _gpus(values: Mapping[str, object], *, default: int) -> int:
     """Return the GPUs of a run; `default`: of a node, where the recipe has no number."""
-    return int(values.get("n_nodes", 1)) * int(values.get("n_gpus_per_node", default))
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted key as sections."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        table = tree
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = value
-    return tree
+    nodes, each = values.get("n_nodes", 1), values.get("n_gpus_per_node", default)
+    return int(float(str(nodes))) * int(float(str(each)))
 
 
 if __name__ == "__main__":

@@ -97,6 +97,20 @@ def flat(tree: Recipe) -> dict[str, object]:
     return {key: _resolved(value, found) for key, value in found.items()}
 
 
+def nested(values: Recipe) -> dict[str, object]:
+    """Return values by dotted key as sections."""
+    tree: dict[str, object] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        table = tree
+        for section in sections:
+            below = table.setdefault(section, {})
+            assert isinstance(below, dict), f"{key}: {section} has a value of its own"
+            table = below
+        table[name] = value
+    return tree
+
+
 def _leaves(tree: Recipe, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in tree.items():

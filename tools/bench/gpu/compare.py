@@ -22,7 +22,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from allocation import ParallelLayout
 from core.planning.memory import engine_peak
@@ -162,7 +161,7 @@ def show(title: str, rows: Iterator[Row]) -> None:
         ours, others = (guess / measured - 1 for guess in guesses)
         errors.append((ours, others))
         print(f"| {name} | {measured:,.0f} | {ours:+.1%} | {others:+.1%} |", flush=True)
-    columns: list[Any] = list(zip(*errors, strict=True))
+    columns = [[own for own, _ in errors], [other for _, other in errors]]
     for word, of in (("median", statistics.median), ("worst", max)):
         print(f"| {word} | | {' | '.join(f'{of(map(abs, column)):.1%}' for column in columns)} |")
 
