@@ -133,7 +133,7 @@ ORDER = {
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script", "cpu datapath", "gpu", "__main__"),
+    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "gpu", "__main__"),
     "tools.bench.gpu": ("shapes", "trainer", "runs servers", "plan push", "compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
