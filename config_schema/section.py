@@ -6,17 +6,28 @@ loading.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from config_schema.needs import Needs
 
 S = TypeVar("S", bound="Section")
+
+
+def _of_known_home(path: str) -> str:
+    if os.path.expanduser(path).startswith("~"):
+        raise ValueError("there is no such home folder; write the path in full")
+    return path
+
+
+OutputPath = Annotated[str, AfterValidator(_of_known_home)]
+"""A path that may begin with ~ or ~user, where a run writes."""
 
 
 class Section(BaseModel):

@@ -13,7 +13,14 @@ from tokenizers import Tokenizer
 from model_specs.config import ModelConfig
 from model_specs.families import read_config
 from model_specs.hub import HubError, model_folder
-from model_specs.untrusted import ModelConfigError, UntrustedFileError, open_regular, read_json_object
+from model_specs.untrusted import (
+    ModelConfigError,
+    RawConfig,
+    UntrustedFileError,
+    boolean,
+    open_regular,
+    read_json_object,
+)
 from model_specs.weight_files import WeightsError, check_tensors, stored_tensors
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -120,7 +127,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     for path in tokenizer_files(folder):
         try:
             if path.suffix == ".json":
-                read_json_object(path)
+                _check_settings(path, read_json_object(path))
             else:
                 open_regular(path).close()
             if path.name == "tokenizer.json":
@@ -129,6 +136,19 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
             raise ModelFolderError(f"{error}; download the file again") from None
     for end in read_end_token_ids(folder):
         _check_ids(folder / "generation_config.json", "eos_token_id=", end, vocab_size)
+
+
+def _check_settings(path: Path, settings: RawConfig) -> None:
+    """Raise ModelFolderError for settings of a tokenizer that load, and have no effect or another one."""
+    template = settings.get("chat_template")
+    if not isinstance(template, str | list | None):
+        raise ModelFolderError(f"{path}: chat_template={template!r} must be text, or a list of templates with names")
+    for key in ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"):
+        if settings.get(key) is not None:
+            try:
+                boolean(settings, key, False)
+            except ModelConfigError as error:
+                raise ModelFolderError(f"{path}: {error}") from None
 
 
 def _check_ids(path: Path, what: str, largest: int, vocab_size: int) -> None:

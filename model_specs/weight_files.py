@@ -174,6 +174,8 @@ def _why_missing(stored: Stored, config: ModelConfig) -> str:
             wrong = name.removesuffix(embedding)
             return f": names begin with {wrong!r} in place of 'model.'; save the model itself, without its wrapper"
     layers = {found[1] for name in stored if (found := _LAYER.match(name))}
+    if len(layers) == config.num_layers:
+        return f"; {_DOWNLOAD}"
     return f"; num_hidden_layers={config.num_layers} in config.json, the weight files have {len(layers)} layers"
 
 

@@ -153,7 +153,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
             check_lengths(source.path, rows, model=model, prompt_format=written, max_prompt_len=longest)
 
     sets = ((f"{at}.path", (one, source)) for at, one, source in config.placed_sets)
-    found = list(_data_sets(sets, scan))
+    found = list(_data_sets(config, sets, scan))
     yield from found
     if not found and not config.task_sets:  # of several sets the run compares each
         yield from check_prompts(
@@ -180,7 +180,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
     columns = config.dataset.pair_columns
     if not lengths:
         read_rows = read_examples if columns is None else partial(read_preferences, fields=columns)
-        yield from _data_sets(config.data_sources, read_rows)
+        yield from _data_sets(config, config.data_sources, read_rows)
         return
     from core.data.datasets import open_sample, opener  # imports torch
 
@@ -189,7 +189,7 @@ def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> 
         try:
             data = open_sample(open_one(), source)
         except DatasetError as error:
-            yield _of_data(key, error)
+            yield _of_data(config, key, error)
             continue
         if number == 0:  # the rows to train on
             _report_steps(data, config)
@@ -209,17 +209,21 @@ def _report_steps(data: Rows, config: SFTConfig | DPOConfig) -> None:
     )  # fmt: skip
 
 
-def _data_sets(sets: Iterable[tuple[str, T]], scan: Callable[[T], object]) -> Iterator[Problem]:
+def _data_sets(
+    config: ExperimentConfig, sets: Iterable[tuple[str, T]], scan: Callable[[T], object]
+) -> Iterator[Problem]:
     """Yield what is wrong with data sets. `sets`: (key of its path, what `scan` reads it by) of each."""
     for key, one in sets:
         try:
             scan(one)
         except DatasetError as error:
-            yield _of_data(key, error)
+            yield _of_data(config, key, error)
 
 
-def _of_data(key: str, error: DatasetError) -> Problem:
+def _of_data(config: ExperimentConfig, key: str, error: DatasetError) -> Problem:
     """Return the problem of a data set whose path is `key`, with the key of the setting that is wrong."""
+    if error.setting == "model":
+        return Problem(key=f"{config.model_uses[0].key}.path", message=str(error))
     setting = error.setting if "." in error.setting else f"{key.rpartition('.')[0]}.{error.setting}"
     return Problem(key=setting if error.setting else key, message=str(error))
 

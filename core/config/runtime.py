@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Self
 
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
-from config_schema.section import Section, key, section
+from config_schema.section import OutputPath, Section, key, section
 from core.config.parsing.problems import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection, SetConfig
 from rollout.errors import OnError
@@ -341,7 +341,7 @@ class MonitorConfig(Section):
 class ClusterConfig(Section):
     """Where output goes."""
 
-    fileroot: str = key(
+    fileroot: OutputPath = key(
         "~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1, max_length=2000
     )
 
@@ -411,7 +411,7 @@ class ExperienceConfig(Section):
         "file: in jsonl files, to look at what an explore job samples without a trainer. Or a custom class as "
         "package.module:Class",
     )
-    path: str = key(
+    path: OutputPath = key(
         "",
         "File of a sqlite store, address of a postgres one (postgresql://user@host/database), folder of a file one, or "
         "what a custom store opens",
@@ -445,7 +445,7 @@ class ExperienceConfig(Section):
 class SynchronizerConfig(Section):
     """Weights between a train job and explore jobs."""
 
-    folder: str = key(
+    folder: OutputPath = key(
         "",
         "Folder that every job sees, with the published weights and LATEST. Default: the folder `weights` beside "
         "experience.path",

@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from core.runs.paths import QUESTIONS
+from model_specs.untrusted import parse_json
 from rollout.data.encoder import Encoder
 from rollout.data.rows import Row
 from rollout.data.source import DatasetError
@@ -66,7 +67,7 @@ class Questions:
         if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._key}".encode()):
             return web.json_response({"error": f"the key is in {self._file}"}, status=401)
         try:
-            return web.json_response(await self._answer(await request.json()))
+            return web.json_response(await self._answer(parse_json(await request.read())))
         except (DatasetError, ValueError, LookupError, TypeError) as error:
             return web.json_response({"error": str(error)}, status=400)
 

@@ -36,8 +36,9 @@ _USER, _ANSWER, _ARGUMENT = "the user's question", "the assistant's answer", "na
 """Contents that are looked for in rendered text."""
 _MISWRITTEN = re.compile(rf"['\\\\]\"?{_ARGUMENT}")
 """An argument in Python's notation, or in JSON in a JSON text."""
-_PLACE = "prompt.chat_template"
-_WAY_OUT = f"set {_PLACE} to a jinja file"
+_KEY = "prompt.chat_template"
+_PROBE = "tried on a short conversation"
+_WAY_OUT = f"set {_KEY} to a jinja file"
 _MARK = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _PIECES = re.compile(rf"{_MARK.pattern}|\s+|[^\s<\[]+|.")
 _NAMES = ("id", "type", "index")
@@ -82,7 +83,7 @@ class ChatTemplate:
         """Return a prepared conversation up to where the assistant's next turn begins. Raises DatasetError where the
         template cannot take it, or leaves something out."""
         text = self._render(messages, tools, place=place)
-        _check_written(messages, text, place)
+        self._check_written(messages, text, place)
         return text
 
     def turn(self, messages: Messages, tools: Tools = None, *, place: str) -> Turn:
@@ -98,14 +99,14 @@ class ChatTemplate:
         lost = [key for key in last if key != "role" and not _is_written(last[key], turn.written)]
         if answers := [key for key in lost if key in ANSWER_KEYS]:
             hint = "" if "tool_calls" in answers else ", or write thoughts into content, as <think>...</think>"
-            raise DatasetError(
+            raise self._error(
                 f"{place}: the chat template leaves out {' and '.join(answers)} of the assistant's turn, which would "
                 f"not be trained; {_WAY_OUT} that writes it{hint}"
             )
         for key in lost:
             self._warn("the chat template leaves out %r of the assistant's turns (first: %s)", key, place)
         since = max((i for i, m in enumerate(messages[:-1], 1) if m["role"] == "assistant"), default=0)
-        _check_written(messages[since:-1], before, place)
+        self._check_written(messages[since:-1], before, place)
         return turn
 
     def following(self, turn: Message, new: Messages, tools: Tools = None, *, place: str) -> Turn:
@@ -118,10 +119,10 @@ class ChatTemplate:
         new = tuple(prepared)
         opened = self._render((question,), tools, place=place)
         text = self._render((question, turn, *new), tools, place=place)
-        _check_written(new, text, place)
+        self._check_written(new, text, place)
         before = os.path.commonprefix((opened, text))
         if _USER not in before:
-            raise DatasetError(
+            raise self._error(
                 f"{place}: the chat template changes what stands before the assistant's turn; {_WAY_OUT} that does not"
             )
         after = text[len(before) :]
@@ -130,7 +131,7 @@ class ChatTemplate:
             at, end = min(ends)
             return Turn(end, after[at + len(end) :])
         if turn.get("tool_calls") or _ANSWER not in after:
-            raise DatasetError(f"{place}: the chat template has no token that ends the assistant's turn; {_WAY_OUT}")
+            raise self._error(f"{place}: the chat template has no token that ends the assistant's turn; {_WAY_OUT}")
         return Turn("", after.partition(_ANSWER)[2])
 
     @cached_property
@@ -146,8 +147,8 @@ class ChatTemplate:
         """Return what the template makes of an answer of these tool calls; None where it does not take them."""
         turns = ({"role": "user", "content": _USER}, {"role": "assistant", "content": "", "tool_calls": list(calls)})
         try:
-            opened = self._render(self.prepare(turns[:1], place=_PLACE), place=_PLACE)
-            text = self._render(self.prepare(turns, place=_PLACE), place=_PLACE, opens=False)
+            opened = self._render(self.prepare(turns[:1], place=_PROBE), place=_PROBE)
+            text = self._render(self.prepare(turns, place=_PROBE), place=_PROBE, opens=False)
         except DatasetError:
             return None
         return text[len(os.path.commonprefix((text, opened)).rstrip("<")) :]  # marks stay whole
@@ -180,16 +181,16 @@ class ChatTemplate:
         """Whether the template reads a content only as a list of {type, text}."""
         question = {"role": "user", "content": _USER}
         try:
-            return _USER not in self._render((question,), place=_PLACE)
+            return _USER not in self._render((question,), place=_PROBE)
         except DatasetError:
-            self._render((_in_parts(question),), place=_PLACE)
+            self._render((_in_parts(question),), place=_PROBE)
             return True
 
     def _probe(self, num_turns: int, *, opens: bool = True) -> str:
         """Return what the template makes of a question, an answer, and a question."""
         contents = ("user", _USER), ("assistant", _ANSWER), ("user", _USER)
         turns = tuple({"role": role, "content": text} for role, text in contents[:num_turns])
-        return self._render(self.prepare(turns, place=_PLACE), place=_PLACE, opens=opens)
+        return self._render(self.prepare(turns, place=_PROBE), place=_PROBE, opens=opens)
 
     @cached_property
     def _end(self) -> tuple[str, str]:
@@ -212,9 +213,9 @@ class ChatTemplate:
         if text.strip() != opened.strip() or next_turn.strip().startswith(after.strip()):
             return after.rstrip(), ""
         if not marks:
-            raise DatasetError(
-                f"{_PLACE}: it opens a turn after every answer ({after!r}) and has no token that ends one; {_WAY_OUT} "
-                "that opens a turn only where add_generation_prompt is set"
+            raise self._error(
+                f"{_PROBE}: the chat template opens a turn after every answer ({after!r}) and has no token that "
+                f"ends one; {_WAY_OUT} that opens a turn only where add_generation_prompt is set"
             )
         return after[: min(marks)], after[min(marks) :].rstrip()
 
@@ -228,7 +229,7 @@ class ChatTemplate:
         the prompt begins."""
         closed = self._up_to_end(self._render(messages[:-1], tools, place=place, opens=False))
         if not (before.startswith(closed) and whole.startswith(closed)):
-            raise DatasetError(
+            raise self._error(
                 f"{place}: the chat template changes what stands before the assistant's turn when the turn follows; "
                 f"{_WAY_OUT} that does not, or write rows as texts"
             )
@@ -269,7 +270,7 @@ class ChatTemplate:
                 return form
         if len(errors) == len(forms):
             raise errors[0]
-        raise DatasetError(
+        raise self._error(
             f"{place}: the chat template leaves out tool_calls, which would not be trained; {_WAY_OUT} that writes them"
         )
 
@@ -291,7 +292,21 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 - templates raise jinja's errors and their own
             roles = ", ".join(message["role"] for message in messages)
             reason = str(error) or type(error).__name__
-            raise DatasetError(f"{place}: the chat template does not take it (roles {roles}): {reason}") from error
+            raise self._error(f"{place}: the chat template does not take it (roles {roles}): {reason}") from error
+
+    def _check_written(self, messages: Messages, text: str, place: str) -> None:
+        """Raise DatasetError where the content of another role than the assistant is not in rendered text."""
+        for message in messages:
+            role = message["role"]
+            if role != "assistant" and not _is_written(message["content"], text):
+                raise self._error(
+                    f"{place}: the chat template leaves out the content of role {role!r}; {_WAY_OUT} that writes it"
+                )
+
+    def _error(self, message: str) -> DatasetError:
+        """Return an error of the key that names the template; without it, of the model where no row is needed."""
+        of_model = "model" if message.startswith(_PROBE) else ""
+        return DatasetError(message, setting=of_model if self._template is None else _KEY)
 
     def _warn(self, text: str, what: str, *others: str) -> None:
         """Log a warning, once for each `what`."""
@@ -315,16 +330,6 @@ def _with_thoughts(content: str | list[Message] | None, opening: str, written: s
         return None
     text = said[: len(said) - len(rest)] + written[written.index(rest) :]
     return text.removeprefix(mark).removeprefix(opening.partition(mark)[2]) if text.startswith(mark) else text
-
-
-def _check_written(messages: Messages, text: str, place: str) -> None:
-    """Raise DatasetError where the content of another role than the assistant is not in rendered text."""
-    for message in messages:
-        role = message["role"]
-        if role != "assistant" and not _is_written(message["content"], text):
-            raise DatasetError(
-                f"{place}: the chat template leaves out the content of role {role!r}; {_WAY_OUT} that writes it"
-            )
 
 
 def _is_written(value: object, text: str) -> bool:

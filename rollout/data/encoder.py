@@ -15,6 +15,7 @@ sequence of their own.
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -214,7 +215,7 @@ def _chat_template(given: str) -> str:
     """Return a jinja template that was given as a file or as text."""
     if "{{" in given or "{%" in given:
         return given
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -29,8 +29,10 @@ from typing import IO, Any, AnyStr, cast
 from model_specs.untrusted import UntrustedFileError, is_inside, open_regular, parse_json, read_json_object
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
 
-_LONGEST_LINE = 2**29
-"""In bytes, also of a cell and of a compressed list: of a small compressed file they could be as long as the memory."""
+_LONGEST_LINE = 2**24
+"""In bytes, also of a cell: the tokens of a text take a hundred times its memory."""
+_LONGEST_LIST = 2**29
+"""Of a compressed file, which could be as long as the memory."""
 _OPENERS: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _COMPRESSED = ("gz", "bz2", "xz", "zst")
@@ -130,9 +132,9 @@ def _json_object(line: bytes) -> dict[str, object]:
 
 def _read_json(path: Path, file: IO[bytes]) -> Iterator[Record]:
     """Yield the objects of a list, of a list under a key such as "data", or of lines: some name jsonl files .json."""
-    content = file.read(-1 if isinstance(file, io.BufferedReader) else _LONGEST_LINE)
-    if len(content) == _LONGEST_LINE:
-        raise DatasetError(f"{path}: more than {_LONGEST_LINE >> 20} MiB in one list; write jsonl, one row a line")
+    content = file.read(-1 if isinstance(file, io.BufferedReader) else _LONGEST_LIST)
+    if len(content) == _LONGEST_LIST:
+        raise DatasetError(f"{path}: more than {_LONGEST_LIST >> 20} MiB in one list; write jsonl, one row a line")
     try:
         tree = parse_json(content)
     except UnicodeDecodeError as error:

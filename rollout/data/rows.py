@@ -235,7 +235,10 @@ def _example(record: Record, columns: Columns) -> Example:
         messages = _conversation(values, columns.messages, columns)
         roles = {message["role"] for message in messages}
         if "assistant" not in roles:
-            raise ValueError(f'"{columns.messages}" has no turn of the assistant to train on, only {sorted(roles)}')
+            raise ValueError(
+                f'"{columns.messages}" has no turn of the assistant to train on, only {sorted(roles)}; '
+                "name it assistant or gpt"
+            )
         return Example(place=record.place, messages=messages, tools=tools)
     prompt, messages_before, last_turn = _prompt(values, columns)
     column = _answer_column(values, columns)

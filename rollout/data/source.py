@@ -29,7 +29,8 @@ class DatasetError(ValueError):
     """A data set that cannot be used; the message names the file, the row where there is one, and the way out."""
 
     def __init__(self, message: str, *, setting: str = "") -> None:
-        """`setting`: the setting of the data set that is wrong, such as prompt_field; empty: the data itself."""
+        """`setting`: the setting of the data set that is wrong, such as prompt_field; "model": the folder
+        of the model; empty: the data itself."""
         super().__init__(printable(message))
         self.setting = setting
 

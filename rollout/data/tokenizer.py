@@ -58,7 +58,7 @@ def load_tokenizer(path: str | Path) -> Any:
         raise
     except BaseException as error:  # whatever the files hold; also PanicException, which is no Exception
         why = f"{type(error).__name__}: {error}; see tokenizer_config.json, or download the tokenizer again"
-        raise DatasetError(f"{path}: the tokenizer cannot be loaded: {why}", setting="actor.path") from error
+        raise DatasetError(f"{path}: the tokenizer cannot be loaded: {why}", setting="model") from error
 
 
 def _auto_tokenizer() -> Any:

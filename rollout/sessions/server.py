@@ -15,6 +15,7 @@ from types import ModuleType
 
 from aiohttp import web
 
+from model_specs.untrusted import parse_json
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
 from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.session import Asked, Session
@@ -84,7 +85,7 @@ class SessionServer:
                 return web.json_response({"input_tokens": session.count(call.messages, call.tools)})
             if body.get("previous_response_id") is not None and dialect is openai_responses:
                 call = await openai_responses.continued(call, body, session.find)
-        except (CallError, json.JSONDecodeError) as error:
+        except CallError as error:
             return _refusal(dialect, error)
         if key := request.headers.get("Idempotency-Key"):
             call = replace(call, name=f"{call.name}/{key}")
@@ -177,7 +178,10 @@ def key_of(request: web.Request) -> str:
 
 
 async def _body_of(request: web.Request) -> dict[str, object]:
-    body = await request.json()
+    try:
+        body = parse_json(await request.read())
+    except ValueError as error:
+        raise CallError(f"The body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise CallError("The body must be a JSON object.")
     return body
@@ -200,8 +204,6 @@ def _error_of(asked: asyncio.Task[Answer]) -> BaseException | None:
 def _as_call_error(error: BaseException) -> CallError:
     if isinstance(error, CallError):
         return error
-    if isinstance(error, json.JSONDecodeError):
-        return CallError(f"The body is no JSON: {error}")
     logger.warning("the policy could not answer: %r", error)
     return CallError(f"The policy could not answer: {error}", status=500)
 

@@ -218,6 +218,19 @@ def test_a_chat_template_that_cannot_be_read_is_blamed_on_its_key(dry_run: DryRu
     write(dry_run.data, ROWS[dry_run.experiment])
     _, error = dry_run("prompt.chat_template=none.jinja", code=2)
     assert "prompt.chat_template: none.jinja: cannot read the chat template" in error and "train_path" not in error
+    _, error = dry_run("prompt.chat_template=~nobody99/none.jinja", code=2)
+    assert "prompt.chat_template: ~nobody99/none.jinja: cannot read the chat template" in error
+
+
+def test_a_chat_template_that_fails_is_blamed_on_its_key_or_the_model(dry_run: DryRun, tmp_path: Path, assets) -> None:
+    write(dry_run.data, ROWS[dry_run.experiment])
+    for template in ("'{{ messages[0].content '", "'{{ 1 }}'"):
+        _, error = dry_run(f"prompt.chat_template={template}", code=2)
+        assert ": prompt.chat_template: " in error and "train_path" not in error
+    model = shutil.copytree(assets.model, tmp_path / "broken")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content ")
+    _, error = dry_run(f"model.path={model}", code=2)
+    assert ": model.path: tried on a short conversation: the chat template does not take it" in error
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_problem_and_no_traceback(dry_run: DryRun, tmp_path: Path, assets) -> None:
@@ -226,7 +239,7 @@ def test_a_tokenizer_that_cannot_be_read_is_a_problem_and_no_traceback(dry_run: 
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "long"}))
     _, error = dry_run(f"model.path={model}", code=2)
-    assert error.startswith(f"error: actor.path: {model}: the tokenizer cannot be loaded: TypeError: ")
+    assert f": model.path: {model}: the tokenizer cannot be loaded: TypeError: " in error
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "unknown"}}))
     _, error = dry_run(f"model.path={model}", code=2)

@@ -17,6 +17,8 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE)
 """In the name of an environment variable: its value is not shown."""
 _SECRET_KEY = re.compile("(key|token|secret|pass|password|passwd|auth|cred|credentials?)$")
 """At the end of a configuration key in lower case: max_tokens_per_mb is no secret."""
+_COLUMN_KEY = re.compile(r"(data|dataset|buffer)\..*_key")
+"""A key that names a column in configurations of other systems."""
 _USER_OF_URL = re.compile(r"(?P<scheme>\b[A-Za-z][\w+.-]*://)[^/@\s'\"]*@")
 
 
@@ -35,7 +37,8 @@ def masked_override(word: str) -> str:
     key, equals, value = word.partition("=")
     name = key.strip().rpartition(".")[2]
     of_envs = key.strip().startswith("external_configs") and is_secret(name if ".envs." in key else value)
-    if equals and (of_envs or _SECRET_KEY.search(name) or (name.isupper() and is_secret(name))):
+    is_secret_key = _SECRET_KEY.search(name) and not _COLUMN_KEY.fullmatch(key.strip())
+    if equals and (of_envs or is_secret_key or (name.isupper() and is_secret(name))):
         return f"{key}={MASK}"
     return masked_urls(word)
 
@@ -75,6 +78,7 @@ class ConfigError(ValueError):
 
 _BOUNDS = {
     "missing": "required; it has no default",
+    "value_error": "{error}",
     "greater_than": "must be greater than {gt}, got {input}",
     "greater_than_equal": "must be at least {ge}, got {input}",
     "less_than": "must be less than {lt}, got {input}",

@@ -598,6 +598,23 @@ def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said:
     assert [said in message for message in problems(path)] == ([True] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"chat_template": {}}, "chat_template={} must be text, or a list of templates with names"),
+        ({"add_bos_token": "no"}, "add_bos_token='no' must be true or false"),
+        ({"clean_up_tokenization_spaces": []}, "clean_up_tokenization_spaces=[] must be true or false"),
+        ({"add_bos_token": None, "chat_template": None}, ""),
+    ],
+)
+def test_settings_of_a_tokenizer_that_load_and_mean_something_else_are_named(
+    tmp_path: Path, settings: dict[str, object], said: str
+) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert [said in message for message in problems(path)] == ([True] if said else [])
+
+
 def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -12,7 +12,7 @@ from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.problems import ConfigError
 from core.placement.allocation import resolve_allocation
-from helpers.config_inputs import SMALLEST_PPO
+from helpers.config_inputs import SMALLEST_PPO, write_run
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:
@@ -548,6 +548,12 @@ def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None
     (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
     assert message.endswith("trial_name: must have at most 128 characters")
     load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")
+
+
+@pytest.mark.parametrize("key", ["external_configs.cluster_config.fileroot", "experience.path", "synchronizer.folder"])
+def test_a_home_folder_that_is_none_is_no_place_for_output(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: there is no such home folder; write the path in full"):
+        load_config("ppo-math", write_run(tmp_path), [f"{key}=~nobody99/x"])
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
         "actor_train.mb_spec.max_tokens_per_mb=30720",
         "ppo.gen.max_new_tokens=8",
         "--dry-run",
+        "buffer.explorer_input.taskset.format.prompt_key=question",
+        "dataset.format.prompt_key=question",
+        "data.prompt_key=question",
     ],
 )
 def test_keys_that_only_sound_like_a_secret_are_shown(word: str) -> None:

@@ -57,6 +57,9 @@ def test_a_question_is_sampled_as_an_evaluation_and_counted_and_only_the_key_ope
             two = {"messages": said["messages"] * 2}
             with pytest.raises(ValueError, match="no chat template"):
                 await asyncio.to_thread(ask, run, two)
+            deep = Request(body.full_url, b"[" * 100_000, {"Authorization": f"Bearer {where['key']}"})
+            with pytest.raises(HTTPError, match="400"):
+                await asyncio.to_thread(urlopen, deep)
             assert stat.S_IMODE((tmp_path / QUESTIONS).stat().st_mode) == 0o600
             return answer
         finally:

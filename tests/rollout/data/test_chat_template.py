@@ -161,7 +161,9 @@ def test_a_template_that_always_opens_a_turn_trains_up_to_the_end_token(caplog: 
         "|user\\nhi|\\n|assistant\\na|\\n|user\\nhi|\\n|assistant\\n[[b|</s>]]",
     ]
     assert "ends a turn with '<|im_end|>', which is no end token (<pad>, </s>): answers run on" in caplog.text
-    with pytest.raises(DatasetError, match="it opens a turn after every answer .* and has no token that ends one"):
+    with pytest.raises(
+        DatasetError, match="the chat template opens a turn after every answer .* and has no token that ends one"
+    ):
         trained(OPENS.replace("<|im_end|>", "").replace("<|im_start|>", "# "), *row)
 
 

@@ -139,6 +139,7 @@ def test_a_small_file_of_a_large_row_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
 ) -> None:
     monkeypatch.setattr(files, "_LONGEST_LINE", 2**20)
+    monkeypatch.setattr(files, "_LONGEST_LIST", 2**20)
     filling = "1\n" * 2**20 if name.endswith(".tsv") else "1" * 2**21
     (tmp_path / name).write_bytes(gzip.compress((content % filling).encode()))
     with pytest.raises(DatasetError, match=rf"{name}{message}"):

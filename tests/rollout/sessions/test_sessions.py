@@ -38,7 +38,9 @@ class Program:
 
     async def post(self, path: str, body: Any, *, token: str = "secret", **headers: str) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {token}"} | headers
-        async with self._http.post(f"{self.url}/v1/{path}", json=body, headers=headers) as response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        async with self._http.post(f"{self.url}/v1/{path}", data=data, headers=headers) as response:
             kind = response.content_type
             return response.status, await (response.json() if kind == "application/json" else response.text())
 
@@ -266,6 +268,15 @@ def test_what_cannot_be_done_is_refused_in_the_format_of_openai(body: dict[str, 
         status, answer = await p.post("chat/completions", {"model": "m", "messages": [user("?")], **body})
         assert status == 400 and answer["error"]["type"] == "invalid_request_error"
         assert said in answer["error"]["message"]
+
+    assert not talk(lambda _: "x", program).requests
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b"{", b"[" * 100_000, b'{"a":' * 100_000])
+def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
+    async def program(p: Program) -> None:
+        status, answer = await p.post("chat/completions", body)
+        assert status == 400 and answer["error"]["message"].startswith("The body is no JSON: ")
 
     assert not talk(lambda _: "x", program).requests
 
