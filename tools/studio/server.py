@@ -438,18 +438,24 @@ def query_of(request: web.Request) -> Query:
 
 
 def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-    """Return the answer of every rule, what is wrong first."""
+    """Return the answer of every rule, what is wrong first, with the metrics that it reads: [name, mean of the last
+    steps]."""
+    history = run.history(series)
+
+    def now(name: str) -> float | None:
+        return history.now(name) if history.has(name) else None
+
     return [
         {
             "name": one.rule.name,
             "title": one.rule.title,
             "docs": one.rule.docs,
-            "metrics": list(one.rule.needs),
+            "metrics": [(name, now(name)) for name in one.rule.needs],
             "light": one.light,
             "reason": one.reason,
             "figure": one.figure,
         }
-        for one in judge(run.history(series), rules)
+        for one in judge(history, rules)
     ]
 
 

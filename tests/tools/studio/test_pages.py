@@ -74,8 +74,7 @@ def test_the_longest_answer_of_step_7_is_found_by_clicks_alone(page: Any, base: 
     page.goto(base)
     page.get_by_role("link", name="sums/good").click()
     page.get_by_role("link", name="Samples").click()
-    page.get_by_label("step from").fill("7")
-    page.locator(".field", has_text="to").locator("input").first.fill("7")
+    page.get_by_label("step", exact=True).fill("7")
     page.get_by_role("button", name="tokens").click()
     wait(page, lambda: texts(page, ".samples tbody tr:first-child td:nth-child(3)") == ["512"])
     page.locator(".samples tbody tr").first.click()
@@ -108,6 +107,9 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     first = page.locator(".lights article.bad").first
     first.wait_for()
     assert "equal rewards" in first.inner_text()
+    first.get_by_role("button", name="what to do").click()
+    assert page.locator("dialog.wide pre").inner_text().startswith("## Dynamic sampling")
+    page.get_by_role("button", name="Close").click()
     first.get_by_role("link", name="groups/equal").click()
     page.locator(".chart canvas").first.wait_for()
     assert texts(page, ".chart .name") == ["groups/equal"]

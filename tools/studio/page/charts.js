@@ -1,6 +1,6 @@
 // Curves by uPlot, heat maps on a canvas.
 
-import { figure, h } from "./ui.js";
+import { compact, figure, h } from "./ui.js";
 
 const HEIGHT = 170;
 
@@ -42,12 +42,12 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
   });
   if (!tables.length) return () => {};
   const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
-  const line = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const line = { stroke: colour("muted"), grid: { stroke: colour("line"), width: 1 }, ticks: { show: false, size: 0 }, font: "11px system-ui" };
   const label = (u, values) => ticks(values);
   const chart = new uPlot({
-    width: Math.max(200, box.clientWidth), height: HEIGHT,
+    width: Math.max(200, box.clientWidth), height: HEIGHT, padding: [8, 12, 0, 0],
     scales: { x: { time: false }, y: { range: (u, low, high) => flat(low, high) } },
-    axes: [{ ...line, values: label, size: 26 }, { ...line, values: label, size: 56 }],
+    axes: [{ ...line, values: label, size: 22, gap: 6 }, { ...line, values: label, size: 56 }],
     series,
     cursor: { sync: { key: sync }, drag: { x: true, y: false }, points: { size: 6 } },
     legend: { show: false },
@@ -68,6 +68,7 @@ export function drawCurves(box, curves, { axis, sync, zoom, explain }) {
 /** Return the labels of an axis, with as many decimals as they differ in. */
 function ticks(values) {
   const step = values.length > 1 ? values[1] - values[0] : 0, largest = Math.max(...values.map(Math.abs));
+  if (largest >= 1e6 && largest < 1e15) return values.map(compact);
   if (!(step >= 1e-5) || largest >= 1e6) return values.map(figure);
   const decimals = [0, 1, 2, 3, 4, 5, 6].find((n) => Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) < 1e-6) ?? 6;
   return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));

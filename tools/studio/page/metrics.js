@@ -36,7 +36,7 @@ export async function metricsPage({ content, query, run, alive }) {
   const redraw = () => { for (const name of boxes.keys()) waiting.add(name); pump(); };
   const filter = h("input", { type: "search", placeholder: "metric", "aria-label": "filter metrics", value: query.get("find") || "",
     oninput: later(() => { keepInAddress({ find: filter.value }); arrange(); }, 150) });
-  const add = choice([["", "another run…"]], "",
+  const add = choice([["", "compare with…"]], "",
     (id) => { location.hash = address(["run", run.id, "metrics"], { ...Object.fromEntries(query), with: [...others, id].join(",") }); });
   const reset = h("button", { type: "button", hidden: !view.from, onclick: () => zoom(null, null) }, "Whole run");
   content.append(

@@ -45,7 +45,7 @@ export async function pairsPage({ content, query, run, alive }) {
   function draw() {
     const rows = shown.rows.filter(({ sides: [a, b] }) => !state.differ || a.reward !== b.reward);
     const alone = shown.left.alone + shown.right.alone;
-    said.textContent = `${figure(rows.length)} prompts${alone ? `; ${figure(alone)} answers without a partner are left out` : ""}`;
+    said.textContent = `${figure(rows.length)} ${rows.length === 1 ? "pair" : "pairs"} of answers${alone ? `; ${figure(alone)} answers without a partner are left out` : ""}`;
     table.replaceChildren(h("table", { class: "pairs" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "prompt"), heads.left, heads.right)),
       h("tbody", {}, rows.map(({ prompt, sides }) => h("tr", {}, h("td", {}, h("div", { class: "cell" }, prompt), sides[0].reference ? h("div", { class: "muted" }, `right: ${sides[0].reference}`) : null),

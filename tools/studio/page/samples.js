@@ -16,6 +16,16 @@ export async function samplesPage({ content, query, run, alive }) {
   const more = h("button", { type: "button", hidden: true, onclick: () => load(next) }, "More");
   const change = (name) => (value) => { given[name] = value; keepInAddress({ [name]: value, at: null }); load(0); };
   const typed = (name, properties) => h("input", { ...properties, value: given[name], oninput: later((event) => change(name)(event.target.value), 250) });
+  const between = (low, high, placeholder) => h("input", { type: "text", class: "range", placeholder, value: asRange(given[low], given[high]),
+    title: "a number, or a range: 7, 5 to 9, 5 to, to 9",
+    oninput: later((event) => {
+      const range = rangeOf(event.target.value);
+      event.target.setAttribute("aria-invalid", String(range === null));
+      if (!range) return;
+      [given[low], given[high]] = range;
+      keepInAddress({ [low]: range[0], [high]: range[1], at: null });
+      load(0);
+    }, 250) });
   const sets = run.sampled.sets;
   const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [keyOf(note), note]));
   const save = h("a", { class: "button", download: "samples.jsonl" }, "Export jsonl");
@@ -32,9 +42,9 @@ export async function samplesPage({ content, query, run, alive }) {
     notes(run.sampled.notes) || "",
     h("div", { class: "filters" },
       typed("text", { type: "search", placeholder: "search texts", "aria-label": "search" }),
-      field("step from", typed("first_step", { type: "number", min: 0, class: "short" })), field("to", typed("last_step", { type: "number", min: 0, class: "short" })),
-      field("reward from", typed("least_reward", { type: "number", step: "any", class: "short" })), field("to", typed("most_reward", { type: "number", step: "any", class: "short" })),
-      field("weights from", typed("least_version", { type: "number", min: 0, class: "short" })), field("to", typed("most_version", { type: "number", min: 0, class: "short" })),
+      field("step", between("first_step", "last_step", "5 to 9")),
+      field("reward", between("least_reward", "most_reward", "0.5 to 1")),
+      field("weights", between("least_version", "most_version", "any")),
       field("end", choice([["", "any"], ["stop", "stopped"], ["length", "cut off"], ["abort", "aborted"]], given.finish, change("finish"))),
       field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"], ["starred", "starred or noted"]], given.notable, change("notable"))),
       run.sampled.tasks.length > 1 ? field("task", choice([["", "all"], ...run.sampled.tasks.map((name) => [name, name])], given.task, change("task"))) : null,
@@ -125,6 +135,20 @@ export async function samplesPage({ content, query, run, alive }) {
   document.addEventListener("keydown", move);
   await load(0);
   return () => document.removeEventListener("keydown", move);
+}
+
+const RANGE = /^(-?\d*\.?\d+)?(?:(\s*to\s*|\s*–\s*|(?<=\d)\s*-\s*)(-?\d*\.?\d+)?)?$/;
+
+/** Return the bounds of a range as text: "7" is 7 to 7, "5 to" has no upper bound; null where it is none. */
+function rangeOf(text) {
+  const found = RANGE.exec(text.trim());
+  if (!found) return null;
+  const [, low = "", to, high = ""] = found;
+  return to ? [low, high] : [low, low];
+}
+
+function asRange(low, high) {
+  return low === high ? low : `${low} to ${high}`.trim();
 }
 
 function tags(row) {

@@ -87,8 +87,12 @@ export async function timelinePage({ content, query, run, alive }) {
       pen.textAlign = "right";
       pen.fillText(`end of step ${figure(number)}`, at(end), y + 15);
     }
+    pen.textAlign = "center";
+    for (const seconds of roundTimes(from, to)) {
+      const x = at(seconds), covered = drawn.steps.some(([, , end]) => x > at(end) - 110 && x < at(end) + 20);
+      if (!covered) pen.fillText(duration(seconds), x, y + 15);
+    }
     pen.textAlign = "left";
-    pen.fillText(duration(from), LABEL, y + 15);
     let pressed = null;
     const seconds = (event) => from + (event.offsetX - LABEL) / (width - LABEL - 8) * (to - from);
     canvas.addEventListener("mousemove", (event) => {
@@ -111,6 +115,14 @@ export async function timelinePage({ content, query, run, alive }) {
   document.addEventListener("theme", again);
   await load(query.get("step") ? Number(query.get("step")) : undefined);
   return () => document.removeEventListener("theme", again);
+}
+
+/** Return about eight round numbers between two. */
+function roundTimes(from, to) {
+  const size = 10 ** Math.floor(Math.log10((to - from) / 8));
+  const step = [1, 2, 5, 10].map((n) => n * size).find((one) => (to - from) / one <= 8);
+  const first = Math.ceil(from / step);
+  return Array.from({ length: Math.floor(to / step) - first + 1 }, (_, i) => (first + i) * step);
 }
 
 function cut(pen, text, width) {

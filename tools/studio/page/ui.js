@@ -67,9 +67,15 @@ export function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
+  if (size < 1e-3 || size >= 1e15) return value.toExponential(2);
+  if (size >= 1e6) return compact(value);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+/** Return a large number in few characters: 12.8M. */
+export function compact(value) {
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 
 /** Return seconds in words. */
@@ -82,7 +88,8 @@ export function duration(seconds) {
     const more = Math.floor((seconds % size) / part);
     return `${Math.floor(seconds / size)} ${name}${more ? ` ${more} ${partName}` : ""}`;
   }
-  return seconds >= 1 ? `${seconds.toFixed(1)} s` : `${(seconds * 1000).toFixed(0)} ms`;
+  if (seconds >= 10) return `${seconds.toFixed(0)} s`;
+  return seconds >= 1 || seconds === 0 ? `${Number(seconds.toFixed(1))} s` : `${(seconds * 1000).toFixed(0)} ms`;
 }
 
 /** Return a list of names with their values: [name, value] pairs. */
