@@ -193,7 +193,8 @@ class PolicyGradient(Algorithm):
             trained_on["returns"] = self._normalised(returns, mask)
         metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_rollouts, settings)
         if divergence is not None:
-            self._kl.update(float((divergence * mask).sum() / mask.sum().clamp(min=1)), batch.num_sequences)
+            metrics["ref_kl"] = float((divergence * mask).sum() / mask.sum().clamp(min=1))
+            self._kl.update(metrics["ref_kl"], batch.num_sequences)
         if settings.adv_norm:
             advantages = whiten(advantages, mask, of_sample=settings.adv_norm_std == "sample")
         trained_on["advantages"] = advantages

@@ -80,7 +80,8 @@ class RolloutBatch:
         """Return mean, std, min and max of the rewards of rollouts as the reward function gave them; the share of
         groups that are equal (all rewards the same, so that advantages within the group are 0), and with `right_at`,
         the reward of a right answer, the shares of right answers and of groups that are solved (all right) and
-        unsolved (none is); mean and max of the sampled tokens of a completion."""
+        unsolved (none is); mean and max of the sampled tokens of a completion; the mean of -log p of the trained
+        tokens, in nats, which estimates the entropy of the distributions that they were sampled from."""
         rewards = self.of_rollouts(torch.from_numpy(self.rewards)).numpy()
         starts = np.flatnonzero(np.r_[True, np.diff(self.group_ids_of_rollouts) != 0])
         lowest = np.minimum.reduceat(rewards, starts)
@@ -95,7 +96,9 @@ class RolloutBatch:
                 "groups/solved": float((lowest >= right_at).mean()),
                 "groups/unsolved": float((highest < right_at).mean()),
             }
+        num_trained = max(1, int(self.loss_mask.sum()))
         return figures | {
+            "sampled_entropy": float(-(self.rollout_logprobs * self.loss_mask).sum() / num_trained),
             "answer_length/mean": float(lengths.mean()),
             "answer_length/max": float(lengths.max()),
         }

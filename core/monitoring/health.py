@@ -106,9 +106,11 @@ def judge(history: History, rules: Iterable[Rule] | None = None) -> list[Judgeme
 
 
 def _asked(rule: Rule, history: History) -> Judgement:
-    lacking = [name for name in rule.needs if not history.has(name)]
-    if lacking:
-        return Judgement(rule, "unknown", f"fewer than {_FEW} steps have {lacking[0]}", None)
+    for name in rule.needs:
+        if not history.has(name):
+            number = len(history.values(name))
+            found = f"only {number} of at least {_FEW} steps have" if number else "no step has"
+            return Judgement(rule, "unknown", f"{found} {name}", None)
     try:
         found = rule.check(history)
     except Exception as error:  # noqa: BLE001 (the rule of a user)
@@ -131,7 +133,7 @@ def _above(name: str, warning: float, bad: float, reason: str) -> Callable[[Hist
 
 
 def _entropy(history: History) -> Found | None:
-    first, now = history.first("entropy"), history.now("entropy")
+    first, now = history.first("sampled_entropy"), history.now("sampled_entropy")
     if first <= 0 or now >= 0.25 * first:
         return None
     reason = f"The entropy fell from {first:.3g} to {now:.3g}: answers become alike, and exploration ends."
@@ -143,7 +145,7 @@ def _kl(history: History) -> Found | None:
     if now <= max(0.1, 5 * abs(first)):
         return None
     reason = f"The divergence from the reference model grew from {first:.3g} to {now:.3g} nats a token."
-    return Found("bad" if now > max(0.5, 20 * abs(first)) else "warning", reason, now)
+    return Found("bad" if now > 0.5 else "warning", reason, now)
 
 
 def _ratio(history: History) -> Found | None:
@@ -255,8 +257,8 @@ def _gradients(history: History) -> Found | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="entropy", title="Entropy", docs="algorithms.md#kl-divergence-and-entropy", needs=("entropy",),
-        check=_entropy,
+        name="entropy", title="Entropy", docs="algorithms.md#kl-divergence-and-entropy",
+        needs=("sampled_entropy",), check=_entropy,
     ),
     Rule(
         name="kl", title="Divergence from the reference", docs="algorithms.md#kl-divergence-and-entropy",

@@ -70,7 +70,7 @@ def test_rewards_groups_and_lengths_are_reported() -> None:
     assert figures == {
         "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), "reward/min": -1.0,
         "reward/max": 2.0, "reward/right": 0.625, "groups/solved": 0.5, "groups/unsolved": 0.25, "groups/equal": 0.5,
-        "answer_length/mean": 1.5, "answer_length/max": 2.0,
+        "answer_length/mean": 1.5, "answer_length/max": 2.0, "sampled_entropy": 0.5,
     }  # fmt: skip
 
 

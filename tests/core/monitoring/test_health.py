@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from core.monitoring.health import RULES, Found, History, Judgement, Rows, Rule, judge
+from core.monitoring.health import RULES, Found, History, Judgement, Light, Rows, Rule, judge
 from helpers.source import ROOT
 from helpers.studio_runs import healthy
 from tools.runs import history_of
@@ -18,27 +18,44 @@ STEPS = 60
 SETTINGS = {"staleness.max_staleness": 2}
 LIMITS = {"memory/trainer_gib": 24.0}
 
-FAULTS: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "entropy": {"entropy": (1.2, 0.1)},
-    "kl": {"ref_kl": (0.01, 0.4)},
-    "ratio": {"importance_weight": (1.0, 1.3)},
-    "clipped": {"actor_clip_ratio": (0.05, 0.45)},
-    "spread": {"groups/equal": (0.3, 0.97)},
-    "length": {"answer_length/mean": (200, 900)},
-    "cut_off": {"no_eos_ratio": (0.0, 0.4)},
-    "evaluation": {"eval/accuracy": (0.6, 0.3)},
-    "mismatch": {"behave_approx_kl": (-0.01, -0.3)},
-    "staleness": {"staleness/mean": (1.0, 2.0)},
-    "waiting": {"time/wait_for_rollout": (0.1, 1.6)},
-    "memory": {"memory/trainer_gib": (3.0, 23.9)},
-    "rewards": {"reward/num_timeout": (0, 64 * STEPS / 8)},
-    "generators": {"router/slowest_share": (0.9, 0.2)},
-    "gradients": {"update_skipped": (0.0, 0.2)},
-}
-"""Rule -> metric -> its first value, and the one that it keeps in the last third."""
+Fault = Mapping[str, tuple[float, float]]
+"""Metric -> its first value, and the one that it keeps in the last third."""
+
+FAULTS: Sequence[tuple[str, Light, Fault]] = [
+    ("entropy", "warning", {"sampled_entropy": (1.2, 0.2)}),
+    ("entropy", "bad", {"sampled_entropy": (1.2, 0.1)}),
+    ("kl", "warning", {"ref_kl": (0.01, 0.4)}),
+    ("kl", "bad", {"ref_kl": (0.01, 0.8)}),
+    ("ratio", "warning", {"importance_weight": (1.0, 1.3)}),
+    ("ratio", "bad", {"importance_weight": (1.0, 0.4)}),
+    ("clipped", "warning", {"actor_clip_ratio": (0.05, 0.45)}),
+    ("clipped", "bad", {"actor_clip_ratio": (0.05, 0.7)}),
+    ("spread", "warning", {"groups/equal": (0.3, 0.9)}),
+    ("spread", "bad", {"groups/equal": (0.3, 0.97)}),
+    ("length", "warning", {"answer_length/mean": (200, 600)}),
+    ("length", "bad", {"answer_length/mean": (200, 1800)}),
+    ("cut_off", "warning", {"no_eos_ratio": (0.0, 0.4)}),
+    ("cut_off", "bad", {"no_eos_ratio": (0.0, 0.6)}),
+    ("evaluation", "warning", {"eval/accuracy": (0.6, 0.52)}),
+    ("evaluation", "bad", {"eval/accuracy": (0.6, 0.3)}),
+    ("mismatch", "warning", {"behave_approx_kl": (-0.01, -0.1)}),
+    ("mismatch", "bad", {"behave_approx_kl": (-0.01, -0.3)}),
+    ("staleness", "warning", {"staleness/mean": (1.0, 2.0)}),
+    ("waiting", "warning", {"time/wait_for_rollout": (0.1, 1.4)}),
+    ("waiting", "bad", {"time/wait_for_rollout": (0.1, 1.8)}),
+    ("waiting", "warning", {"rollout/generators_busy": (0.9, 0.2)}),
+    ("memory", "warning", {"memory/trainer_gib": (3.0, 22.5)}),
+    ("memory", "bad", {"memory/trainer_gib": (3.0, 23.9)}),
+    ("rewards", "warning", {"reward/num_timeout": (0, 64 * STEPS / 8)}),
+    ("rewards", "bad", {"reward/num_crash": (0, 64 * STEPS / 4)}),
+    ("generators", "warning", {"router/slowest_share": (0.9, 0.4)}),
+    ("generators", "bad", {"router/slowest_share": (0.9, 0.1)}),
+    ("gradients", "warning", {"update_skipped": (0.0, 0.2)}),
+    ("gradients", "bad", {"update_skipped": (0.0, 0.4)}),
+]
 
 
-def rows(fault: Mapping[str, tuple[float, float]]) -> Rows:
+def rows(fault: Fault) -> Rows:
     found: list[dict[str, object]] = []
     for step in range(1, STEPS + 1):
         end = {name: STEPS if name.startswith("reward/num") else 0.7 * STEPS for name in fault}  # counters grow on
@@ -59,12 +76,16 @@ def test_every_rule_is_silent_on_a_healthy_run() -> None:
     assert {one.light for one in answers} == {"good"}, [one for one in answers if one.light != "good"]
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES])
-def test_a_fault_is_found_by_its_rule_alone_with_a_figure(name: str) -> None:
-    answers = judge(History(rows(FAULTS[name]), SETTINGS, LIMITS))
-    assert wrong(answers) == [name]
+@pytest.mark.parametrize(("name", "light", "fault"), FAULTS)
+def test_a_fault_is_found_by_its_rule_alone_with_a_figure(name: str, light: Light, fault: Fault) -> None:
+    answers = judge(History(rows(fault), SETTINGS, LIMITS))
+    assert (wrong(answers), answers[0].light) == ([name], light)
     assert answers[0].figure is not None
     assert any(character.isdigit() for character in answers[0].reason)
+
+
+def test_each_rule_has_a_fault() -> None:
+    assert {name for name, *_ in FAULTS} == {rule.name for rule in RULES}
 
 
 def test_a_run_that_has_begun_is_not_judged_and_a_metric_that_is_missing_is_named() -> None:
@@ -97,5 +118,5 @@ def test_the_pages_that_rules_refer_to_have_their_sections() -> None:
 
 def test_settings_come_from_the_configuration_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("staleness: {max_staleness: 2}\n")
-    history = history_of(tmp_path, rows(FAULTS["staleness"]))
+    history = history_of(tmp_path, rows({"staleness/mean": (1.0, 2.0)}))
     assert wrong(judge(history)) == ["staleness"]

@@ -6,7 +6,7 @@ import { drawCurves, drawHeat, legendEntry, runColour } from "./charts.js";
 const REFRESH = 5000;
 const AT_ONCE = 8;
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "trained tokens"]];
-const FIRST = ["reward/mean", "eval/", "loss", "accuracy", "groups/equal", "answer_length/mean", "entropy", "ppo_approx_kl",
+const FIRST = ["reward/mean", "eval/", "loss", "accuracy", "groups/equal", "answer_length/mean", "sampled_entropy", "entropy", "ppo_approx_kl",
   "importance_weight", "grad_norm", "staleness/mean", "tokens_per_second", "time/step", "time/wait_for_rollout"];
 
 export async function metricsPage({ content, query, run, alive }) {
