@@ -231,8 +231,8 @@ def test_kl_in_reward_is_subtracted_from_the_rewards_of_tokens_and_is_no_part_of
     assert_close(run.trained_on("advantages"), advantages)
     assert_close(run.gradient(), scaled(advantages, -1 / 5))
     # Penalties of the two answers: 0.5 - 0.25 and 0.25 - 1; mean -0.25.
-    assert_metrics(run, {"task_reward": 1.5, "kl_reward": 0.25, "final_reward": 1.75, "advantage": 10.75 / 5})
-    assert "ref_kl" not in run.metrics[1]
+    kl = {"kl_reward": 0.25, "ref_kl": -1 / 5}
+    assert_metrics(run, {"task_reward": 1.5, **kl, "final_reward": 1.75, "advantage": 10.75 / 5})
 
 
 FAR_REFERENCE = shifted(SAMPLED, [[-LN2, LN2], [0.0, -2 * LN2, 2 * LN2]])
