@@ -199,9 +199,7 @@ def _staleness(history: History) -> Found | None:
     now = history.now("staleness/mean")
     if not isinstance(bound, int) or bound < 1 or now < 0.98 * bound:
         return None
-    reason = (
-        f"Tokens are {now:.2g} updates old in the mean, the bound is {bound}: generation is ahead as far as it may."
-    )
+    reason = f"The mean age of tokens is {now:.2g}, the bound is {bound}: generation is ahead as far as it may."
     return Found("warning", reason, now)
 
 
