@@ -109,8 +109,8 @@ def _asked(rule: Rule, history: History) -> Judgement:
     for name in rule.needs:
         if not history.has(name):
             number = len(history.values(name))
-            found = f"only {number} of at least {_FEW} steps have" if number else "no step has"
-            return Judgement(rule, "unknown", f"{found} {name}", None)
+            reason = f"fewer than {_FEW} steps have {name}" if number else f"no step has {name}"
+            return Judgement(rule, "unknown", reason, None)
     try:
         found = rule.check(history)
     except Exception as error:  # noqa: BLE001 (the rule of a user)

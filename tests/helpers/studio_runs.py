@@ -31,8 +31,9 @@ def healthy(step: int, steps: int) -> dict[str, float]:
     noise = math.sin(12.9898 * step) * 0.01
     return {
         "reward/mean": 0.2 + 0.5 * at + noise, "reward/std": 0.4, "reward/min": 0.0, "reward/max": 1.0,
-        "groups/equal": 0.2 + noise, "groups/solved": 0.1, "groups/unsolved": 0.1, "sampled_entropy": 1.2 - 0.3 * at + noise,
-        "ppo_approx_kl": 0.002 + noise / 100, "ref_kl": 0.01 + 0.01 * at, "importance_weight": 1.0 + noise / 100,
+        "groups/equal": 0.2 + noise, "groups/solved": 0.1, "groups/unsolved": 0.1,
+        "sampled_entropy": 1.2 - 0.3 * at + noise, "ppo_approx_kl": 0.002 + noise / 100,
+        "ref_kl": 0.01 + 0.01 * at, "importance_weight": 1.0 + noise / 100,
         "actor_clip_ratio": 0.02, "behave_imp_weight": 1.001, "behave_approx_kl": 0.001,
         "answer_length/mean": 200 + 20 * at + 100 * noise, "answer_length/max": 400, "no_eos_ratio": 0.02,
         "loss": 0.01 + noise, "grad_norm": 0.5 + noise, "n_tokens": 12800.0, "n_seqs": 64.0,
