@@ -324,6 +324,7 @@ HINTS: Mapping[str, str] = {
     "max_model_len": "write dataset.max_prompt_len and ppo.gen.max_new_tokens",
     "micro_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "micro_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
+    "n_samples_per_prompt": "write group_size",
     "name": "write experiment_name and trial_name",
     "num_rollout": "write exp_ctrl.total_train_steps",
     "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
