@@ -133,7 +133,7 @@ ORDER = {
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "gpu", "__main__"),
+    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "experience gpu", "__main__"),
     "tools.bench.gpu": ("shapes", "trainer", "runs servers", "plan push", "compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
@@ -141,7 +141,7 @@ MOST_FILES = 14
 """Python files of one folder, at most."""
 
 LATE_IMPORTS: dict[str, dict[str, str]] = {
-    "an optional library": {"rollout.experience.stores.postgres": "psycopg", "tools.chaos.run": "psycopg"},
+    "an optional library": {"rollout.experience.stores.postgres": "psycopg", "tools.chaos.postgres": "psycopg"},
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
         "rollout.experience.processors",

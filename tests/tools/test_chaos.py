@@ -57,7 +57,7 @@ def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(
 ) -> None:
     trial = Trial(folder=tmp_path, name="killed0", steps=1)
     monkeypatch.setattr(Trial, "start", lambda self: subprocess.Popen(["true"]))
-    monkeypatch.setattr("tools.chaos.__main__._kill", lambda jobs, kill, stop: None)
+    monkeypatch.setattr("tools.chaos.__main__._kill", lambda jobs, kill, stop, server: None)
     kills = plan(1, random.Random(1), targets_of(None))
     trial.log.write_text("training starts from the beginning")
     with pytest.raises(RunFailed, match="killed0: no attempt continued from a checkpoint"):

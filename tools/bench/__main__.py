@@ -40,6 +40,8 @@ MEASUREMENTS = {
         "loop": "cpu:loop",
         "memory": "cpu:memory",
         "datapath": "datapath:datapath",
+        "store": "experience:store",
+        "evaluation": "experience:evaluation",
         "convert": "cpu:convert_both_ways",
     },
     "gpu": {

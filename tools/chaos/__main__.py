@@ -3,15 +3,15 @@
     python -m tools.chaos --kills 12 --seed 1
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
     python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
-    python -m tools.chaos --kills 12 --mode split --postgres postgresql://user@host/database    # a store on a server
+    python -m tools.chaos --kills 12 --mode split --postgres    # on a PostgreSQL server, which is killed as well
     python -m tools.chaos --kills 12 --workflow agent     # turns of an environment, a tool with effects
 
-SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer, Ray's raylet or a process of
-environments at random moments, a part of them while a recover checkpoint is being written. The command is started again
-when it was killed itself; from everything else it recovers (recover_mode=auto). Exit code 0: every prompt was trained
-exactly once, in the same order, with the same losses, and the last checkpoint holds the same weights and optimizer
-moments, bit for bit; every tool call had its effect once (kills hit calls, too; a call that is made again has the same
-id); and no process and no file in /dev/shm was left.
+SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer, Ray's raylet, the server of the
+store or a process of environments at random moments, a part of them while a recover checkpoint is being written. The
+command is started again when it was killed itself, and the server at once; from everything else the command recovers
+(recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the same order, with the same losses, and
+the last checkpoint holds the same weights and optimizer moments, bit for bit; every tool call had its effect once
+(kills hit calls, too; a call that is made again has the same id); and no process and no file in /dev/shm was left.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,14 +40,15 @@ from core.config.presets import PRESETS
 from tools import arguments
 from tools.chaos.agent import is_called
 from tools.chaos.compare import Verdict, compare
+from tools.chaos.postgres import NoServerError, PostgresServer
 from tools.chaos.run import (
+    DATABASE,
     ENVIRONMENT,
     Leftovers,
     Trial,
     family,
     find_target,
     make_assets,
-    make_schema,
     targets_of,
     targets_of_jobs,
     wait_gone,
@@ -59,6 +61,8 @@ STEPS_PER_KILL = 3
 STEPS_BEFORE = 2
 """More before the first kill, so that there is a checkpoint to continue from."""
 _PATIENCE_SECONDS = 600.0
+_SERVER = threading.Lock()
+"""Of the run that kills the server of all runs."""
 _GONE_SECONDS = 60.0
 """Time for the watchdog of a killed command to end the remaining processes."""
 
@@ -136,9 +140,8 @@ def main() -> int:
     )
     parser.add_argument(
         "--postgres",
-        default="",
-        metavar="ADDRESS",
-        help="server for the stores of --mode split, in schemas killed0, ...",
+        action="store_true",
+        help="keep the stores of --mode split on a PostgreSQL server of the distribution, and kill it, too",
     )
     parser.add_argument("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
     parser.add_argument(
@@ -151,12 +154,20 @@ def main() -> int:
     if given.postgres and given.mode != "split":
         parser.error("--postgres needs --mode split: one job has its store in memory")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
-    with tempfile.TemporaryDirectory() as temporary, Report(given.kills) as report:
+    try:
+        server = PostgresServer() if given.postgres else None
+    except NoServerError as error:
+        parser.error(f"--postgres: {error}")
+    with ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory())
+        if server is not None:
+            stack.enter_context(closing(server))
+        report = stack.enter_context(Report(given.kills))
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         verdict = chaos(
             folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split",
-            agent=given.workflow == "agent", postgres=given.postgres,
+            agent=given.workflow == "agent", server=server,
         )  # fmt: skip
     for problem in verdict.problems:
         print(problem)
@@ -175,25 +186,28 @@ def chaos(
     *,
     split: bool = False,
     agent: bool = False,
-    postgres: str = "",
+    server: PostgresServer | None = None,
 ) -> Verdict:
-    """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length."""
+    """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length.
+    `server`: has the stores, and is killed as well."""
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
     targets = targets_of_jobs() if split else targets_of(algorithm, agent=agent)
+    targets += [DATABASE] if server is not None else []
     plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm, agent=agent)
-    killed = replace(undisturbed, mode="train", postgres=postgres) if split else undisturbed
+    killed = replace(undisturbed, mode="train") if split else undisturbed
     trials = [replace(killed, name=f"killed{number}") for number in range(len(plans))]
-    for trial in trials if postgres else ():
-        make_schema(postgres, trial.name)
+    if server is not None:
+        for trial in trials:
+            trial.postgres = server.make_schema(trial.name)
     stop, verdict = threading.Event(), Verdict(problems=[])
     with Leftovers(folder) as leftovers, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         try:
             jobs = [(undisturbed, []), *zip(trials, plans, strict=True)]
-            for run in as_completed([pool.submit(run_killed, *job, report, stop) for job in jobs]):
+            for run in as_completed([pool.submit(run_killed, *job, report, stop, server) for job in jobs]):
                 try:
                     run.result()
                 except RunFailed as failure:
@@ -232,13 +246,15 @@ def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int =
     return kills
 
 
-def run_killed(trial: Trial, kills: list[Kill], report: Report, stop: threading.Event) -> None:
+def run_killed(
+    trial: Trial, kills: list[Kill], report: Report, stop: threading.Event, server: PostgresServer | None = None
+) -> None:
     """Start, kill, start again where the command itself was killed, and let it finish."""
     trials = [trial] if trial.mode == "both" else [trial, trial.explorer()]
     jobs = [Job(trial=of_job, process=of_job.start()) for of_job in trials]
     try:
         for kill in kills:
-            _kill(jobs, kill, stop)
+            _kill(jobs, kill, stop, server)
             report.killed()
             report.log(f"{trial.name}: killed {kill}; {trial.finished_steps} of {trial.steps} steps done")
         for job in jobs:
@@ -286,7 +302,7 @@ def _any_ended(jobs: Sequence[Job]) -> bool:
     return any(codes) or None not in codes
 
 
-def _kill(jobs: Sequence[Job], kill: Kill, stop: threading.Event) -> None:
+def _kill(jobs: Sequence[Job], kill: Kill, stop: threading.Event, server: PostgresServer | None) -> None:
     """Wait for the moment, and kill."""
     name, _, target = kill.target.partition(" ") if len(jobs) > 1 else ("", "", kill.target)
     victims = jobs[1] if name == "explore" else jobs[0]
@@ -294,6 +310,12 @@ def _kill(jobs: Sequence[Job], kill: Kill, stop: threading.Event) -> None:
         for job in jobs:
             job.keep_running()
         _wait_for_moment(jobs[0].trial, jobs[0].process, kill, stop)
+        if kill.target == DATABASE:
+            assert server is not None, "it is killed only where there is one"
+            with _SERVER:
+                server.kill()
+                server.start()
+            return
         victim = find_target(victims.process, target)
         if victim is not None:
             victim.kill()

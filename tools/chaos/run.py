@@ -24,6 +24,8 @@ from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.demo.data import save_model, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
+DATABASE = "database"
+"""The server that has the stores of all runs; it is started again at once."""
 ENVIRONMENT = "environment"
 """The one target from whose end a run continues without a checkpoint."""
 TARGETS = {
@@ -56,7 +58,7 @@ class Trial:
     mode: str = "both"
     """Of the job; train: an explore job fills its store."""
     postgres: str = ""
-    """Address of the server that has the store of two jobs. Empty: it is a SQLite file."""
+    """Address of the store of two jobs on a server. Empty: it is a SQLite file."""
     agent: bool = False
     """Whether its workflow has turns, an environment, and a tool with effects."""
 
@@ -209,21 +211,11 @@ def _job(trial: Trial) -> dict:
     shared = trial.folder / "shared" / run
     if not trial.postgres:
         return {"mode": trial.mode, "experience": {"store": "sqlite", "path": str(shared / "experience.db")}}
-    path = f"{trial.postgres}?options=-csearch_path%3D{run}"
     return {
         "mode": trial.mode,
-        "experience": {"store": "postgres", "path": path},
+        "experience": {"store": "postgres", "path": trial.postgres},
         "synchronizer": {"folder": str(shared / "weights")},
     }
-
-
-def make_schema(address: str, run: str) -> None:
-    """Make an empty schema for the store of a run on a PostgreSQL server."""
-    import psycopg
-
-    with psycopg.connect(address, autocommit=True) as server:
-        server.execute(f"DROP SCHEMA IF EXISTS {run} CASCADE".encode())
-        server.execute(f"CREATE SCHEMA {run}".encode())
 
 
 def _model(trial: Trial) -> dict:

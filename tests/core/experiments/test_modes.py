@@ -192,7 +192,7 @@ def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
         }
         train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
         train.wait_for("step 2/")
-        server.stop()
+        server.kill()
         server.start()
         assert train.finish() == 0, train.output()[-4000:]
         assert explore.finish() == 0, explore.output()[-4000:]
