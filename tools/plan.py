@@ -39,9 +39,9 @@ from core.planning.rates import (
     Calibration,
     Lengths,
     StepTime,
-    calibration_of,
     read_calibration,
     step_time,
+    usual_calibration,
     write_calibration,
 )
 from core.planning.scene import Gpu, PlanError, Scene, chosen_gpu, scene_of
@@ -106,7 +106,6 @@ def _plan(given: argparse.Namespace) -> int:
         gpu = Gpu(name=calibration.gpu, gib=calibration.gib)
     else:
         gpu = chosen_gpu(given.gpu)
-    calibration = calibration or calibration_of(gpu.name)
     if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
         words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
 
@@ -120,6 +119,11 @@ def _plan(given: argparse.Namespace) -> int:
     scene = scene_of(load([]).config, gpu)
     if scene.on_gpu and not gpu.gib:
         raise PlanError(f"--calibration {given.calibration}: rates of a {gpu.name}, but the trainer computes on GPUs")
+    if calibration is not None and calibration.gib and not scene.on_gpu:
+        raise PlanError(
+            f"--calibration {given.calibration}: rates of a {gpu.name}, but the trainer computes on the CPU"
+        )
+    calibration = calibration or usual_calibration(scene)
     width = max(_WIDTH, Console().width)
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
     usual = usual_lengths(scene)
@@ -282,7 +286,7 @@ def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | No
     if calibration is None:
         return f"No calibration for {scene.gpu.name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
-        return "No time: that of runs without servers on GPUs is not computed."
+        return "No time: it needs generators, and both sides on GPUs or both on the CPU."
     parts = (
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, "
         f"weight update {time.push:.2f} s"

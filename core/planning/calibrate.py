@@ -1,27 +1,44 @@
 """Measure the rates of this host for the planner: `slipstream plan --calibrate`.
 
-Kernels that an update and a server consist of, one at a time, on the first GPU, or on the CPU where there is none. What
-needs a server is not measured: those rows keep the values of H200, which `source` notes.
+Kernels that an update and a server consist of, one at a time, on the first GPU, or on one core of the CPU where there is
+none, and the launch of a layer in real updates of small models. Of servers on GPUs nothing is measured: those rows keep
+the values of H200, which `source` notes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from allocation import ParallelLayout
 from core.planning.rates import Calibration, calibration_of
 from core.planning.scene import gpu_of_machine
+from mcore_adapter.data.batch import ModelOutput, PackedBatch
+from mcore_adapter.device import get_device
+from mcore_adapter.engine import MegatronEngine
+from mcore_adapter.parallel import destroy_parallel, initialize_parallel
+from mcore_adapter.settings import EngineConfig, EngineModel
+from model_specs.families import read_config
+from rollout.inference.embedded.engine import Engine
+from rollout.inference.embedded.weights import ModelWeights
+from rollout.types import GenerateRequest, SamplingParams
 
 _ROUNDS = 3
 _WIDTHS = ((1536, 17920), (3584, 37888))  # hidden size and both halves of an MLP, of 1.5B and 7B
 _HEADS = 12
+_FEW_LAYERS, _MANY_LAYERS = 2, 10
+_LAUNCHED_TOKENS = 64  # of an update and of an answer that measure launches: their products take next to no time
 
 
 def calibrate() -> Calibration:
@@ -30,17 +47,20 @@ def calibrate() -> Calibration:
     on_gpu, gpu = found is not None, None if found is None else gpu_of_machine()
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    tokens = 16384 if on_gpu else 128
+    tokens = 16384 if on_gpu else 1024
+    if not on_gpu:
+        torch.set_num_threads(1)  # ranks and generators of a small host have one core each
     lengths = (1024, 16384) if on_gpu else (256, 1024)
     forward, backward = zip(*(_attention(device, dtype, length, on_gpu) for length in lengths), strict=True)
     half = _half_length(lengths, forward)
     reached = lengths[-1] / (lengths[-1] + half)
     reference = calibration_of("H200")
     assert reference is not None, "it is part of this package"
+    memory = _memory(device, 1 << 28 if on_gpu else 1 << 24)
     products = statistics.harmonic_mean([_products(device, dtype, tokens, *widths) for widths in _WIDTHS])
     return Calibration(
         gpu=f"CPU of {os.cpu_count()} cores" if gpu is None else gpu.name,
-        source="slipstream plan --calibrate; decode_*_seconds and layer_launch_seconds are those of H200",
+        source="slipstream plan --calibrate" + "; decode_*_seconds are those of H200" * on_gpu,
         gib=0.0 if gpu is None else gpu.gib,
         products=products,
         expert_products=_experts(device, dtype, tokens),
@@ -48,12 +68,77 @@ def calibrate() -> Calibration:
         attention_backward=backward[-1] / reached,
         attention_half_length=half,
         attention_narrow=_attention(device, dtype, lengths[-1], on_gpu, head_dim=64)[0] / forward[-1],
-        layer_launch_seconds=reference.layer_launch_seconds,
-        memory=_memory(device, 1 << 28 if on_gpu else 1 << 24),
-        link=_link(device) if on_gpu and torch.accelerator.device_count() > 1 else reference.link,
-        decode_step_seconds=reference.decode_step_seconds,
+        layer_launch_seconds=_of_a_layer(_update_seconds),
+        memory=memory,
+        link=memory if not on_gpu else _link(device) if torch.accelerator.device_count() > 1 else reference.link,
+        decode_step_seconds=reference.decode_step_seconds if on_gpu else 0.0,
         decode_layer_link_seconds=reference.decode_layer_link_seconds,
+        decode_layer_seconds=0.0 if on_gpu else _of_a_layer(_decode_seconds),
     )
+
+
+def _of_a_layer(seconds: Callable[[Path], float]) -> float:
+    """Return what a layer adds to the seconds of a small model in this folder."""
+    found = []
+    for layers in (_FEW_LAYERS, _MANY_LAYERS):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(_SMALL | {"num_hidden_layers": layers}))
+            found.append(seconds(Path(folder)))
+    return (found[1] - found[0]) / (_MANY_LAYERS - _FEW_LAYERS)
+
+
+_SMALL = dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu", hidden_size=64, intermediate_size=128,
+    num_attention_heads=1, num_key_value_heads=1, vocab_size=64, max_position_embeddings=1024, rms_norm_eps=1e-6,
+    rope_theta=10000.0, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def _update_seconds(folder: Path) -> float:
+    """Return the seconds of an update of a model with random weights on a few tokens, as a run makes it."""
+    device = get_device("auto")
+    with device.activate():
+        parallel = initialize_parallel(
+            ParallelLayout(), rank=0, world_size=1, init_method=f"file://{folder}/store", device=device, seed=1
+        )
+        config = EngineConfig(
+            init_from_scratch=True, bf16=torch.accelerator.is_available(), gradient_checkpointing=False
+        )
+        engine = MegatronEngine(
+            EngineModel(config=config, path=str(folder), total_updates=100), parallel=parallel, device=device
+        )
+        batch = PackedBatch(
+            token_ids=torch.arange(_LAUNCHED_TOKENS) % 64, cu_seqlens=torch.tensor([0, _LAUNCHED_TOKENS]),
+            loss_mask=torch.arange(_LAUNCHED_TOKENS) > 0,
+        )  # fmt: skip
+        step = partial(engine.train_step, batch, _likelihood, max_tokens_per_mb=_LAUNCHED_TOKENS)
+        found = _seconds(device.torch_device, step)
+        destroy_parallel()
+    return found
+
+
+def _likelihood(output: ModelOutput, fields: Mapping[str, Tensor], _: object) -> tuple[Tensor, dict[str, Tensor]]:
+    assert output.logprobs is not None, "a model with an output layer"
+    return -(output.logprobs * fields["token_weights"]).sum(), {}
+
+
+def _decode_seconds(folder: Path) -> float:
+    """Return the seconds of a token of the embedded generator."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    config = read_config(folder)
+    weights = ModelWeights(config, dtype=torch.float32)
+    weights.load_folder(folder)
+    engine = Engine(config, weights, max_running=1)
+    sampling = SamplingParams(max_new_tokens=_LAUNCHED_TOKENS, min_new_tokens=_LAUNCHED_TOKENS, stop_token_ids=())
+
+    def answer() -> None:
+        engine.add([GenerateRequest(request_id="one", prompt_ids=[1, 2, 3], seed=1, sampling=sampling)])
+        while engine.num_running or engine.num_waiting:
+            engine.step()
+
+    return _seconds(torch.device("cpu"), answer) / _LAUNCHED_TOKENS
 
 
 def _seconds(device: torch.device, step: Callable[[], object]) -> float:

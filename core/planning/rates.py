@@ -78,6 +78,8 @@ class Calibration:
     """Seconds of a decode step of the smallest model without requests."""
     decode_layer_link_seconds: float
     """Seconds of communication per layer in a server of several ranks."""
+    decode_layer_seconds: float = 0.0
+    """Seconds in which the processor launches a layer of a decode step; 0 where CUDA graphs do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,11 @@ def calibration_of(gpu: str) -> Calibration | None:
     return read_calibration(path) if path.is_file() else None
 
 
+def usual_calibration(scene: Scene) -> Calibration | None:
+    """Return the calibration of what the trainer of a scene computes on, or None."""
+    return calibration_of(scene.gpu.name if scene.on_gpu else "CPU")
+
+
 def read_calibration(path: Path) -> Calibration:
     """Return what write_calibration() has written. Raises PlanError."""
     try:
@@ -136,9 +143,10 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepTime | None:
-    """Return the time of a step whose answers have such lengths; None without generators on GPUs."""
+    """Return the time of a step whose answers have such lengths; None without generators, or with one side on GPUs and
+    the other on the CPU."""
     servers = scene.servers
-    if servers is None or not servers.on_gpu or not scene.on_gpu:
+    if servers is None or servers.on_gpu != scene.on_gpu:
         return None
     prompt = scene.prompt_tokens / 2
     length = prompt + answers.mean
@@ -160,7 +168,7 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     )
     rollout += prefill
     push = 0.03 + server_weights(servers) / calibration.link
-    turn = _TURN_SECONDS if scene.shares_gpus else 0.0
+    turn = _TURN_SECONDS if scene.shares_gpus and scene.on_gpu else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
 
     def batch(beside: float) -> float:
@@ -201,7 +209,7 @@ def running_requests(scene: Scene, servers: Servers, length: float) -> int:
     """Return how many requests of `length` tokens a server decodes at once: as many as it may, has memory for, and gets
     of those that the staleness bound allows."""
     allowed = scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
-    cached = plan_servers(scene, servers).tokens / length
+    cached = plan_servers(scene, servers).tokens / length if servers.on_gpu else allowed
     return max(1, int(min(servers.max_running, cached, allowed)))
 
 
@@ -243,6 +251,8 @@ def _seconds(
     forward = 1 / (3 + experts_again)
 
     def both_passes(computed: float) -> float:
+        if not scene.on_gpu:  # the processor that launches computes
+            return computed + launched
         passes = max(computed * forward, launched * _LAUNCHED_FORWARD)
         return passes + max(computed * (1 - forward), launched * (1 - _LAUNCHED_FORWARD))
 
@@ -367,7 +377,8 @@ def prefill_seconds(
     seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
     seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / c.memory
-    return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * _REQUEST_SECONDS)
+    each = _REQUEST_SECONDS if servers.on_gpu else 0.0
+    return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * each)
 
 
 def decoding(servers: Servers, calibration: Calibration) -> Decoding:
@@ -380,7 +391,8 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
     reading = server_weights(servers) * servers.layout.pp / c.memory
     sampling = _SAMPLED_BYTES * config.vocab_size / tp / c.memory
     token = cache_bytes_per_token(servers) / c.memory
-    launched = c.decode_step_seconds + (c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0)
+    launched = c.decode_step_seconds + c.decode_layer_seconds * config.num_layers
+    launched += c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0
 
     def seconds(running: float, context: float) -> float:
         # Weights are read while others are multiplied; the overlap is not complete.

@@ -36,7 +36,7 @@ from core.config.presets import PRESETS
 from core.config.reference import choices_of, python_type
 from core.placement.allocation import resolve_allocation
 from core.planning.memory import plan_memory
-from core.planning.rates import calibration_of
+from core.planning.rates import usual_calibration
 from core.planning.scene import GPUS, PlanError, find_gpu, scene_of
 from core.planning.search import usual_lengths
 from core.runs.record import leaves
@@ -223,7 +223,7 @@ def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str,
 def _plan(config: ExperimentConfig, gpu: str) -> dict[str, Any]:
     scene = scene_of(config, find_gpu(gpu))
     answers = usual_lengths(scene)
-    plan = as_json(scene, plan_memory(scene), timed(scene, calibration_of(scene.gpu.name), answers))
+    plan = as_json(scene, plan_memory(scene), timed(scene, usual_calibration(scene), answers))
     return {**plan, "mean_tokens": answers.mean, "on_gpu": scene.on_gpu}
 
 
