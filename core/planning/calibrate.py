@@ -1,8 +1,8 @@
 """Measure the rates of this host for the planner: `slipstream plan --calibrate`.
 
-Kernels that an update and a server consist of, one at a time, on the first GPU, or on one core of the CPU where there is
-none, and the launch of a layer in real updates of small models. Of servers on GPUs nothing is measured: those rows keep
-the values of H200, which `source` notes.
+Kernels of updates and servers, one at a time, on the first GPU, or on one core where there is none, and the launch of a
+layer in real updates of small models. Of servers on GPUs nothing is measured: those rows keep the values of H200, which
+`source` notes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocation import ParallelLayout
 from core.planning.rates import Calibration, calibration_of
@@ -124,8 +125,6 @@ def _likelihood(output: ModelOutput, fields: Mapping[str, Tensor], _: object) ->
 
 def _decode_seconds(folder: Path) -> float:
     """Return the seconds of a token of the embedded generator."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     config = read_config(folder)
     weights = ModelWeights(config, dtype=torch.float32)
