@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class FlatBucket:
     def num_bytes(self) -> int:
         return self.flat.numel()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _unpickle, (self.names, self.dtypes, self.shapes, self.flat.cpu().numpy())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -69,6 +69,7 @@ class JournaledSampler:
         key, asked = self._key(f"seed {request.seed}"), _checksum(request)
         known = self._take_known(key, asked)
         if known is not None and request.output is None:
+            assert isinstance(known.value, Completion), "recorded under the key of a request"
             if known.value.finish_reason != "abort":
                 self._finish(known.value)
                 self._count()
@@ -86,12 +87,12 @@ class JournaledSampler:
             self._count()
         return completion
 
-    async def once(self, name: str, asked: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def once(self, name: str, asked: str, call: Callable[[], Awaitable[T]]) -> T:
         """See recorded()."""
         key = self._key(f"call {name}")
         known = self._take_known(key, asked)
         if known is not None:
-            return known.value
+            return cast(T, known.value)  # of an earlier attempt at the same call
         before = _call.set(f"{self._id}: {key}")
         try:
             result = await call()
@@ -128,7 +129,7 @@ class JournaledSampler:
         logger.debug("episode %s, %s: asks for something else than before the restart", self._id, key)
         return None
 
-    def _record(self, key: str, asked: str, value: Any) -> None:
+    def _record(self, key: str, asked: str, value: object) -> None:
         if not self._ended:
             self._experience.journal(self._id, Event(key=key, asked=asked, value=value))
 

@@ -17,10 +17,11 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from config_schema import did_you_mean
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that holds Slipstream's packages: a checkout or site-packages."""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -118,7 +119,7 @@ def check_factory(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]],
         check_methods(found, spec, kind=kind, methods=methods)
 
 
-def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], **settings: Any) -> Any:
+def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], **settings: object) -> Any:
     """Call the class or factory at `spec` with `settings` and check the methods of what it returns.
 
     `methods` maps the name of each coroutine method to its positional arguments. Raises PluginError.
@@ -128,7 +129,7 @@ def build_plugin(spec: str, *, kind: str, methods: Mapping[str, Sequence[str]], 
     return check_methods(factory(**settings), spec, kind=kind, methods=methods)
 
 
-def check_methods(plugin: Any, spec: str, *, kind: str, methods: Mapping[str, Sequence[str]]) -> Any:
+def check_methods(plugin: T, spec: str, *, kind: str, methods: Mapping[str, Sequence[str]]) -> T:
     """Return `plugin`, an instance or its class, if it has every coroutine method of `methods` with these positional
     arguments. Raises PluginError."""
     for name, arguments in methods.items():
@@ -256,7 +257,7 @@ def _missing_module(module_name: str) -> str | None:
     return None
 
 
-def _check_call(found: Any, spec: str, *, kind: str, args: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+def _check_call(found: object, spec: str, *, kind: str, args: Sequence[str], kwargs: Mapping[str, object]) -> None:
     called = f"({', '.join([*args, *(f'{name}=' for name in kwargs)])})"
     if not callable(found):
         raise PluginError(f"{kind} {spec}: its type is {type(found).__name__}; it must be callable as {called}")

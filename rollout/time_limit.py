@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def not_counted() -> Iterator[None]:
         clock.leave()
 
 
-async def within(seconds: float | None, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def within(seconds: float | None, call: Callable[[], Coroutine[object, object, T]]) -> T:
     """Await `call()`, a run of a workflow. None: without a limit. Raises WorkflowTimeoutError after `seconds` outside
     of not_counted(), when the run is cancelled."""
     if seconds is None:
@@ -80,7 +80,7 @@ async def within(seconds: float | None, call: Callable[[], Coroutine[Any, Any, T
     )
 
 
-async def _end(run: asyncio.Task[Any]) -> None:
+async def _end(run: asyncio.Task[T]) -> None:
     run.cancel()
     await asyncio.wait([run], timeout=_GRACE_SECONDS)
     if run.done() and not run.cancelled():

@@ -76,7 +76,12 @@ class _TaskFactory:
     def __init__(self, factory: Callable[..., Any] | None) -> None:
         self._factory = factory
 
-    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
+    def __call__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coro: Generator[asyncio.Future[object] | None, None, T] | Coroutine[object, object, T],
+        **options: Any,
+    ) -> asyncio.Future[T]:
         if _in_workflow.get() and asyncio.iscoroutine(coro):
             coro = _Contained(coro)
         return (
@@ -84,30 +89,30 @@ class _TaskFactory:
         )
 
 
-class _Contained(Coroutine[Any, Any, Any]):
+class _Contained(Coroutine[object, object, T]):
     """A coroutine, of which an exit is an error. No `async def` around it: that would leave it without an await, with a
     warning, where its task is cancelled before it starts."""
 
-    def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
+    def __init__(self, coro: Coroutine[object, object, T]) -> None:
         self._coro = coro
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         return _without_exits(self._coro.send, value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: object) -> object:
         return _without_exits(self._coro.throw, *error)
 
     def close(self) -> None:
         self._coro.close()
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, T]:
         return self._coro.__await__()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._coro, name)  # its name and its frames, for asyncio's messages
 
 
-def _without_exits(step: Callable[..., Any], *arguments: Any) -> Any:
+def _without_exits(step: Callable[..., T], *arguments: object) -> T:
     """Call `step`; raise the failure in place of an exit."""
     try:
         return step(*arguments)
@@ -185,7 +190,7 @@ class GroupLimits:
     fits."""
 
 
-def check_group(group: Any, prompt: Prompt, *, version: int, limits: GroupLimits) -> list[Trajectory]:
+def check_group(group: object, prompt: Prompt, *, version: int, limits: GroupLimits) -> list[Trajectory]:
     """Return the trajectories of `group`; those that are too long are cut, and have the metric CUT_TOKENS. `version`:
     the newest that may have sampled a token.
 

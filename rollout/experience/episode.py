@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
-from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
+from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
 """open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
@@ -86,12 +86,22 @@ class Event:
     """The call within its episode, see rollout/journal.py."""
     asked: str
     """Checksum of what was asked for: what an earlier attempt got answers the same question only."""
-    value: Completion | Any
+    value: object
     """A completion, with finish_reason "abort" while it is sampled, or the result of a tool as plain values."""
 
 
-def summary(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the tags of finished trajectories: rewards, lengths, trained, oldest, metrics."""
+class Summary(TypedDict):
+    """The tags that finished trajectories have."""
+
+    rewards: list[float]
+    lengths: list[int]
+    trained: list[int]
+    oldest: list[int]
+    metrics: dict[str, float]
+
+
+def summary(trajectories: Sequence[Trajectory]) -> Summary:
+    """Return the tags of finished trajectories."""
     starts = np.cumsum([0, *(len(t.token_ids) for t in trajectories[:-1])])
     versions = np.concatenate([t.versions for t in trajectories])
     trained = np.concatenate([t.loss_mask for t in trajectories])

@@ -55,7 +55,7 @@ def changed_positions(new: Tensor, old: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=torch.int32)
 
 
-def _index_type(count: int) -> Any:
+def _index_type(count: int) -> type[np.signedinteger]:
     return np.int32 if count < 1 << 31 else np.int64
 
 

@@ -16,7 +16,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from config_schema.section import Section, Violation, key
 from rollout.plugins import PluginError, load_plugin, unknown_name
@@ -151,7 +150,9 @@ def _load(name: str) -> Callable[[Prompt, str], object]:
     return load_plugin(name, kind="reward function", arguments=("prompt", "text"))
 
 
-def _from_trl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
+def _from_trl(
+    function: Callable[..., Sequence[object]], parameters: Mapping[str, inspect.Parameter]
+) -> Callable[..., object]:
     """Return a function over lists as one over a single completion. A conversation gets its completions as messages."""
 
     def judge(prompt: Prompt, text: str) -> object:

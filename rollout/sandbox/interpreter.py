@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class Interpreter:
     """A pool of monty's workers. Raises ImportError or OSError where it is not installed."""
@@ -20,7 +18,7 @@ class Interpreter:
         printed: list[str] = []
         room = output_chars
 
-        def keep(_: Any, text: str) -> None:
+        def keep(_: object, text: str) -> None:
             nonlocal room
             if room > 0:
                 printed.append(text[:room])

@@ -6,11 +6,14 @@ import asyncio
 import logging
 import shlex
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from typing import Any
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TYPE_CHECKING
 
 from rollout.plugins import PluginError, find_plugin
 from rollout.tools.tool import Tool, ToolError
+
+if TYPE_CHECKING:
+    from mcp import ClientSession, types
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class McpServer:
 
     def _connect(self) -> None:
         self._closing = asyncio.Event()
-        self._connection: asyncio.Future[tuple[Any, list[Tool]]] = asyncio.get_running_loop().create_future()
+        self._connection: asyncio.Future[tuple[ClientSession, list[Tool]]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold())
 
     async def _disconnect(self) -> None:
@@ -56,7 +59,7 @@ class McpServer:
             self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def _checked(self) -> tuple[Any, list[Tool]]:
+    async def _checked(self) -> tuple[ClientSession, list[Tool]]:
         """Return the session and the tools after a check that runs. Raises ToolError."""
         if self._check is not None:
             await asyncio.shield(self._check)
@@ -66,7 +69,7 @@ class McpServer:
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._connect_again())
 
-    async def _started(self) -> tuple[Any, list[Tool]]:
+    async def _started(self) -> tuple[ClientSession, list[Tool]]:
         """Return the session and the tools. Raises ToolError."""
         try:
             return await asyncio.wait_for(asyncio.shield(self._connection), _START_SECONDS)
@@ -92,9 +95,9 @@ class McpServer:
                 failure.__cause__ = error
                 connection.set_exception(failure)
 
-    def _tool(self, listed: Any) -> Tool:
-        async def call(arguments: Mapping[str, Any]) -> str:
-            result: Any = None
+    def _tool(self, listed: types.Tool) -> Tool:
+        async def call(arguments: Mapping[str, object]) -> str:
+            result: types.CallToolResult | None = None
             try:
                 session, _ = await self._checked()
                 result = await session.call_tool(listed.name, dict(arguments))
@@ -131,7 +134,7 @@ def check_mcp(spec: str) -> None:
         raise PluginError("tool mcp: write mcp:COMMAND or mcp:http://...")
 
 
-def _transport(spec: str) -> Any:
+def _transport(spec: str) -> AbstractAsyncContextManager[tuple[object, ...]]:
     if spec.startswith(("http://", "https://")):
         return find_plugin("mcp.client.streamable_http:streamable_http_client", kind="tool")(spec)
     command, *arguments = shlex.split(spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rollout.sandbox.pool import Sandbox
 from rollout.tools.tool import Tool, ToolError
@@ -12,7 +11,7 @@ from rollout.tools.tool import Tool, ToolError
 def python_tool(sandbox: Sandbox) -> Tool:
     """Return a tool that runs code in `sandbox`."""
 
-    async def call(arguments: Mapping[str, Any]) -> str:
+    async def call(arguments: Mapping[str, object]) -> str:
         code = arguments.get("code")
         if not isinstance(code, str):
             raise ToolError("python: needs the argument code, a text")

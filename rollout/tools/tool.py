@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 from rollout.plugins import PluginError, find_plugin
 
@@ -26,14 +26,14 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
-    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    parameters: Mapping[str, object]
+    call: Callable[[Mapping[str, object]], Awaitable[str]]
     """Raises ToolError."""
     limits_itself: bool = False
     """The tool limits the time of its calls by itself: a call may wait for others before it begins."""
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, object]:
         """The tool in OpenAI's form, as chat templates read it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
@@ -54,7 +54,7 @@ def function_tool(spec: str) -> Tool:
     except (TypeError, NameError) as error:
         raise PluginError(f"tool {spec}: {error}") from error
 
-    async def call(arguments: Mapping[str, Any]) -> str:
+    async def call(arguments: Mapping[str, object]) -> str:
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
@@ -78,9 +78,9 @@ def check_names(named: Iterable[tuple[str, str]]) -> None:
         known[name] = spec
 
 
-def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Any]:
+def _in_thread(function: Callable[..., object], arguments: Mapping[str, object]) -> asyncio.Future[object]:
     """Run a function in a thread of its own: one that never ends takes no place from other work."""
-    outcome: Future[Any] = Future()
+    outcome: Future[object] = Future()
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -93,9 +93,9 @@ def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> as
     return asyncio.wrap_future(outcome)
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+def _parameters(function: Callable[..., object]) -> dict[str, object]:
     hints = get_type_hints(function)
-    properties: dict[str, dict[str, Any]] = {}
+    properties: dict[str, dict[str, object]] = {}
     required = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -112,5 +112,5 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def _text(result: Any) -> str:
+def _text(result: object) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

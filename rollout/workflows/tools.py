@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import field_validator
 
@@ -21,7 +20,7 @@ from rollout.tools.mcp_server import McpServer, check_mcp
 from rollout.tools.python import python_tool
 from rollout.tools.tool import Tool, ToolError, check_names, function_tool
 from rollout.trajectories import Conversation, all_of
-from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 _MCP = "mcp:"
 
@@ -70,7 +69,7 @@ class ToolsWorkflow:
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         reward_pool: RewardPool,
         sampling: SamplingParams,
         group_size: int,
@@ -156,24 +155,28 @@ class ToolsWorkflow:
         return sample.build(reward, {name: float(value) for name, value in metrics.items()})
 
     def _messages(self, prompt: Prompt) -> Messages:
-        messages: Any = prompt.meta.get("messages")
-        return messages or self._encoder.turn(prompt.question or prompt.text)
+        messages = prompt.meta.get("messages")
+        return (
+            tuple(messages)
+            if isinstance(messages, list | tuple) and messages
+            else self._encoder.turn(prompt.question or prompt.text)
+        )
 
     async def _call(self, place: str, tools: Mapping[str, Tool], call: ToolCall) -> tuple[str, bool]:
         """Return (result, whether it failed) of a call, which is made once in an episode."""
         name = call.name
 
-        async def make() -> list[Any]:
+        async def make() -> tuple[str, bool]:
             if name not in tools:
-                return [f"Error: there is no tool {name!r}; there are {', '.join(tools)}.", True]
+                return f"Error: there is no tool {name!r}; there are {', '.join(tools)}.", True
             limit = None if tools[name].limits_itself else self._options.tool_seconds
             try:
                 async with asyncio.timeout(limit):
-                    return [await tools[name].call(call.arguments), False]
+                    return await tools[name].call(call.arguments), False
             except ToolError as error:
-                return [f"Error: {error}", True]
+                return f"Error: {error}", True
             except TimeoutError:
-                return [f"Error: {name} took more than {self._options.tool_seconds:g} s.", True]
+                return f"Error: {name} took more than {self._options.tool_seconds:g} s.", True
 
         text, failed = await recorded(f"{name} {place}", make, asked=json.dumps(call.arguments, sort_keys=True))
         limit = self._options.result_chars
