@@ -19,7 +19,6 @@ from typing import Literal, TextIO, TypeVar
 
 import numpy as np
 
-from rollout.data.encoder import Tokenizer
 from rollout.rewards.math import WRONG, extracted_answer
 from rollout.rewards.pool import Outcome, RewardPool
 from rollout.time_limit import not_counted, within
@@ -30,6 +29,7 @@ from rollout.types import (
     Prompt,
     Sampler,
     SamplingParams,
+    Tokenizer,
     Workflow,
     lowest_right,
 )

@@ -26,6 +26,36 @@ REWARD_PART = "reward/"
 _BOX = "\\boxed{"
 
 
+class AddedToken(Protocol):
+    """A token that a tokenizer has besides those of its model."""
+
+    @property
+    def content(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def model_max_length(self) -> int: ...
+    @property
+    def chat_template(self) -> object: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Mapping[str, list[list[int]]]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, object]], **options: object) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters that one completion is sampled with. `temperature == 0` is greedy decoding."""

@@ -19,14 +19,17 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollout.data.messages import ANSWER_KEYS, LOSS_KEYS, Message, Messages
 from rollout.data.source import DatasetError, parsed
+from rollout.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Tools = tuple[object, ...] | None
+Convert = Callable[[Mapping[str, object]], object]
+"""Brings the arguments of a tool call into another form."""
 
 _SECONDS = 10
 """Time limit of rendering one conversation, which takes milliseconds."""
@@ -57,7 +60,7 @@ class ChatTemplate:
     """A chat template, with the tokens that end an answer."""
 
     def __init__(
-        self, tokenizer: Any, template: str | None, options: Mapping[str, object], *, end_token_ids: Sequence[int]
+        self, tokenizer: Tokenizer, template: str | None, options: Mapping[str, object], *, end_token_ids: Sequence[int]
     ) -> None:
         """`template`: jinja text. None: that of the tokenizer. `options`: further variables."""
         self._tokenizer, self._template = tokenizer, template
@@ -143,7 +146,7 @@ class ChatTemplate:
         """Return whether the text of an answer ends with an end token."""
         return written.rstrip().endswith(tuple(self._ends))
 
-    def calls_as_written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+    def calls_as_written(self, calls: Sequence[Mapping[str, object]]) -> str | None:
         """Return what the template makes of an answer of these tool calls; None where it does not take them."""
         turns = ({"role": "user", "content": _USER}, {"role": "assistant", "content": "", "tool_calls": list(calls)})
         try:
@@ -253,11 +256,8 @@ class ChatTemplate:
         arguments as dictionary or as JSON text, and beside them an empty content as "" or as None."""
         *before, calling = messages
         calling = _calling(calling, convert=lambda _: {_ARGUMENT: "x"})
-        forms = [
-            partial(_calling, convert=form, empty=empty)
-            for form in (dict, partial(json.dumps, ensure_ascii=False))
-            for empty in ("", None)
-        ]
+        converters: tuple[Convert, ...] = (dict, partial(json.dumps, ensure_ascii=False))
+        forms = [partial(_calling, convert=convert, empty=empty) for convert in converters for empty in ("", None)]
         errors = []
         for form in forms:
             try:
@@ -350,7 +350,7 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _calling(message: Message, *, convert: Callable[[Any], Any], empty: str | None = "") -> Message:
+def _calling(message: Message, *, convert: Convert, empty: str | None = "") -> Message:
     """Return a message with the arguments of its tool calls converted, and `empty` for an empty content beside them."""
     if not message.get("tool_calls"):
         return message

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from model_specs.model_folder import ModelFolderError, read_end_token_ids
 from model_specs.untrusted import read_json_object
@@ -28,18 +27,13 @@ from rollout.data.chat_template import ChatTemplate, Tools
 from rollout.data.messages import Messages, is_trained
 from rollout.data.rows import Example, Row
 from rollout.data.source import DatasetError
+from rollout.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 """What a question of the chat template ends with where reward.function=math judges the answer."""
 _BATCH_TEXTS = 1024
-
-
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer to read what it wrote."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +55,9 @@ class PromptFormat:
 class Encoder:
     """Renders and tokenises prompts and conversations."""
 
-    def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None, *, folder: str | Path = "") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, *, folder: str | Path = ""
+    ) -> None:
         """`folder`: of the model, whose generation_config.json has further end tokens and whose config.json has the
         size of its vocabulary. Raises DatasetError for a template without {prompt} and for a chat template that cannot
         be read."""
@@ -181,15 +177,15 @@ class Encoder:
         return self.end_token_ids[0]
 
 
-def _end_token_ids(tokenizer: Any, folder: str | Path) -> tuple[int, ...]:
+def _end_token_ids(tokenizer: Tokenizer, folder: str | Path) -> tuple[int, ...]:
     """Return the token ids that end an answer: the tokenizer's end and pad tokens, and the end tokens of
     generation_config.json (a chat model's turn has its own end token). Raises DatasetError."""
     try:
         of_model = read_end_token_ids(folder) if folder else ()
     except (OSError, ModelFolderError) as error:
         raise DatasetError(str(error)) from error
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *of_model} - {None}
-    return tuple(sorted(ends))
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *of_model}
+    return tuple(sorted(end for end in ends if end is not None))
 
 
 def _read_json(folder: str | Path, name: str) -> Mapping[str, object]:
@@ -202,7 +198,7 @@ def _read_json(folder: str | Path, name: str) -> Mapping[str, object]:
         raise DatasetError(f"{path}: not readable: {error}") from error
 
 
-def _start_tokens(tokenizer: Any) -> list[int]:
+def _start_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return what the tokenizer puts before a text by itself: the token at the beginning of the sequence, if any."""
     with_specials, alone = tokenizer(["a"])["input_ids"][0], tokenizer(["a"], add_special_tokens=False)["input_ids"][0]
     for length in range(len(with_specials)):

@@ -24,7 +24,7 @@ from glob import glob, has_magic
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, AnyStr, cast
+from typing import IO, AnyStr, Protocol, cast
 
 from model_specs.untrusted import UntrustedFileError, is_inside, open_regular, parse_json, read_json_object
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
@@ -33,7 +33,11 @@ _LONGEST_LINE = 2**24
 """In bytes, also of a cell: the tokens of a text take a hundred times its memory."""
 _LONGEST_LIST = 2**29
 """Of a compressed file, which could be as long as the memory."""
-_OPENERS: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+_OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _COMPRESSED = ("gz", "bz2", "xz", "zst")
 _LISTS = ("data", "rows", "examples", "instances", "questions")
@@ -215,7 +219,13 @@ def _pyarrow(path: Path) -> ModuleType:
     return pyarrow
 
 
-def _records(path: Path, batches: Iterator[Any]) -> Iterator[Record]:
+class _Batch(Protocol):
+    """Rows of an arrow file."""
+
+    def to_pylist(self) -> list[dict[str, object]]: ...
+
+
+def _records(path: Path, batches: Iterator[_Batch]) -> Iterator[Record]:
     number = 0
     for batch in batches:
         for values in batch.to_pylist():

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rollout.data.files import Record, stored_records
 from rollout.data.source import DatasetError, DataSource
@@ -23,7 +22,7 @@ from rollout.plugins import PluginError, load_plugin, make_state_folder, state_f
 
 logger = logging.getLogger(__name__)
 
-Rows = Iterable[dict[str, Any]]
+Rows = Iterable[dict[str, object]]
 Processor = Callable[[Rows], Rows]
 """Gets the rows in their order, and returns or yields those to use."""
 
@@ -43,7 +42,7 @@ def read_records(source: DataSource) -> Iterator[Record]:
         yield Record(f"{source.path}, processed row {number}", number, values)
 
 
-def _processed(source: DataSource, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def _processed(source: DataSource, rows: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
     try:
         processors = {spec: load_plugin(spec, kind="processor", arguments=("rows",)) for spec in source.processors}
     except PluginError as error:
@@ -64,8 +63,8 @@ def _processed(source: DataSource, rows: Sequence[dict[str, Any]]) -> Sequence[d
     return [json.loads(line) for line in lines]  # the same rows as the next time, where JSON changes a type
 
 
-def _run(spec: str, processor: Processor, path: str, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    began, left = time.monotonic(), list[dict[str, Any]]()
+def _run(spec: str, processor: Processor, path: str, rows: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
+    began, left = time.monotonic(), list[dict[str, object]]()
     try:
         for row in processor(_reported(spec, path, rows)):
             if not isinstance(row, Mapping):
@@ -80,7 +79,7 @@ def _run(spec: str, processor: Processor, path: str, rows: Sequence[dict[str, An
     return left
 
 
-def _reported(spec: str, path: str, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _reported(spec: str, path: str, rows: Sequence[dict[str, object]]) -> Iterator[dict[str, object]]:
     """Yield copies of rows, and log how many a processor has taken."""
     due = time.monotonic() + _REPORT_EVERY_SECONDS
     for number, row in enumerate(rows):
@@ -90,7 +89,7 @@ def _reported(spec: str, path: str, rows: Sequence[dict[str, Any]]) -> Iterator[
         yield dict(row)
 
 
-def _place_of(rows: Sequence[dict[str, Any]], processors: Mapping[str, Processor]) -> Path | None:
+def _place_of(rows: Sequence[dict[str, object]], processors: Mapping[str, Processor]) -> Path | None:
     """Return the file that keeps what processors make of rows; None where it could be that of others."""
     if (lines := _lines(rows)) is None:
         return None
@@ -111,7 +110,7 @@ def _source_of(processor: Processor) -> str:
         return ""
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> list[str] | None:
+def _lines(rows: Sequence[dict[str, object]]) -> list[str] | None:
     """Return rows as lines of JSON; None where they have other values."""
     try:
         return [json.dumps(row) + "\n" for row in rows]

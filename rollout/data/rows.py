@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from rollout.data.answers import (
     LETTERS,
@@ -153,7 +153,7 @@ def _answer_column(record: Mapping[str, object], columns: Columns) -> str | None
     return next(filled, columns.answers[0] if columns.answers else None)
 
 
-def _answer(record: Mapping[str, object], columns: Columns) -> Any:
+def _answer(record: Mapping[str, object], columns: Columns) -> object:
     column = _answer_column(record, columns)
     return None if column is None else value_of(record, column)
 
@@ -213,7 +213,9 @@ def _question(values: Mapping[str, object], columns: Columns) -> str:
     return "\n\n".join(parts.values())
 
 
-def _multiple_choice(values: Mapping[str, object], columns: Columns, question: str, answer: object) -> tuple[str, Any]:
+def _multiple_choice(
+    values: Mapping[str, object], columns: Columns, question: str, answer: object
+) -> tuple[str, object]:
     """Return the question with its options, and the letter of the right one."""
     if len(columns.choices) == 1:
         if values[columns.choices[0]] is None:
@@ -250,11 +252,12 @@ def _example(record: Record, columns: Columns) -> Example:
     if answer is None:
         raise ValueError(f"no answer among the columns {sorted(values)}; name it with answer_field")
     if columns.choices:
-        prompt, answer = _multiple_choice(values, columns, prompt, answer)
-    if messages_before is not None and not columns.choices:
+        prompt, letter = _multiple_choice(values, columns, prompt, answer)
+        return Example(place=record.place, prompt=prompt, answer=str(letter), tools=tools)
+    if messages_before is not None:
         turn = {"role": "assistant", "content": answer}
         return Example(place=record.place, messages=(*messages_before, turn), tools=tools)
-    return Example(place=record.place, prompt=prompt, answer=str(answer), tools=tools)
+    return Example(place=record.place, prompt=prompt, answer=answer, tools=tools)
 
 
 def _with_unique_ids(rows: list[Row], path: str) -> list[Row]:
@@ -333,7 +336,7 @@ def _pair(record: Mapping[str, object], fields: PreferenceFields, place: str) ->
     return Preference(*(Example(place=place, prompt=text, answer=answer) for answer in answers))
 
 
-def _dialogue(text: object) -> Any:
+def _dialogue(text: object) -> object:
     """Return the turns of a dialogue in one text, as hh-rlhf has them; anything else unchanged."""
     first, *turns = _SPEAKER.split(text) if isinstance(text, str) else [""]
     if first.strip() or not turns:

@@ -11,7 +11,7 @@ import functools
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 import transformers.generation
 from jinja2.runtime import Context
@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from rollout.data.source import DatasetError
+from rollout.types import Tokenizer
 
 _CLASS = "GenerationMixin"
 _READER = "add_generation_mixin_to_remote_model"
@@ -35,7 +36,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _INTEGER_BITS:
@@ -47,12 +48,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = _Environment
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer of the folder `path`, as AutoTokenizer.from_pretrained does. Code in the folder is not
     run. Raises DatasetError where its files cannot be used."""
     try:
         tokenizer = _auto_tokenizer().from_pretrained(path, trust_remote_code=False)
-        tokenizer("1")  # some settings are used only now
+        tokenizer(["1"])  # some settings are used only now
         return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -61,7 +62,13 @@ def load_tokenizer(path: str | Path) -> Any:
         raise DatasetError(f"{path}: the tokenizer cannot be loaded: {why}", setting="model") from error
 
 
-def _auto_tokenizer() -> Any:
+class _Loader(Protocol):
+    """What is used of AutoTokenizer."""
+
+    def from_pretrained(self, path: str | Path, *, trust_remote_code: bool) -> Tokenizer: ...
+
+
+def _auto_tokenizer() -> _Loader:
     generation = transformers.generation
     if "transformers.models.auto.auto_factory" in sys.modules or _CLASS in vars(generation):
         from transformers import AutoTokenizer

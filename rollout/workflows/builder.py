@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from config_schema.section import Section
 from rollout.data.encoder import Encoder
 from rollout.plugins import PluginError, build_plugin, check_factory, find_plugin, unknown_name
 from rollout.types import Completion, GenerateRequest, Prompt, Sampler, Trajectory, Workflow
@@ -30,7 +30,7 @@ class WorkflowChoice:
     """Name in WORKFLOWS, or package.module:Class."""
     by_task: Mapping[str, str] = field(default_factory=dict)
     """The type of other tasks, by the task of a prompt."""
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """By type: the checked fields of its class Config."""
 
     @property
@@ -39,7 +39,7 @@ class WorkflowChoice:
         return tuple(dict.fromkeys((self.type, *self.by_task.values())))
 
 
-def check_workflow(spec: str) -> Any:
+def check_workflow(spec: str) -> type[Section] | None:
     """Check `spec` as far as possible before there are settings for make_workflow; return its class `Config`, or None.
     Raises PluginError."""
     path = _path(spec)
@@ -48,7 +48,7 @@ def check_workflow(spec: str) -> Any:
     return getattr(find_plugin(path, kind="workflow"), "Config", None)
 
 
-def make_workflow(choice: str | WorkflowChoice, *, encoder: Encoder | None = None, **settings: Any) -> Workflow:
+def make_workflow(choice: str | WorkflowChoice, *, encoder: Encoder | None = None, **settings: object) -> Workflow:
     """Return the workflow of a choice, or of a type: a name in WORKFLOWS, or an import path.
 
     `settings` are those of SingleTurnMathWorkflow: tokenizer, reward_pool, sampling, group_size, seed. A class with a
@@ -80,9 +80,11 @@ def _extras(path: str) -> list[str]:
     return ["options"] * hasattr(found, "Config") + ["encoder"] * takes_encoder
 
 
-def _make(spec: str, options: Mapping[str, Any], encoder: Encoder | None, settings: Mapping[str, Any]) -> Workflow:
+def _make(
+    spec: str, options: Mapping[str, object], encoder: Encoder | None, settings: Mapping[str, object]
+) -> Workflow:
     path = _path(spec)
-    extras: dict[str, Any] = {}
+    extras: dict[str, object] = {}
     for name in _extras(path):
         own = find_plugin(path, kind="workflow")
         extras[name] = encoder if name == "encoder" else own.Config(**options)

@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import json
 import secrets
-from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
@@ -19,7 +18,7 @@ from rollout.sessions.programs import Endpoint, row_of, run_command
 from rollout.sessions.server import SessionServer
 from rollout.sessions.session import Limits, Session
 from rollout.trajectories import all_of
-from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 _NO_LIMIT = 10**9
 """model_max_length of tokenizers that state none is larger."""
@@ -59,7 +58,7 @@ class EndpointWorkflow:
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         reward_pool: RewardPool,
         sampling: SamplingParams,
         group_size: int,
@@ -103,13 +102,13 @@ class EndpointWorkflow:
         reward = await self._score(prompt, session, outcome)
         return session.trajectories(reward, {"num_turns": float(session.num_turns)})
 
-    async def _run_program(self, prompt: Prompt, endpoint: Endpoint) -> Any:
+    async def _run_program(self, prompt: Prompt, endpoint: Endpoint) -> object:
         row = row_of(prompt)
         if self._program is not None:
             return await self._program(row, endpoint)
         return await run_command(self._command, input=json.dumps(row, default=str), environment=endpoint.environment)
 
-    async def _score(self, prompt: Prompt, session: Session, outcome: Any) -> float:
+    async def _score(self, prompt: Prompt, session: Session, outcome: object) -> float:
         if isinstance(outcome, int | float):
             return float(outcome)
         if outcome is not None and not isinstance(outcome, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
 
 from pydantic import field_validator
 
@@ -16,7 +15,7 @@ from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.programs import row_of
 from rollout.trajectories import Conversation, all_of, sample_seed
-from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 
 class EnvironmentWorkflow:
@@ -47,7 +46,7 @@ class EnvironmentWorkflow:
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         reward_pool: RewardPool,
         sampling: SamplingParams,
         group_size: int,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from rollout.data.encoder import Tokenizer
 from rollout.rewards.pool import RewardPool
 from rollout.trajectories import TrajectoryBuilder, all_of, sample_seed
-from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Trajectory
+from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 
 class SingleTurnMathWorkflow:

@@ -12,15 +12,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from config_schema.section import Section, key
 from rollout.environments.pool import EnvironmentPool
 from rollout.journal import call_id, recorded
+from rollout.rewards.pool import RewardPool
 from rollout.trajectories import TrajectoryBuilder, sample_seed
-from rollout.types import Prompt, Sampler, SamplingParams, Trajectory
+from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 _CALL_SECONDS = 0.05
 NUM_TURNS = 3
@@ -53,7 +53,14 @@ class Agent:
         effects: str = key(description="Folder outside of the run")
 
     def __init__(
-        self, *, tokenizer: Any, reward_pool: Any, sampling: SamplingParams, group_size: int, seed: int, options: Config
+        self,
+        *,
+        tokenizer: Tokenizer,
+        reward_pool: RewardPool,
+        sampling: SamplingParams,
+        group_size: int,
+        seed: int,
+        options: Config,
     ) -> None:
         self._tokenizer, self._sampling, self._group_size, self._seed = tokenizer, sampling, group_size, seed
         self._effects = Path(options.effects)

@@ -130,13 +130,14 @@ def to_sft(store: Experience, arguments: argparse.Namespace) -> None:
                     left_out += 1  # something stands between two answers
                     continue
                 prompt, answer = trajectory.token_ids[: sampled[0]], trajectory.token_ids[sampled[0] :]
+                text = tokenizer.decode(answer, skip_special_tokens=True)
                 row = {
                     "id": tags.id,
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
-                    "answer": tokenizer.decode(answer, skip_special_tokens=True),
+                    "answer": text,
                     "reward": float(trajectory.reward),
                 }
-                if row["answer"].strip():
+                if text.strip():
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     count += 1
     print(f"{count} answers written, {left_out} of several turns left out")
