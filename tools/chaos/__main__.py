@@ -11,7 +11,8 @@ store or a process of environments at random moments, a part of them while a rec
 command is started again when it was killed itself, and the server at once; from everything else the command recovers
 (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the same order, with the same losses, and
 the last checkpoint holds the same weights and optimizer moments, bit for bit; every tool call had its effect once
-(kills hit calls, too; a call that is made again has the same id); and no process and no file in /dev/shm was left.
+(kills hit calls of tools and of the model, too; a tool call that is made again has the same id); and no process and no
+file in /dev/shm was left.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from core.config.presets import PRESETS
 from tools import arguments
-from tools.chaos.agent import is_called
+from tools.chaos.agent import is_under_way
 from tools.chaos.compare import Verdict, compare
 from tools.chaos.postgres import NoServerError, PostgresServer
 from tools.chaos.run import (
@@ -66,16 +67,19 @@ _SERVER = threading.Lock()
 _GONE_SECONDS = 60.0
 """Time for the watchdog of a killed command to end the remaining processes."""
 
-Moment = Literal["in a step", "while a checkpoint is written", "while starting again", "in a tool call"]
+Moment = Literal[
+    "in a step", "while a checkpoint is written", "while starting again", "in a tool call", "in a model call"
+]
 LONGEST_DELAY_SECONDS: dict[Moment, float] = {
     "in a step": 0.1,
     "while a checkpoint is written": 0.03,
     "while starting again": 4.0,
     "in a tool call": 0.04,
+    "in a model call": 0.02,
 }
 SHARES: dict[Moment, float] = {"in a step": 0.35, "while a checkpoint is written": 0.35, "while starting again": 0.3}
-_SHARE_OF_CALLS = 0.4
-"""Of the kills in steps of agents: those that hit a tool call."""
+_SHARES_OF_CALLS: dict[Moment, float] = {"in a step": 0.2, "in a tool call": 0.4, "in a model call": 0.4}
+"""Of the kills in steps of agents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +242,8 @@ def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int =
         # The first kill cannot hit a run that starts again.
         moments = list(SHARES)[: 3 if i else 2]
         moment = rng.choices(moments, [SHARES[m] for m in moments])[0]
-        if agent and moment == "in a step" and rng.random() < _SHARE_OF_CALLS:
-            moment = "in a tool call"
+        if agent and moment == "in a step":
+            moment = rng.choices(list(_SHARES_OF_CALLS), list(_SHARES_OF_CALLS.values()))[0]
         after_step = STEPS_BEFORE + STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
         delay = rng.uniform(0.0, LONGEST_DELAY_SECONDS[moment])
         kills.append(Kill(target=target, moment=moment, after_step=after_step, delay=delay))
@@ -338,7 +342,9 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
     if kill.moment == "while a checkpoint is written":
         wait_until(lambda: trial.is_writing() or ended(), 5.0, stop)
     if kill.moment == "in a tool call":
-        wait_until(lambda: is_called(trial.effects) or ended(), 5.0, stop)
+        wait_until(lambda: is_under_way("called", trial.effects) or ended(), 5.0, stop)
+    if kill.moment == "in a model call":
+        wait_until(lambda: is_under_way("sampled", trial.effects) or ended(), 5.0, stop)
     wait_until(ended, kill.delay, stop)
 
 

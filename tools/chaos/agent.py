@@ -2,15 +2,16 @@
 the run.
 
 An effect is a file, named by the id of its call and made once, as a service with idempotency keys does it. While a call
-runs there is a mark with the process that makes it, so that kills can hit it.
+of the tool or the model runs there is a mark with the process that makes it, so that kills can hit it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -75,7 +76,8 @@ class Agent:
         async with self._games.open() as game:
             await game.reset({}, sample_seed(self._seed, prompt.epoch, prompt.index, number))
             for turn in range(NUM_TURNS):
-                completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
+                with self._marked(f"{prompt.index}-{number}", "sampled"):
+                    completion = await generator.generate(sample.request(self._sampling, seed=self._seed))
                 asked = self._tokenizer.decode(completion.token_ids)
                 said += asked
                 observation, reward, _ = await game.step(asked)
@@ -92,29 +94,37 @@ class Agent:
     async def _call(self, asked: str) -> str:
         """Have the effect of this call, unless it is there, and return its result: digits."""
         name = hashlib.blake2b(call_id().encode(), digest_size=12).hexdigest()
-        mark = self._effects / f"{name}.{os.getpid()}.called"
-        mark.touch()
-        await asyncio.sleep(_CALL_SECONDS / 2)
-        result = str(_number_of(asked) % 100)
-        with (self._effects / "executions").open("a") as file:
-            file.write(f"{name}\n")
-        mark.write_text(f"{asked}\n{result}")
-        try:
-            os.link(mark, self._effects / name)  # a kill leaves all of the effect or none of it
-        except FileExistsError:
-            result = (self._effects / name).read_text().rpartition("\n")[2]
-        await asyncio.sleep(_CALL_SECONDS / 2)
-        mark.unlink(missing_ok=True)
+        with self._marked(name, "called") as mark:
+            await asyncio.sleep(_CALL_SECONDS / 2)
+            result = str(_number_of(asked) % 100)
+            with (self._effects / "executions").open("a") as file:
+                file.write(f"{name}\n")
+            mark.write_text(f"{asked}\n{result}")
+            try:
+                os.link(mark, self._effects / name)  # a kill leaves all of the effect or none of it
+            except FileExistsError:
+                result = (self._effects / name).read_text().rpartition("\n")[2]
+            await asyncio.sleep(_CALL_SECONDS / 2)
         return result
+
+    @contextlib.contextmanager
+    def _marked(self, name: str, what: str) -> Iterator[Path]:
+        """Keep a file of this process while a call runs."""
+        mark = self._effects / f"{name}.{os.getpid()}.{what}"
+        mark.touch()
+        try:
+            yield mark
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def _number_of(text: str) -> int:
     return int(hashlib.blake2b(text.encode(), digest_size=2).hexdigest(), 16)
 
 
-def is_called(effects: Path) -> bool:
-    """Return whether a call of the tool runs now."""
-    return any(psutil.pid_exists(int(mark.name.split(".")[1])) for mark in effects.glob("*.called"))
+def is_under_way(what: str, effects: Path) -> bool:
+    """Return whether a call runs now of the tool ("called") or of the model ("sampled")."""
+    return any(psutil.pid_exists(int(mark.name.split(".")[1])) for mark in effects.glob(f"*.{what}"))
 
 
 def effects_of(effects: Path) -> dict[str, str]:
