@@ -2,6 +2,7 @@
 
     python examples/calculator.py                  # CPU, some minutes
     python examples/calculator.py --without-tool   # the same, where calls have no answer
+    python examples/calculator.py allocation_mode=sglang.d1m1p1 n_gpus_per_node=1      # a GPU
 
 A warm-up on both ways to answer, half of the rows each, teaches to write a call and to copy its result:
 "12345+56789=" -> "12345+56789*", the calculator adds "69134=", -> "69134"; or "69134" at once. The numbers are too long
@@ -88,7 +89,9 @@ def main() -> None:
     parser.add_argument("--digits", type=int, default=5, help="of the numbers")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="supervised steps")
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run after the warm-up")
     given = parser.parse_args()
+    overrides = dict(pair.split("=", 1) for pair in given.overrides)
     output = given.output.absolute()
     model = slipstream.make_demo_data(output, seed=1).model
     warm_up, train, held_out = write_data(output, given.digits)
@@ -122,7 +125,7 @@ def main() -> None:
         "workflow": {"options": {"with_tool": not given.without_tool}},
         **root,
     }
-    run = slipstream.train(config, **{"workflow.type": Calculator})
+    run = slipstream.train(config, **{"workflow.type": Calculator, **overrides})
     rows = run.metrics()
     for row in rows:
         if found := {key: round(value, 3) for key, value in row.items() if "eval" in key and "reward" in key}:

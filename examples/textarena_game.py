@@ -2,6 +2,7 @@
 
     pip install textarena
     python examples/textarena_game.py            # CPU, some minutes
+    python examples/textarena_game.py allocation_mode=sglang.d1m1p1 n_gpus_per_node=1    # a GPU
 
 A warm-up on random guesses teaches what a game looks like: "10", "+" as the number is higher, "16", "-" as it is lower.
 An environment is a class with reset, step and close; it runs in worker processes with time limits. A model that reads
@@ -71,7 +72,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/textarena_game"), help="folder to write to")
     parser.add_argument("--steps", type=int, default=100, help="steps of reinforcement learning")
     parser.add_argument("--seed", type=int, default=1, help="of weights, games and samples")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run after the warm-up")
     given = parser.parse_args()
+    overrides = dict(pair.split("=", 1) for pair in given.overrides)
     output = given.output.absolute()
     model = slipstream.make_demo_data(output, seed=given.seed).model
     warm_up, train, held_out = write_data(output)
@@ -104,7 +107,7 @@ def main() -> None:
         "workflow": {"type": "environment", "options": {"max_turns": _GUESSES, "context_tokens": 64}},
         **root,
     }
-    run = slipstream.train(config, **{"workflow.options.environment": GuessTheNumber})
+    run = slipstream.train(config, **{"workflow.options.environment": GuessTheNumber, **overrides})
     for row in run.metrics():
         if "eval/reward" in row:
             print(f"step {row['step']:.0f}: {row['eval/reward']:.3f} of the numbers are found")
