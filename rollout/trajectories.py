@@ -84,6 +84,7 @@ class TrajectoryBuilder:
             request_id=f"{group_id}/{self._number}/{next(_request_numbers)}",
             group_id=group_id,
             is_turn=True,
+            began_at=next((int(c.versions[0]) for _, c in self._parts if c is not None and len(c.versions)), None),
             prompt_ids=self.token_ids,
             sampling=sampling,
             seed=sample_seed(seed, prompt.epoch, prompt.index, self._number, self._turn),

@@ -90,6 +90,8 @@ class GenerateRequest:
     """Requests of one group share their prompt; a router keeps them together."""
     is_turn: bool = False
     """The next request may begin with this prompt and its answer: a generator that caches prefixes keeps both."""
+    began_at: int | None = None
+    """Of a turn: version of the weights that sampled the first answer in its prompt; None: there is none."""
     output: Completion | None = None
 
     def named(self, name: str) -> GenerateRequest:
@@ -120,6 +122,8 @@ class Health:
     version: int
     num_running: int
     num_waiting: int
+    num_old_prefix_tokens: int = 0
+    """Prompt tokens since its start whose keys and values are of older weights (interrupt in_place)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,7 @@ class _Member:
     name: str
     outstanding_tokens: int = 0
     sampled_tokens: int = 0
+    num_old_prefix_tokens: int = 0
     counted_at: float = field(default_factory=lambda: time.monotonic())
     """Start of the count of sampled_tokens."""
     is_slow: bool = False
@@ -256,8 +257,8 @@ class Router:
             place.hold(version)
 
     def stats(self) -> dict[str, float]:
-        """Return the number of working generators, and the slowest one's share of the fastest one's tokens per second
-        since the last call. Logs a slow generator."""
+        """Return the number of working generators, the slowest one's share of the fastest one's tokens per second since
+        the last call, and the prompt tokens of turns that were kept over updates. Logs a slow generator."""
         now, alive = time.monotonic(), self._alive()
         seconds = {member.name: now - member.counted_at for member in alive}
         rates = {m.name: m.sampled_tokens / max(seconds[m.name], 1e-9) for m in alive}
@@ -276,6 +277,7 @@ class Router:
             member.is_slow = slow
         return {
             "router/num_generators": float(len(alive)),
+            "router/num_old_prefix_tokens": float(sum(member.num_old_prefix_tokens for member in alive)),
             "router/slowest_share": min(rates.values(), default=0.0) / fastest if fastest else 1.0,
         }
 
@@ -374,7 +376,8 @@ class Router:
         """Check the health of a generator, and mark it as lost if it does not respond."""
         try:
             async with asyncio.timeout(self._config.health_timeout_seconds) as limit:
-                await member.generator.health()
+                health = await member.generator.health()
+            member.num_old_prefix_tokens = health.num_old_prefix_tokens
         except Exception as e:  # noqa: BLE001 (no answer is no health, whatever the reason)
             late = f"{NO_ANSWER} within generator.health_timeout_seconds={self._config.health_timeout_seconds:g}"
             self._lose(member, late if limit.expired() else str(e) or repr(e))

@@ -43,6 +43,11 @@ class _Turn:
     def token_ids(self) -> list[int]:
         return [t for turn in self.path for t in (*turn.added, *turn.completion.token_ids.tolist())]
 
+    @property
+    def began_at(self) -> int | None:
+        """The version of the weights that sampled the first token of the path."""
+        return next((int(turn.completion.versions[0]) for turn in self.path if len(turn.completion.versions)), None)
+
 
 @dataclass(eq=False, kw_only=True)
 class Asked:
@@ -119,6 +124,7 @@ class Session:
             request_id=f"{group_id}/{name}/{id(self)}",
             group_id=group_id,
             is_turn=True,
+            began_at=None if parent is None else parent.began_at,
             prompt_ids=prompt_ids,
             sampling=sampling,
             seed=sample_seed(self._seed, prompt.epoch, prompt.index, self._number, int(name[:15], 16)),

@@ -37,7 +37,7 @@ from rollout.inference.sglang.arguments import SGLANG
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.disk import folder_call
 from rollout.inference.sglang.hooks.in_flight import ALIVE, Sampled
-from rollout.inference.sglang.hooks.scheduler import KEPT
+from rollout.inference.sglang.hooks.scheduler import BEGAN_AT, KEPT
 from rollout.inference.sglang.ipc import RELEASE, share, shared_call
 from rollout.inference.sglang.nccl import broadcast_call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -228,6 +228,7 @@ def _allow_open_files() -> None:
 class Meta(TypedDict, total=False):
     """Fields of an answer's meta_info that are read."""
 
+    cached_tokens: int
     finish_reason: dict[str, FinishReason]
     output_token_logprobs: list[tuple[float | None, int]]
     slipstream_version: list[int]
@@ -252,9 +253,16 @@ EMPTY = Completion(
 
 
 def generate_call(
-    request: GenerateRequest, output: Completion, *, rid: str, vocab_size: int, seeded: bool = False
+    request: GenerateRequest,
+    output: Completion,
+    *,
+    rid: str,
+    vocab_size: int,
+    seeded: bool = False,
+    keeps_prefix: bool = False,
 ) -> Call:
-    """Request the tokens after `output`, under the request id `rid`. `seeded`: the server draws by the seed."""
+    """Request the tokens after `output`, under the request id `rid`. `seeded`: the server draws by the seed.
+    `keeps_prefix`: turns keep the keys and values of older weights."""
     sampling, done = request.sampling, len(output.token_ids)
     params: dict[str, object] = {
         "max_new_tokens": sampling.max_new_tokens - done,
@@ -273,7 +281,7 @@ def generate_call(
         "rid": rid,
     }
     if request.is_turn:
-        params["custom_params"] = {KEPT: True}
+        params["custom_params"] = {KEPT: True} | ({BEGAN_AT: request.began_at} if keeps_prefix else {})
     if seeded:
         params["sampling_seed"] = request.seed & (2**63 - 1)
     if sampling.temperature > 0 and sampling.top_p < 1.0:

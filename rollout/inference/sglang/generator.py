@@ -84,7 +84,7 @@ class SGLangGenerator:
         self._experts = ExpertsOfTokens(model) if settings.reports_experts else None
         self._seeded = bool(settings.config.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.endpoint.url, key=settings.key)
-        self._version = 0
+        self._version = self._num_old_prefix_tokens = 0
         self._attempts = itertools.count()
         self._running: dict[str, _Running] = {}  # by the requests' own ids
         self._open = asyncio.Event()
@@ -213,7 +213,10 @@ class SGLangGenerator:
         """Return version and load. Raises GeneratorGone when the server does not answer."""
         # While it is paused its scheduler may be busy with weights for as long as these take.
         await self._check_answers(ALIVE if self._open.is_set() else "/model_info")
-        return Health(version=self._version, num_running=self._in_flight, num_waiting=self._waiting)
+        return Health(
+            version=self._version, num_running=self._in_flight, num_waiting=self._waiting,
+            num_old_prefix_tokens=self._num_old_prefix_tokens,
+        )  # fmt: skip
 
     async def partial(self) -> dict[str, Completion]:
         """Return the sampled tokens of requests in flight, each with its version, and completions that drain() has not
@@ -286,7 +289,10 @@ class SGLangGenerator:
             self._waiting -= 1
         version, request = self._version, running.request
         rid = f"{request.request_id}/{next(self._attempts)}"
-        path, body = generate_call(request, running.output, rid=rid, vocab_size=self._vocab_size, seeded=self._seeded)
+        path, body = generate_call(
+            request, running.output, rid=rid, vocab_size=self._vocab_size, seeded=self._seeded,
+            keeps_prefix=self._interrupt == "in_place",
+        )  # fmt: skip
         if self._experts is not None:
             body |= self._experts.question(running.output.routed_experts)
         self._in_flight += 1
@@ -305,6 +311,8 @@ class SGLangGenerator:
             answer, request.sampling, server=self._client.name, log_file=settings.log_file,
             one_version=version if unversioned else None,
         )  # fmt: skip
+        if self._interrupt == "in_place" and request.began_at is not None and request.began_at < version:
+            self._num_old_prefix_tokens += answer["meta_info"].get("cached_tokens", 0)
         if self._experts is None or not len(completion.token_ids):
             return completion
         known = running.output.routed_experts

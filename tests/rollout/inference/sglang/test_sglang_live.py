@@ -183,6 +183,41 @@ def test_each_turn_of_a_conversation_computes_what_is_new_and_an_update_everythi
     assert max(rest) <= 96 + 1  # the last token of an answer may not have run
 
 
+def test_in_place_a_conversation_keeps_and_counts_its_prefix_over_an_update_and_a_new_one_does_not(
+    server: SGLangServer, models: Models
+) -> None:
+    prompt, observed = prompt_of(14, 120), prompt_of(15, 40)
+
+    async def converse(generator: SGLangGenerator) -> tuple[list[Completion], Completion, list[int]]:
+        def turn(name: str, ids: list[int], began_at: int | None) -> GenerateRequest:
+            asked = request(name, ids, max_new_tokens=30, min_new_tokens=30, stop_token_ids=(END,))
+            return replace(asked, is_turn=True, began_at=began_at)
+
+        answers, counts, ids = [], [], prompt
+        await update(generator, models, 1)
+        for number in range(3):
+            answers.append(await generator.generate(turn(f"kept{number}", ids, 1 if number else None)))
+            counts.append((await generator.health()).num_old_prefix_tokens)
+            ids = [*ids, *answers[-1].token_ids.tolist(), *observed]
+            if number == 0:
+                await update(generator, models, 2)
+        return answers, await generator.generate(turn("new", prompt, None)), counts
+
+    answers, new, counts = with_generator(server, "in_place", converse)
+    assert [set(answer.versions.tolist()) for answer in answers] == [{1}, {2}, {2}]
+    first, kept, kept_later = counts
+    # Schedulers differ in whether the last token of an answer runs at once, or with the next turn.
+    assert first == 0 and kept in (149, 150) and kept_later - kept == kept + 70
+    followed = [token for answer in answers for token in (*answer.token_ids.tolist(), *observed)][: -len(observed)]
+    num_old = kept - len(prompt) + 1
+    versions = np.array([1] * num_old + [2] * (len(followed) - num_old))
+    expected = models.logprobs_on_old_cache(versions, prompt, np.array(followed), forbidden=(END,))
+    for number, answer in enumerate(answers):
+        np.testing.assert_allclose(answer.logprobs, expected[70 * number :][:30], atol=TOLERANCE)
+    expected = models.logprobs(2, prompt, new.token_ids, forbidden=(END,))
+    np.testing.assert_allclose(new.logprobs, expected, atol=TOLERANCE)
+
+
 def test_a_full_server_admits_prompts_when_a_tenth_of_its_places_is_free(server: SGLangServer) -> None:
     log = server.settings.log_file
     before = log.stat().st_size
