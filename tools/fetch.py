@@ -70,7 +70,7 @@ Values = TypedDict(
         "tokenizer.chat_template": str,
     },
 )
-"""The values of the file that are used; SHA256 says that they are there."""
+"""The values of the file that are used; SHA256 ensures that they are there."""
 
 
 class FetchError(RuntimeError):
