@@ -175,7 +175,8 @@ def train(
 
     Arguments as in load_config(). `on_step` is called with each new row of metrics.jsonl, in this thread; what it
     raises ends the run, which saves first. Several `stages` run one after the other; the last one is returned. Raises
-    ConfigError for bad input before anything starts, and RunError when the run fails or is interrupted.
+    ConfigError for bad input before anything starts, RunError when the run fails, and KeyboardInterrupt after Ctrl-C
+    once the run has saved.
     """
     refuse_while_importing()
     trial, checked = _checked(config, experiment, overrides)

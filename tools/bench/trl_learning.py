@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16, help="answers to each prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="most tokens of an answer")
     parser.add_argument("--micro-batch", type=int, default=64, help="sequences of a forward and backward pass")
-    parser.add_argument("--eval-steps", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--eval-steps", type=int, default=10, help="steps between evaluations; 0: none")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--continuous", action="store_true", help="sample by continuous batching, not generate()")
@@ -158,14 +158,14 @@ class Clock(TrainerCallback):
                 "mean_length_tokens": round(self._length, 1),
             }
         )  # fmt: skip
-        if self.step % self._given.eval_steps == 0:
+        if self._given.eval_steps and self.step % self._given.eval_steps == 0:
             self.measure(self.step)
         control.should_training_stop |= time.monotonic() > self._end
         self._since = time.perf_counter()
 
     def measure(self, step: int) -> None:
         """Answer the held-out problems greedily, in one batch."""
-        if step == self._evaluated:
+        if step == self._evaluated or not self._given.eval_steps:
             return
         self._evaluated = step
         begin, training = time.perf_counter(), self.model.training
