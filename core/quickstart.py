@@ -51,6 +51,7 @@ from core.processes.supervise import (
     FAILED,
     INTERRUPTED,
     Attempt,
+    has_working_folder,
     run_attempts,
 )
 from core.runs.paths import RunningError, RunPaths, begins_anew, private_files, set_aside, sole_run
@@ -75,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # an encoding without the lines of tables
+    if not has_working_folder():
+        return _refuse("the working folder was removed; change to one that exists")
     try:
         return _main(argv)
     except KeyboardInterrupt:

@@ -329,6 +329,9 @@ def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) ->
     """Run an attempt in this process, its driver."""
     try:
         register_process(DRIVER, log_folder)
+        if not has_working_folder():  # removed since the start: libraries do not load then
+            os.chdir(log_folder)
+            logger.warning("The working folder was removed; this attempt works in %s.", log_folder)
     except OSError as error:
         cause = could_not_write("the log of the driver", log_folder, error)
         logger.error("%s", cause)
@@ -336,6 +339,13 @@ def _drive(run: Callable[[Attempt], int], attempt: Attempt, log_folder: Path) ->
         return FAILED
     threading.Thread(target=_send_heartbeats, args=(attempt,), name="heartbeat", daemon=True).start()
     return run(attempt)
+
+
+def has_working_folder() -> bool:
+    """Return whether the working folder of this process still exists."""
+    with suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
 
 
 def _table(attempts: list[Attempt]) -> str:

@@ -287,3 +287,14 @@ def test_the_driver_of_a_run_imports_torch_and_ray_but_not_megatron() -> None:
     )
     done = run("-c", script, module="")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_working_folder_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert quickstart.main(["ppo-math", "--config", str(write_run(tmp_path)), "--dry-run"]) == 2
+    assert capsys.readouterr().err == "error: the working folder was removed; change to one that exists\n"

@@ -189,7 +189,7 @@ class _Reader:
         except yaml.YAMLError as error:
             self._add(f"not valid YAML: {' '.join(str(error).split())}", None)
         except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
-            self._add("not UTF-8 text", None)
+            self._add("not UTF-8 text; in a shell, export LC_ALL=C.UTF-8", None)
         except RecursionError:
             self._add("nested too deeply to read", None)
         return Scalar("", self._source)

@@ -172,7 +172,7 @@ def test_a_run_can_be_described_by_overrides_alone() -> None:
         ("=3", "override '=3': must look like a.b.c=value"),
         ("ppo..eps_clip=1", "override 'ppo..eps_clip=1': must look like a.b.c=value"),
         ("a." * 200 + "b=1", f"override '{'a.' * 200}b=1': must look like a.b.c=value"),
-        ("trial_name=\udce4", r"override 'trial_name=\udce4': not UTF-8 text"),
+        ("trial_name=\udce4", r"override 'trial_name=\udce4': not UTF-8 text; in a shell, export LC_ALL=C.UTF-8"),
         ("seed.x=3", "override 'seed.x=3': seed: unknown key"),
         ("trial_name.x=3", "override 'trial_name.x=3': trial_name: is a value (x.yaml:2), not a section"),
         ("seed=[1", "override 'seed=[1': not valid YAML"),

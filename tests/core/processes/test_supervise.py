@@ -102,6 +102,21 @@ def test_a_log_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkey
     assert "disk space" not in said
 
 
+def test_an_attempt_after_the_working_folder_was_removed_works_in_the_log_folder(tmp_path: Path) -> None:
+    body = f"""
+os.mkdir("{tmp_path}/here")
+os.chdir("{tmp_path}/here")
+def attempt(self):
+    if self.number == 1:
+        os.rmdir("{tmp_path}/here")
+        return 1
+    print("attempt 2 works in", os.getcwd())
+    return 0
+"""
+    code, said = run(body, retries=1)
+    assert code == DONE and f"attempt 2 works in {tmp_path}\n" in said and "working folder was removed" in said
+
+
 def test_what_an_attempt_learnt_about_memory_reaches_the_next_one() -> None:
     body = """
 def attempt(self):
