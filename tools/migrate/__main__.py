@@ -28,6 +28,7 @@ from tools.arguments import BadRequest, data_file, program
 
 _MODELS = ("actor.path", "model.path")
 _DROPPED = "without effect here: another key that it needs is not set"
+_LONGEST = "raised to the tokens of the longest sequence"
 _NAME = re.compile(r"[^A-Za-z0-9._+=-]+")
 _LAYOUT = re.compile(r"([dptm])(\d+)")
 
@@ -116,11 +117,17 @@ def _run(system: System, given: Recipe, source: str) -> tuple[dict[str, object],
     ours, rows = translate(system, given)
     experiment = system.experiment_of(given)
     values = completed(ours, source=source, given=given, experiment=experiment)
-    return values, [
-        row if row.target in ("", *values) or _of_experiment(row.target, experiment) in values
-        else replace(row, fate="no meaning here", note=_DROPPED)
-        for row in rows
-    ]  # fmt: skip
+    return values, [_final(row, ours, values, experiment) for row in rows]
+
+
+def _final(row: Row, ours: Mapping[str, Any], values: Mapping[str, Any], experiment: str) -> Row:
+    """Return what became of a key in the recipe as it is written."""
+    target = _of_experiment(row.target, experiment) if row.target not in values else row.target
+    if row.target and target not in values:
+        return replace(row, fate="no meaning here", note=_DROPPED)
+    if row.target and row.target.endswith("max_tokens_per_mb") and values[target] != ours[row.target]:
+        return replace(row, note=f"{target}={values[target]}, {_LONGEST}")
+    return row
 
 
 def _of_experiment(key: str, experiment: str) -> str:
@@ -148,6 +155,10 @@ def completed(
         values = {key: v for key, v in values.items() if not key.startswith("synchronizer.")}
     if values.get("algorithm.name", "ppo") == "ppo" and "critic.path" not in values:
         values["critic.init_critic_from_actor"] = True
+    longest = values.get("dataset.max_prompt_len", 0) + values.get("ppo.gen.max_new_tokens", 0)
+    for key in values:
+        if key.endswith("mb_spec.max_tokens_per_mb"):
+            values[key] = max(values[key], longest)
     values["allocation_mode"] = _allocation(values, given)
     if experiment != "ppo-math":
         known = set(all_keys(EXPERIMENTS[experiment]))

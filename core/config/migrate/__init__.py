@@ -54,7 +54,8 @@ class System:
     experiment: str = ""
     """Their key that names the algorithm. Empty: all recipes are those of ppo-math."""
     experiments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Value of `experiment` that is an experiment of ours -> their keys and targets, which come before `keys`."""
+    """Value of `experiment` that is an experiment of ours -> their keys and targets, which come before `keys`. An empty
+    target: the experiment does not read the key."""
     stages: str = ""
     """Their key of a list of stages, each with its keys over those of the file. Empty: they have none."""
 
@@ -168,8 +169,10 @@ def _row(system: System, recipe: Recipe, key: str, value: object) -> tuple[Row, 
     if key == system.experiment and experiment != "ppo-math":
         return Row(key=key, value=value, fate="renamed", note=f"core.quickstart {experiment}"), {}
     target = _found(key, {**system.experiments.get(experiment, {}), **system.keys})
+    if target == "":
+        return Row(key=key, value=value, fate="no meaning here", note="this run samples nothing"), {}
     if target is not None:
-        if value is None or value == "":
+        if value in (None, "", "None"):
             return Row(key=key, value=value, fate="no meaning here", note="null: the default holds"), {}
         return _taken(key, value, target, recipe)
     without: Sequence[tuple[Sequence[Without], Fate]] = (
@@ -218,7 +221,9 @@ def _taken(key: str, value: object, target: str, recipe: Recipe) -> tuple[Row, d
         pairs = dict(pair.split("=", 1) for pair in values.split())
         text = str(value).lower()
         if (given := pairs.get(text, pairs.get("*"))) is None:
-            return Row(key=key, value=value, fate="no equivalent", note=f"{name} has {', '.join(pairs.values())}"), {}
+            known = ", ".join(filter(None, pairs.values()))
+            note = f"{name} has {known}" if known else f"write {name}"
+            return Row(key=key, value=value, fate="no equivalent", note=note), {}
     elif other:
         factors = [recipe.get(factor) for factor in other.removesuffix(" / .").split(" * ")]
         whole = prod(factor if isinstance(factor, int) else 0 for factor in factors)
