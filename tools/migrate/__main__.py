@@ -120,9 +120,9 @@ def _run(system: System, given: Recipe, source: str) -> tuple[dict[str, object],
     return values, [_final(row, ours, values, experiment) for row in rows]
 
 
-def _final(row: Row, ours: Mapping[str, Any], values: Mapping[str, Any], experiment: str) -> Row:
+def _final(row: Row, ours: Mapping[str, object], values: Mapping[str, object], experiment: str) -> Row:
     """Return what became of a key in the recipe as it is written."""
-    target = _of_experiment(row.target, experiment) if row.target not in values else row.target
+    target = row.target if row.target in values else _of_experiment(row.target, experiment)
     if row.target and target not in values:
         return replace(row, fate="no meaning here", note=_DROPPED)
     if row.target and row.target.endswith("max_tokens_per_mb") and values[target] != ours[row.target]:
@@ -155,10 +155,10 @@ def completed(
         values = {key: v for key, v in values.items() if not key.startswith("synchronizer.")}
     if values.get("algorithm.name", "ppo") == "ppo" and "critic.path" not in values:
         values["critic.init_critic_from_actor"] = True
-    longest = values.get("dataset.max_prompt_len", 0) + values.get("ppo.gen.max_new_tokens", 0)
+    longest = _count(values, "dataset.max_prompt_len") + _count(values, "ppo.gen.max_new_tokens")
     for key in values:
         if key.endswith("mb_spec.max_tokens_per_mb"):
-            values[key] = max(values[key], longest)
+            values[key] = max(_count(values, key), longest)
     values["allocation_mode"] = _allocation(values, given)
     if experiment != "ppo-math":
         known = set(all_keys(EXPERIMENTS[experiment]))
@@ -167,6 +167,11 @@ def completed(
         values["allocation_mode"] = f"d{_gpus(values, default=1)}m1p1"
         values.pop("mode", None)
     return values
+
+
+def _count(values: Mapping[str, object], key: str) -> int:
+    value = values.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def _allocation(values: Mapping[str, object], given: Mapping[str, object]) -> str:
