@@ -102,7 +102,7 @@ def scan_rows(source: str | Path | DataSource, *, solved: bool = True) -> list[R
     likely = [name for name in rows[0].meta if _LIKE_AN_ANSWER.search(name)]
     if likely and not any(row.solutions for row in rows):
         names = printable(" or ".join(likely))
-        message = "%s: no row has an answer, so prompt.answers is empty; if it is in %s, set answer_field"
+        message = "%s: no row has an answer, so prompt.answers is empty; if it is in %s, set dataset.answer_field"
         logger.warning(message, source.path, names)
     return _with_unique_ids(rows, source.path)
 

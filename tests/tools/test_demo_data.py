@@ -15,6 +15,7 @@ from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import RIGHT, WRONG, math_reward
 from tools.demo.__main__ import MARKER, DemoError, empty, first_at_least, make_parser, ppo_changes
 from tools.demo.data import NUM_HELD_OUT, DemoFiles, answer_of, make_demo_data, save_model
+from tools.demo.plot import draw_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,7 +120,12 @@ def test_the_curve_of_any_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
     evaluated = [{"step": 0, "eval/accuracy": 0.4}, {"step": 2, "eval/accuracy": 0.95}]
     done = plot_command(tmp_path, *evaluated, {"step": 1, "task_reward": -0.2}, {"step": 2, "task_reward": 0.9})
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    alone = (tmp_path / "curve.png").read_bytes()
+    assert alone.startswith(b"\x89PNG")
+    other = tmp_path / "other.jsonl"
+    other.write_text((tmp_path / "metrics.jsonl").read_text().replace("0.95", "0.7"))
+    draw_run(tmp_path / "both.png", tmp_path / "metrics.jsonl", title="", others=[other])
+    assert (tmp_path / "both.png").read_bytes() != alone
 
 
 def test_a_run_that_was_never_evaluated_is_no_picture(tmp_path: Path) -> None:

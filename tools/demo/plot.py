@@ -26,9 +26,24 @@ _LABEL_HEIGHT = 0.12
 """Height of a label of two lines on the vertical axis, which ends at 1.08."""
 
 
-def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
-    """Write a PNG of a PPO run's metrics.jsonl; its rewards are those of the math reward, RIGHT or WRONG. Raises
-    ValueError where it has no step or no evaluation."""
+def draw_run(picture: Path, metrics: Path, *, title: str, others: Sequence[Path] = ()) -> None:
+    """Write a PNG of a PPO run's metrics.jsonl; its rewards are those of the math reward, RIGHT or WRONG. Of `others`,
+    metrics of other seeds, only the accuracies are drawn. Raises ValueError where a file has no step or no
+    evaluation."""
+    trained, evaluated = _rows(metrics)
+    draw_reward_curve(
+        picture,
+        steps=[row["step"] for row in trained],
+        rewards=[(row["task_reward"] - WRONG) / (RIGHT - WRONG) for row in trained],
+        eval_steps=[row["step"] for row in evaluated],
+        accuracies=[row["eval/accuracy"] for row in evaluated],
+        title=title,
+        others=[[(row["step"], row["eval/accuracy"]) for row in _rows(other)[1]] for other in others],
+    )
+
+
+def _rows(metrics: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Return the rows of steps and those of evaluations."""
     try:
         rows = read_rows(metrics)
     except ValueError as error:
@@ -37,14 +52,7 @@ def draw_run(picture: Path, metrics: Path, *, title: str) -> None:
     evaluated = [row for row in rows if "eval/accuracy" in row]
     if not trained or not evaluated:
         raise ValueError(f"{metrics}: {len(trained)} steps and {len(evaluated)} evaluations; one of each is needed")
-    draw_reward_curve(
-        picture,
-        steps=[row["step"] for row in trained],
-        rewards=[(row["task_reward"] - WRONG) / (RIGHT - WRONG) for row in trained],
-        eval_steps=[row["step"] for row in evaluated],
-        accuracies=[row["eval/accuracy"] for row in evaluated],
-        title=title,
-    )
+    return trained, evaluated
 
 
 def draw_reward_curve(
@@ -55,8 +63,10 @@ def draw_reward_curve(
     eval_steps: Sequence[int],
     accuracies: Sequence[float],
     title: str,
+    others: Sequence[Sequence[tuple[float, float]]] = (),
 ) -> None:
-    """Write a PNG. Rewards and accuracies are fractions; each reward is a step's mean over sampled answers."""
+    """Write a PNG. Rewards and accuracies are fractions; each reward is a step's mean over sampled answers. `others`
+    are accuracies of other seeds, as (step, accuracy)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,6 +77,8 @@ def draw_reward_curve(
     axes.plot(steps, rewards, color=REWARD, alpha=0.25, linewidth=1)
     axes.plot(steps, moving_mean(rewards), color=REWARD, linewidth=2)
     axes.plot(eval_steps, accuracies, color=ACCURACY, linewidth=2, marker="o", markersize=5)
+    for other in others:
+        axes.plot(*zip(*other, strict=True), color=ACCURACY, linewidth=1, marker="o", markersize=3, alpha=0.7)
     last = max(*steps, *eval_steps)
     reward = moving_mean(rewards)[-1]
     middle, apart = (accuracies[-1] + reward) / 2, max(abs(accuracies[-1] - reward), _LABEL_HEIGHT) / 2
@@ -123,11 +135,18 @@ def main() -> int:
         prog=cli.program("tools.demo.plot"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("metrics", type=cli.data_file, help="metrics.jsonl of a PPO run that evaluates")
+    parser.add_argument(
+        "--others",
+        type=cli.data_file,
+        nargs="+",
+        default=[],
+        help="metrics.jsonl of other seeds: their accuracies as thin lines",
+    )
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     parser.add_argument("--title", default="", help="text above the picture")
     arguments = parser.parse_args()
     try:
-        draw_run(arguments.output, arguments.metrics, title=arguments.title)
+        draw_run(arguments.output, arguments.metrics, title=arguments.title, others=arguments.others)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

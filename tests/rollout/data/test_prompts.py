@@ -216,7 +216,7 @@ def test_a_column_that_may_be_the_answer_is_named_where_no_row_has_one(
 ) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "1+1=", "gold_value": 2, "level": 1})
     scan_rows(path, solved=False)
-    assert "prompt.answers is empty; if it is in gold_value, set answer_field" in caplog.text
+    assert "prompt.answers is empty; if it is in gold_value, set dataset.answer_field" in caplog.text
     caplog.clear()
     scan_rows(DataSource(path=str(path), fields=Fields(answer="gold_value")), solved=False)
     scan_rows(write(path, {"prompt": "1+1=", "level": 1}), solved=False)
