@@ -8,7 +8,8 @@ import numpy as np
 
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSets
-from rollout.types import PROMPT_VERSION, Generator, Prompt, Trajectory
+from rollout.trajectories import TrajectoryBuilder
+from rollout.types import PROMPT_VERSION, Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 SECONDS_PER_TOKEN = 0.02
 
@@ -48,6 +49,45 @@ class LognormalWorkflow:
         versions = np.searchsorted(self._push_times, token_times, side="right")
         longest = trajectory(prompt, versions)
         return [_cut(longest, len(prompt.token_ids) + n) for n in lengths.tolist()]
+
+
+class ToolWorkflow:
+    """Four answers of one token; between two a tool runs, for a lognormal time: median 1 s, 99 % within 20 s."""
+
+    def __init__(self, *, group_size: int) -> None:
+        self._group_size = group_size
+
+    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+        return await asyncio.gather(*(self._sample(prompt, generator, number) for number in range(self._group_size)))
+
+    async def _sample(self, prompt: Prompt, generator: Generator, number: int) -> Trajectory:
+        rng = np.random.default_rng([prompt.epoch, prompt.index, number])
+        sample, sampling = TrajectoryBuilder(prompt, number=number), SamplingParams(max_new_tokens=1)
+        for seconds in (*rng.lognormal(0.0, np.log(20.0) / 2.326, 3), 0.0):
+            sample.sampled(await generator.generate(sample.request(sampling, seed=0)))
+            await asyncio.sleep(seconds)
+            sample.observed([0])
+        return sample.build(1.0)
+
+
+class Places:
+    """A generator that answers `num_places` requests at once, each in `seconds`."""
+
+    def __init__(self, num_places: int, seconds: float) -> None:
+        self.version = 0
+        self.busy_seconds = 0.0
+        """Of all places together."""
+        self._seconds, self._free = seconds, asyncio.Semaphore(num_places)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        async with self._free:
+            version = self.version
+            await asyncio.sleep(self._seconds)
+            self.busy_seconds += self._seconds
+        one = np.zeros(1, np.int32)
+        return Completion(
+            token_ids=one, logprobs=one.astype(np.float32), versions=one + version, finish_reason="length"
+        )
 
 
 def trajectory(prompt: Prompt, versions: np.ndarray) -> Trajectory:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.both_sides import BothSides
-from helpers.simulated_sampling import LognormalWorkflow, make_dataset
+from helpers.simulated_sampling import LognormalWorkflow, Places, ToolWorkflow, make_dataset
 from helpers.virtual_clock import run_virtual
 
 NUM_PROMPTS, BATCH_SIZE, GROUP_SIZE, NUM_EPOCHS = 1250, 48, 16, 10  # 200,000 trajectories; 1250 = 26 * 48 + 2
@@ -115,3 +115,55 @@ def test_masking_waits_for_nobody_drops_no_prompt_and_trains_no_token_that_is_to
     assert masking.masked_tokens + masking.trained_tokens == sum(masking.trained_lengths)
     assert masking.seconds < waiting.seconds
     assert waiting.masked_tokens == 0
+
+
+async def _train_with_tools(max_staleness: int, *, num_places: int, seconds: float) -> tuple[float, float]:
+    """Steps of 256 turns of so many seconds. Return the share of the places that are busy, and the time of a step."""
+    warm_up, steps, group_size, batch_size = 6, 18, 4, 16
+    generator = Places(num_places, seconds)
+    producer = BothSides(
+        make_dataset(NUM_PROMPTS),
+        ToolWorkflow(group_size=group_size),
+        generator,
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        num_epochs=1,
+        max_in_flight=num_places * 5 // 4,
+        group_size=group_size,
+    )
+    began = busy_before = 0.0
+    async with producer:
+        for step in range(warm_up + steps):
+            if step == warm_up:
+                began, busy_before = asyncio.get_running_loop().time(), generator.busy_seconds
+            await producer.take(step)
+            await asyncio.sleep(TRAIN_SECONDS)
+            generator.version = step + 1
+            producer.set_version(step + 1)
+    passed = asyncio.get_running_loop().time() - began
+    return (generator.busy_seconds - busy_before) / passed / num_places, passed / steps
+
+
+@pytest.mark.parametrize("max_staleness", [2, 4])
+def test_generators_stay_busy_while_tools_run(max_staleness: int) -> None:
+    busy, _ = run_virtual(_train_with_tools(max_staleness, num_places=32, seconds=5.0))
+    assert busy >= 0.9
+
+
+@pytest.mark.nightly
+def test_generators_are_busier_with_a_wider_bound_and_with_longer_steps() -> None:
+    """Prints the table of docs/agents.md."""
+    table = []
+    for seconds in (0.85, 1.7, 3.4, 6.8):
+        runs = [_train_with_tools(staleness, num_places=32, seconds=seconds) for staleness in (1, 2, 4, 8)]
+        table.append([round(float(run_virtual(run)[0]), 2) for run in runs])
+        print(f"\n{256 * seconds / 32:.0f} s of work in a step: {table[-1]}", end="")
+    assert all(row == sorted(row) for row in table) and table == sorted(table)
+
+
+def test_steps_that_are_short_beside_their_tools_take_as_long_as_the_bound_requires() -> None:
+    """With places for all, a step waits for its slowest tools alone; with few places it takes hardly longer."""
+    _, at_least = run_virtual(_train_with_tools(2, num_places=10_000, seconds=1.7))
+    busy, step = run_virtual(_train_with_tools(2, num_places=32, seconds=1.7))
+    assert at_least > 256 * 1.7 / 32 and busy < 0.9, "the tools are what steps wait for"
+    assert step < 1.2 * at_least
