@@ -232,7 +232,7 @@ def _failing(history: History) -> Found | None:
     share = sum(failed.values()) / max(history.added("reward/num_scored"), 1.0)
     if share <= 0.02:
         return None
-    parts = ", ".join(f"{kind} {count:.0f}" for kind, count in failed.items() if count)
+    parts = ", ".join(f"{kind}: {count:.0f}" for kind, count in failed.items() if count)
     return Found(
         "bad" if share > 0.2 else "warning", f"{share:.0%} of the rewards of the last steps failed ({parts}).", share
     )

@@ -108,7 +108,7 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     first.wait_for()
     assert "equal rewards" in first.inner_text()
     first.get_by_role("button", name="what to do").click()
-    assert page.locator("dialog.wide pre").inner_text().startswith("## Dynamic sampling")
+    assert page.locator("dialog pre").inner_text().startswith("## Dynamic sampling")
     page.get_by_role("button", name="Close").click()
     first.get_by_role("link", name="groups/equal").click()
     page.locator(".chart canvas").first.wait_for()

@@ -1,6 +1,6 @@
 // The frame: which page the address names, its navigation, keys, and light or dark.
 
-import { address, api, h, message, place } from "./ui.js";
+import { address, api, dialog, h, message, place } from "./ui.js";
 import { runsPage } from "./runs.js";
 import { metricsPage } from "./metrics.js";
 import { configurePage } from "./configure.js";
@@ -96,10 +96,7 @@ document.addEventListener("keydown", (event) => {
     search.focus();
   } else if (event.key === "d") otherTheme();
   else if (event.key === "?") {
-    const dialog = document.getElementById("keys");
-    dialog.replaceChildren(h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)]).flat()),
-      h("button", { type: "button", onclick: () => dialog.close() }, "Close"));
-    dialog.showModal();
+    dialog("Keys", h("dl", {}, KEYS.flatMap(([key, what]) => [h("dt", {}, key), h("dd", {}, what)])));
   }
 });
 document.getElementById("theme").addEventListener("click", otherTheme);

@@ -1,6 +1,6 @@
 // A configuration: its text, its keys as fields, what is wrong with it, and what it would run.
 
-import { api, choice, duration, facts, figure, h, keepInAddress, later, message, table } from "./ui.js";
+import { api, choice, dialog, duration, facts, figure, h, keepInAddress, later, message, table } from "./ui.js";
 import { legendEntry, runColour } from "./charts.js";
 
 const COMMANDS = { "ppo-math": "train", sft: "sft", dpo: "dpo" };
@@ -241,12 +241,6 @@ export async function configurePage({ content, query, alive, studio }) {
       dialog(`What became of the keys of ${answer.system}`, table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: "value", cell: (one) => one.value },
         { title: "", cell: (one) => one.fate }, { title: "here, or what to do", cell: (one) => one.note }], answer.rows));
     } catch (error) { status.textContent = error.message; }
-  }
-
-  function dialog(title, body) {
-    const box = h("dialog", { class: "wide" }, h("h2", {}, title), body, h("button", { type: "button", onclick: () => box.remove() }, "Close"));
-    content.append(box);
-    box.showModal();
   }
 
   async function compare(value) {

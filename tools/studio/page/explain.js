@@ -1,6 +1,6 @@
 // One step explained: its loss, and the tokens that moved it most.
 
-import { address, api, choice, facts, figure, h, keepInAddress, message, table } from "./ui.js";
+import { address, api, choice, facts, figure, h, keepInAddress, message, percent, table } from "./ui.js";
 
 export async function explainPage({ content, query, run, alive, studio }) {
   const { steps } = await api(`run/${run.id}/saved`);
@@ -28,7 +28,7 @@ export async function explainPage({ content, query, run, alive, studio }) {
     }
     if (!alive()) return;
     keepInAddress({ step });
-    const share = (value) => `${figure(100 * value / (answer.total || 1))} %`;
+    const share = (value) => percent(value / (answer.total || 1));
     const size = (one) => one.grads.reduce((sum, value) => sum + Math.abs(value), 0);
     const most = Math.max(...answer.moved.map((one) => Math.abs(one.grad)), 1e-30);
     const open = (one) => one.episode

@@ -1,6 +1,6 @@
 // What is wrong with a run, in words, and what is not.
 
-import { address, api, every, figure, h } from "./ui.js";
+import { address, api, dialog, every, figure, h } from "./ui.js";
 
 const GROUPS = [
   ["found", "Found", ({ light }) => light === "bad" || light === "warning"],
@@ -44,10 +44,7 @@ async function explain({ title, docs }) {
   const [page, section] = docs.split("#");
   const answer = await fetch(`/docs/${encodeURIComponent(page)}`);
   const text = answer.ok ? sectionOf(await answer.text(), section) : await answer.text();
-  const box = h("dialog", { class: "wide", onclose: () => box.remove() }, h("h2", {}, title), h("p", { class: "muted" }, `docs/${docs}`),
-    h("pre", { class: "text" }, text), h("button", { type: "button", onclick: () => box.close() }, "Close"));
-  document.body.append(box);
-  box.showModal();
+  dialog(title, h("p", { class: "muted" }, `docs/${docs}`), h("pre", { class: "text" }, text));
 }
 
 /** Return a section of a page with its title and the sections below it; the whole page without such a section. */

@@ -1,6 +1,6 @@
 // The processes of a run and their logs.
 
-import { api, choice, duration, every, figure, h, later, message, table } from "./ui.js";
+import { api, choice, duration, every, figure, h, later, message, percent, table } from "./ui.js";
 
 export async function processesPage({ content, run, alive, studio }) {
   const list = h("div", {});
@@ -21,7 +21,7 @@ export async function processesPage({ content, run, alive, studio }) {
   ];
   const ofCards = [
     { title: "GPU", cell: (one) => `${one.index} · ${one.name}` },
-    { title: "GPU use", align: "right", cell: (one) => one.use === null ? "–" : `${figure(100 * one.use)} %` },
+    { title: "GPU use", align: "right", cell: (one) => one.use === null ? "–" : percent(one.use) },
     { title: "memory", align: "right", cell: (one) => `${figure(one.gib)} of ${figure(one.of_gib)} GiB` },
   ];
   const refresh = async () => {

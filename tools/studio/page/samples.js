@@ -5,6 +5,7 @@ import { conversation } from "./conversation.js";
 import { byToken } from "./tokens.js";
 
 const FILTERS = ["text", "first_step", "last_step", "least_reward", "most_reward", "least_version", "most_version", "finish", "notable", "of", "task", "episode", "sort", "order"];
+const ENDS = { stop: "stopped", length: "cut off", abort: "aborted" };
 const PAGE = 50;
 
 export async function samplesPage({ content, query, run, alive }) {
@@ -45,7 +46,7 @@ export async function samplesPage({ content, query, run, alive }) {
       field("step", between("first_step", "last_step", "5 to 9")),
       field("reward", between("least_reward", "most_reward", "0.5 to 1")),
       field("weights", between("least_version", "most_version", "any")),
-      field("end", choice([["", "any"], ["stop", "stopped"], ["length", "cut off"], ["abort", "aborted"]], given.finish, change("finish"))),
+      field("end", choice([["", "any"], ...Object.entries(ENDS)], given.finish, change("finish"))),
       field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"], ["starred", "starred or noted"]], given.notable, change("notable"))),
       run.sampled.tasks.length > 1 ? field("task", choice([["", "all"], ...run.sampled.tasks.map((name) => [name, name])], given.task, change("task"))) : null,
       given.episode ? h("button", { type: "button", onclick: (event) => { event.target.remove(); change("episode")(""); } }, "one prompt ×") : null,
@@ -104,7 +105,7 @@ export async function samplesPage({ content, query, run, alive }) {
       onkeydown: (event) => { if (event.key === "Enter") open(row.at); } },
       h("td", { class: "right" }, figure(row.step)),
       h("td", { class: "right" }, figure(row.reward)),
-      h("td", { class: `right ${row.finish_reason === "length" ? "warn" : ""}`, title: row.finish_reason }, figure(row.answer_tokens)),
+      h("td", { class: `right ${row.finish_reason === "length" ? "warn" : ""}`, title: ENDS[row.finish_reason] ?? row.finish_reason }, figure(row.answer_tokens)),
       h("td", { class: "right" }, figure(row.oldest_version)),
       h("td", {}, h("div", { class: "cell" }, row.prompt)),
       h("td", {}, h("div", { class: "cell" }, noted.get(keyOf(row))?.star ? "★ " : null, tags(row), row.answer)));
@@ -187,7 +188,7 @@ function marks(sample, run, noted) {
 
 function whole(sample, run, open, noted) {
   const versions = sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`;
-  const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", sample.finish_reason],
+  const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", ENDS[sample.finish_reason] ?? sample.finish_reason],
     ["weights", versions], ["step", figure(sample.step)], ["prompt id", sample.query_id], ["answer", sample.index],
     ...Object.entries(sample.metrics || {}).map(([name, value]) => [name, figure(value)])];
   return [

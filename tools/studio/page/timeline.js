@@ -42,7 +42,9 @@ export async function timelinePage({ content, query, run, alive }) {
     names, what, box);
 
   function palette() {
-    const all = [...new Set(drawn.lanes.flatMap((lane) => lane.spans.map((span) => span[0])))].sort();
+    const seconds = new Map();  // the longest get the colours that differ most
+    for (const [name, , length] of drawn.lanes.flatMap((lane) => lane.spans)) seconds.set(name, (seconds.get(name) || 0) + length);
+    const all = [...seconds.keys()].sort((a, b) => seconds.get(b) - seconds.get(a));
     return new Map(all.map((name, i) => [name, colour(`run-${i % 8}`) + (i % 16 < 8 ? "" : "80")]));
   }
 

@@ -66,11 +66,17 @@ export function keepInAddress(changes) {
 export function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
+  if (value === 0) return "0";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
   if (size < 1e-3 || size >= 1e15) return value.toExponential(2);
   if (size >= 1e6) return compact(value);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+/** Return a share of 1 in percent, with two significant digits. */
+export function percent(share) {
+  return `${figure(Number((100 * share).toPrecision(2)))} %`;
 }
 
 /** Return a large number in few characters: 12.8M. */
@@ -117,6 +123,15 @@ export function choice(options, value, onchange, properties = {}) {
 /** Return what is shown where there is nothing, or an error. */
 export function message(text, kind = "empty") {
   return h("p", { class: kind, role: kind === "error" ? "alert" : "status" }, text);
+}
+
+/** Show elements over the page until they are closed. */
+export function dialog(title, ...children) {
+  const box = h("dialog", { onclose: () => box.remove() },
+    h("header", { class: "bar" }, h("h2", {}, title), h("span", { class: "grow" }), h("button", { type: "button", onclick: () => box.close() }, "Close")),
+    ...children);
+  document.body.append(box);
+  box.showModal();
 }
 
 /** Call a function once, `wait` milliseconds after the last request for it. */
