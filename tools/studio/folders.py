@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from core.monitoring.health import History, Metrics
 from core.monitoring.logs import DRIVER_LOG
+from core.runs.paths import RUNNING
 from core.runs.record import CONFIG, STARTS, settings_of
 from tools.runs import history_of, state_of
 from tools.studio.lines import parsed
@@ -47,7 +48,7 @@ class Run:
     @property
     def state(self) -> str:
         """running, complete or stopped."""
-        return state_of(self.logs)
+        return "stopped" if self._is_odd(RUNNING) else state_of(self.logs)
 
     @property
     def small(self) -> bool:
@@ -81,10 +82,15 @@ class Run:
 
     def history(self, metrics: Metrics) -> History:
         """Return what the rules of health read."""
-        for name in (CONFIG, STARTS):
-            if (self.logs / name).is_symlink():
-                return History(metrics)
+        if self._is_odd(CONFIG) or self._is_odd(STARTS):
+            return History(metrics)
         return history_of(self.logs, metrics)
+
+    def _is_odd(self, name: str) -> bool:
+        """Return whether a file is a link, a pipe or a device: no run writes one, and opening a pipe would hang."""
+        with suppress(OSError):
+            return not stat.S_ISREG((self.logs / name).lstat().st_mode)
+        return False
 
     def files(self, pattern: str) -> list[Path]:
         """Return the regular files of the run that match a pattern, by name."""

@@ -18,6 +18,9 @@ import orjson
 
 PIECE_BYTES = 4 << 20
 """Read at once; the lock of a table is held for the time that this takes to parse."""
+MOST_LINE_BYTES = 16 << 20
+"""A longer line counts as damaged. The answers of one sample take a few hundred kB."""
+_PREVIEW_LINE_BYTES = 1 << 18
 
 
 @dataclass
@@ -89,11 +92,17 @@ def next_rows(source: Source) -> list[tuple[int, dict[str, Any]]]:
     with open(source.path, "rb") as file:
         file.seek(source.offset)
         data = file.read(PIECE_BYTES)
-        while data and b"\n" not in data:
-            more = file.read(PIECE_BYTES)
-            if not more:
-                return []
-            data += more
+        if b"\n" not in data:
+            data += file.readline(MOST_LINE_BYTES)
+        if not data.endswith(b"\n") and len(data) >= MOST_LINE_BYTES:
+            while (more := file.readline(PIECE_BYTES)) and not more.endswith(b"\n"):
+                pass
+            if more:
+                source.offset = file.tell()
+                source.lines += 1
+                source.damaged += 1
+                source.first_damaged = source.first_damaged or source.lines
+            return []
     rows = []
     end = data.rfind(b"\n") + 1
     offset = source.offset
@@ -137,9 +146,9 @@ def spread_rows(path: Path, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
         for i in range(count):
             file.seek(max(0, size * i // count - 1))
             if i:
-                file.readline()
+                file.readline(_PREVIEW_LINE_BYTES)
             offset = file.tell()
-            row = parsed(file.readline().rstrip(b"\n"))
+            row = parsed(file.readline(_PREVIEW_LINE_BYTES).rstrip(b"\n"))
             if row is not None and offset > last:
                 last = offset
                 yield offset, row

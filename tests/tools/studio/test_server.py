@@ -157,6 +157,36 @@ def test_damaged_lines_are_left_out_and_counted_and_a_half_line_waits(tmp_path: 
     assert series.status()["last_step"] == 3
 
 
+def test_a_line_without_end_is_left_out_and_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("tools.studio.lines.MOST_LINE_BYTES", 1 << 12)
+    file = make_run(tmp_path, steps=2).logs / "metrics.jsonl"
+    with open(file, "a") as end:
+        end.write('{"step": 3, "x": "' + "x" * 50_000 + '"}\n{"step": 4, "time/step": 1}\n' + "y" * 50_000)
+    (run,) = Folders([tmp_path]).runs()
+    series = Series(run)
+    for _ in range(2):
+        series.refresh()
+        found = series.status()
+        assert (found["rows"], found["last_step"]) == (3, 4)
+        assert found["notes"] == [
+            "metrics.jsonl: 1 line of 4 cannot be read, the first is line 3; the others are shown"
+        ]
+
+
+def test_a_pipe_in_the_place_of_a_file_stops_no_answer(start: Callable[..., str], tmp_path: Path) -> None:
+    names = (".running", "config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "notes.jsonl", "driver.log")
+    for i, name in enumerate(names):
+        file = make_run(tmp_path, f"pipe/{i}", steps=2).logs / name
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    base = start(tmp_path)
+    assert len(ids(base)) == len(names)
+    for run in ids(base).values():
+        for page in ("", "/health", "/samples", "/config", "/processes", "/notes", "/log?name=driver.log"):
+            assert status(base, f"api/run/{run}{page}") in (200, 400, 404)
+
+
 def test_rows_with_other_keys_keep_their_values_and_one_with_a_huge_number_is_left_out(tmp_path: Path) -> None:
     file = make_run(tmp_path, steps=1).logs / "metrics.jsonl"
     file.write_text('{"step": 1, "a": 1, "h": {"0": 4}}\n{"step": 2, "a": 2, "b": 5}\n')
