@@ -15,7 +15,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -71,10 +70,13 @@ class Questions:
         except (DatasetError, ValueError, LookupError, TypeError) as error:
             return web.json_response({"error": str(error)}, status=400)
 
-    async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, body: object) -> dict[str, object]:
         """Return the answer to {"messages": [{"role", "content"}]}. One message is rendered as a prompt of the data
         set is."""
-        messages = tuple({"role": str(one["role"]), "content": str(one["content"])} for one in body["messages"])
+        asked = body.get("messages") if isinstance(body, Mapping) else None
+        if not isinstance(asked, list):
+            raise ValueError('write {"messages": [{"role": "user", "content": "..."}]}')
+        messages = tuple({"role": str(one["role"]), "content": str(one["content"])} for one in asked)
         number = next(self._numbers)
         row = Row(
             place="the question",

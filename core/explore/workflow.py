@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
+from config_schema.section import Section
 from core.config.load import bind
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.ppo import SetConfig
@@ -17,7 +17,7 @@ from rollout.workflows import WorkflowChoice, check_workflow
 def workflow_choice(config: WorkflowConfig) -> WorkflowChoice:
     """Return the workflow of each task. Raises ConfigError with every problem there is."""
     problems: list[Problem] = []
-    sections: dict[str, Any] = {}
+    sections: dict[str, type[Section] | None] = {}
     choice = WorkflowChoice(type=config.type, by_task=config.by_task)
     keys = {spec: f"workflow.by_task.{task}" for task, spec in config.by_task.items()} | {config.type: "workflow.type"}
     for spec in choice.types:
@@ -58,7 +58,7 @@ def _in_set(at: str, problem: Problem) -> Problem:
     return replace(problem, key=f"{at}.{key}")
 
 
-def _read(own: Any, config: WorkflowConfig, *, alone: bool) -> dict[str, Any]:
+def _read(own: type[Section], config: WorkflowConfig, *, alone: bool) -> dict[str, object]:
     """Return the options of one of the workflows. With several, each reads its own fields."""
     given = {name: value for name, value in config.options.items() if alone or name in own.model_fields}
     return bind(own, given, "workflow.options.").model_dump()

@@ -141,7 +141,7 @@ class Outcome:
         """Requests that a server decodes on average."""
         return sum(s.running * (s.end - s.begin) for s in self.measured) / self.measured_seconds
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return figures of the run, and of each step, as plain values."""
         names = ("tokens_per_second", "seconds", "trainer_share", "mean_running", "mean_staleness")
         steps = [vars(step) | {"staleness": dict(step.staleness)} for step in self.steps]

@@ -14,9 +14,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from rollout.environments.worker import LENGTH
+from rollout.environments.worker import LENGTH, Result
 from rollout.plugins import python_path
 from rollout.processes import end_group
 
@@ -56,14 +55,15 @@ class RemoteEnvironment:
         self._worker, self._number, self._seconds = worker, number, seconds
         worker.num_held += 1
 
-    async def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    async def reset(self, row: Mapping[str, object], seed: int) -> str:
         """See Environment.reset(). Raises EnvironmentFailure."""
         return str(await self._call("reset", dict(row), seed))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """See Environment.step(). Raises EnvironmentFailure."""
-        observation, reward, done = await self._call("step", action)
-        return observation, reward, done
+        result = await self._call("step", action)
+        assert isinstance(result, tuple), "the worker returns what step() does"
+        return result
 
     async def __aenter__(self) -> RemoteEnvironment:
         return self
@@ -73,7 +73,7 @@ class RemoteEnvironment:
         if not self._worker.is_lost:
             self._worker.begin(self._number, "close", (), seconds=self._seconds["close"])  # it is over in any case
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: object) -> Result:
         # A caller that is cancelled leaves the call to its end: others have environments in this worker, too.
         return await asyncio.shield(self._worker.begin(self._number, method, arguments, seconds=self._seconds[method]))
 
@@ -104,13 +104,13 @@ class _Worker:
         own.setblocking(False)
         self._channel = own
 
-    def begin(self, number: int, method: str, arguments: Any, *, seconds: float) -> asyncio.Task[Any]:
+    def begin(self, number: int, method: str, arguments: tuple[object, ...], *, seconds: float) -> asyncio.Task[Result]:
         """Begin to call a method of an environment. The task raises EnvironmentFailure."""
         task = asyncio.create_task(self._call(number, method, arguments, seconds=seconds))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a caller may be gone
         return task
 
-    async def _call(self, number: int, method: str, arguments: Any, *, seconds: float) -> Any:
+    async def _call(self, number: int, method: str, arguments: tuple[object, ...], *, seconds: float) -> Result:
         async with self._turn:
             if self.is_lost:
                 raise EnvironmentFailure(f"environment {self._spec}: lost, as another one ended or blocked its worker")
@@ -132,12 +132,13 @@ class _Worker:
                 raise EnvironmentFailure(f"environment {self._spec}: {method}() failed:\n{error}")
             return result
 
-    async def _exchange(self, number: int, method: str, arguments: Any) -> Any:
+    async def _exchange(self, number: int, method: str, arguments: tuple[object, ...]) -> tuple[Result, str | None]:
         loop = asyncio.get_running_loop()
         message = pickle.dumps((number, method, arguments))
         await loop.sock_sendall(self._channel, LENGTH.pack(len(message)) + message)
         [length] = LENGTH.unpack(await self._read(LENGTH.size))
-        return pickle.loads(await self._read(length))
+        answer: tuple[Result, str | None] = pickle.loads(await self._read(length))
+        return answer
 
     async def _read(self, size: int) -> bytes:
         loop, parts = asyncio.get_running_loop(), bytearray()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollout.plugins import PluginError, find_plugin
 
@@ -12,7 +12,7 @@ class Environment(Protocol):
     """One episode of a game or task. Plain code, not async: it runs in a worker process. Equal seeds and actions lead
     to equal observations, so that an episode can be run again after a restart."""
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, object], seed: int) -> str:
         """Begin, and return what the policy reads first. `row`: columns of the data set, `prompt`, `solutions`."""
         ...
 
@@ -31,7 +31,7 @@ class TextArena:
     def __init__(self, name: str) -> None:
         self._env = find_plugin("textarena:make", kind="environment")(env_id=name)
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, object], seed: int) -> str:
         self._env.reset(num_players=1, seed=seed % 2**31)
         return str(self._env.get_observation()[1])
 
@@ -53,7 +53,7 @@ class ReasoningGym:
         self._create = find_plugin("reasoning_gym:create_dataset", kind="environment")
         self._name = name
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, object], seed: int) -> str:
         self._data = self._create(self._name, size=1, seed=seed % 2**31)
         self._entry = self._data[0]
         return str(self._entry["question"])
@@ -71,7 +71,7 @@ class Gymnasium:
     def __init__(self, name: str) -> None:
         self._env = find_plugin("gymnasium:make", kind="environment")(name)
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
+    def reset(self, row: Mapping[str, object], seed: int) -> str:
         observation, _ = self._env.reset(seed=seed % 2**31)
         return str(observation)
 

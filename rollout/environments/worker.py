@@ -10,13 +10,14 @@ import socket
 import struct
 import sys
 import traceback
-from typing import Any
 
 from rollout.environments.protocol import Environment, make_environment
 from rollout.processes import die_with
 
 LENGTH = struct.Struct("<Q")
 """Length of the pickle that follows."""
+Result = str | tuple[str, float, bool] | None
+"""Of reset(), step() and close()."""
 
 
 def main(argv: list[str]) -> None:
@@ -31,7 +32,9 @@ def main(argv: list[str]) -> None:
             channel.sendall(LENGTH.pack(len(answer)) + answer)
 
 
-def _call(held: dict[int, Environment], spec: str, number: int, method: str, arguments: Any) -> tuple[Any, str | None]:
+def _call(
+    held: dict[int, Environment], spec: str, number: int, method: str, arguments: tuple[object, ...]
+) -> tuple[Result, str | None]:
     try:
         if method == "reset":
             held[number] = make_environment(spec)

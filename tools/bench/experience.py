@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -67,7 +68,7 @@ def _seconds_to_put(made: Experience) -> float:
         id = f"q{number}/0"
         tags = Tags(id=id, group_id=id, task="math", row=id, epoch=0, version=3)
         made.open(tags, _Anything())
-        episode = Episode(tags=Tags(**(vars(tags) | known)), trajectories=group)
+        episode = Episode(tags=replace(tags, **known), trajectories=group)
         begin = time.perf_counter()
         made.put(episode)
         seconds += time.perf_counter() - begin

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -30,9 +30,21 @@ _MOST_CHARS = 4000
 _SAME = ("query_id", "index")
 
 
-def notes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+class Side(TypedDict):
+    """The step that one side shows, and its neighbours that have answers."""
+
+    step: int
+    before: int | None
+    after: int | None
+    alone: NotRequired[int]
+    """Answers that the other side has none for."""
+    reward: NotRequired[float | None]
+    """The mean of the others."""
+
+
+def notes(run: Run, query: Mapping[str, str]) -> dict[str, object]:
     """Return the newest row of each answer that has a star or a note."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, object]] = {}
     with suppress(NotFound), run.open(NOTES) as file:
         for line in file:
             with suppress(ValueError, KeyError, TypeError):
@@ -41,7 +53,7 @@ def notes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
     return {"notes": [row for row in rows.values() if row.get("star") or row.get("note")]}
 
 
-def add_note(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
+def add_note(run: Run, body: Mapping[str, object]) -> dict[str, object]:
     """Append a row. Raises OSError, KeyError and ValueError."""
     row = {name: body[name] for name in _KEY}
     note = str(body.get("note", ""))
@@ -56,7 +68,7 @@ def add_note(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def pairs(left: SampleIndex, right: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+def pairs(left: SampleIndex, right: SampleIndex, query: Mapping[str, str]) -> dict[str, object]:
     """Return {of, left, right, rows}: the answers of both sides to each prompt, those with different rewards first.
     `query`: of (a set; training by default), left and right (steps; the nearest one that has answers). Raises
     NotFound."""
@@ -64,15 +76,15 @@ def pairs(left: SampleIndex, right: SampleIndex, query: Mapping[str, str]) -> di
     sides = [_side(left, of, query.get("left"), last=False), _side(right, of, query.get("right"), last=True)]
     answers = [_answers(index, of, side["step"]) for index, side in zip((left, right), sides, strict=True)]
     both = [key for key in answers[0] if key in answers[1]]
+    both.sort(key=lambda key: -abs(_reward(answers[0][key]) - _reward(answers[1][key])))
     rows = [{"prompt": answers[0][key]["prompt"], "sides": [one[key] for one in answers]} for key in both]
-    rows.sort(key=lambda row: -abs(_reward(row["sides"][0]) - _reward(row["sides"][1])))
     for side, own in zip(sides, answers, strict=True):
         side["alone"] = len(own) - len(both)
         side["reward"] = sum(_reward(own[key]) for key in both) / len(both) if both else None
     return {"of": of, "left": sides[0], "right": sides[1], "rows": rows}
 
 
-def _side(index: SampleIndex, of: str, wanted: str | None, *, last: bool) -> dict[str, Any]:
+def _side(index: SampleIndex, of: str, wanted: str | None, *, last: bool) -> Side:
     """Return the step that is shown, and its neighbours. Raises NotFound and ValueError."""
     steps = index.steps(of)
     if not steps.size:
@@ -85,9 +97,9 @@ def _side(index: SampleIndex, of: str, wanted: str | None, *, last: bool) -> dic
     }
 
 
-def _answers(index: SampleIndex, of: str, step: int) -> dict[tuple[str, ...], dict[str, Any]]:
+def _answers(index: SampleIndex, of: str, step: int) -> dict[tuple[str, ...], dict[str, object]]:
     query = Query(first_step=step, last_step=step, of=of, descending=False)
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    found: dict[tuple[str, ...], dict[str, object]] = {}
     for row in islice(index.all(query), _MOST_ANSWERS):
         short = {name: row.get(name) for name in ("at", "reward", "answer_tokens", "finish_reason", "step")}
         short |= {name: str(row.get(name) or "")[:_MOST_CHARS] for name in ("prompt", "answer", "reference")}
@@ -95,6 +107,6 @@ def _answers(index: SampleIndex, of: str, step: int) -> dict[tuple[str, ...], di
     return found
 
 
-def _reward(row: Mapping[str, Any]) -> float:
+def _reward(row: Mapping[str, object]) -> float:
     value = row["reward"]
     return value if isinstance(value, int | float) else 0.0

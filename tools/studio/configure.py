@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -54,19 +53,19 @@ _DRY_SECONDS = 120
 _TOP = "general"
 
 
-def schema(query: Mapping[str, str]) -> dict[str, Any]:
+def schema(query: Mapping[str, str]) -> dict[str, object]:
     """Return every key of an experiment in groups, the presets of algorithms, and the GPUs of the planner. Raises
     NotFound."""
     name = query.get("experiment", "ppo-math")
     if name not in EXPERIMENTS:
         raise NotFound(f"there is no experiment {name}; there are {', '.join(EXPERIMENTS)}")
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, tuple[str, list[dict[str, object]]]] = {}
     for group, about, key in _keys(EXPERIMENTS[name], None, ""):
-        groups.setdefault(group, {"name": group, "about": about, "keys": []})["keys"].append(key)
+        groups.setdefault(group, (about, []))[1].append(key)
     presets = {name: {"about": one.about, "source": one.source, "values": one.values} for name, one in PRESETS.items()}
     return {
         "experiment": name,
-        "groups": list(groups.values()),
+        "groups": [{"name": group, "about": about, "keys": keys} for group, (about, keys) in groups.items()],
         "presets": presets if "algorithm" in EXPERIMENTS[name].model_fields else {},
         "gpus": list(GPUS),
     }
@@ -74,7 +73,7 @@ def schema(query: Mapping[str, str]) -> dict[str, Any]:
 
 def _keys(
     model: type[Section], defaults: object, prefix: str, about: str = ""
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+) -> Iterator[tuple[str, str, dict[str, object]]]:
     """Yield (group, what the group is, key) of every plain value."""
     for name, (attribute, info) in fields_by_key(model).items():
         below, default = sub_section(info), default_of(defaults, attribute, info)
@@ -84,7 +83,7 @@ def _keys(
             yield prefix.rstrip(".") or _TOP, about, _key(prefix + name, info, default)
 
 
-def _key(path: str, info: FieldInfo, default: object) -> dict[str, Any]:
+def _key(path: str, info: FieldInfo, default: object) -> dict[str, object]:
     needs, choices = needs_of(info), choices_of(info.annotation)
     bounds = {name: getattr(m, name) for m in info.metadata for name in _BOUNDS if getattr(m, name, None) is not None}
     return {
@@ -112,13 +111,13 @@ def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else as_yaml(value)
 
 
-def check(body: Mapping[str, Any]) -> dict[str, Any]:
+def check(body: Mapping[str, object]) -> dict[str, object]:
     """Return the problems of a text with key and line, its warnings, its values, what it places where, and the other
     system that it is a recipe of. Memory and seconds per step are those of the GPU `gpu`. Raises NotFound and
     ValueError."""
     experiment, text = _experiment(body), _text(body)
     values = values_of(text)
-    answer: dict[str, Any] = {
+    answer: dict[str, object] = {
         "problems": [],
         "warnings": [],
         "values": values,
@@ -144,7 +143,7 @@ def check(body: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def migrate(body: Mapping[str, Any]) -> dict[str, Any]:
+def migrate(body: Mapping[str, object]) -> dict[str, object]:
     """Return the recipe of this system for one of another, and what becomes of each key. Raises ValueError."""
     with _as_file(_text(body)) as file:
         given = read(file)
@@ -158,13 +157,13 @@ def migrate(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"system": name, "text": text, "experiment": experiment, "rows": sorted(table, key=lambda row: row["fate"])}
 
 
-def _experiment(body: Mapping[str, Any]) -> str:
+def _experiment(body: Mapping[str, object]) -> str:
     if body.get("experiment") not in EXPERIMENTS:
         raise NotFound(f"experiment: one of {', '.join(EXPERIMENTS)}")
     return str(body["experiment"])
 
 
-def _text(body: Mapping[str, Any], name: str = "text") -> str:
+def _text(body: Mapping[str, object], name: str = "text") -> str:
     text = str(body[name])
     if len(text) > _MOST_CHARS:
         raise ValueError(f"{name} has {len(text):,} characters, at most {_MOST_CHARS:,}")
@@ -184,12 +183,12 @@ def _loaded(experiment: str, text: str) -> LoadedConfig:
         return load(experiment, file, (), check_rules)
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
+def _problem(problem: Problem) -> dict[str, object]:
     line = problem.where.rpartition(":")[2]
     return {"key": problem.key, "message": problem.message, "line": int(line) if line.isdigit() else None}
 
 
-def _drawn_alone(experiment: str, values: Mapping[str, str]) -> dict[str, Any] | None:
+def _drawn_alone(experiment: str, values: Mapping[str, str]) -> dict[str, object] | None:
     """Return the allocation of a text that has problems elsewhere."""
     try:
         found = parse(
@@ -202,7 +201,7 @@ def _drawn_alone(experiment: str, values: Mapping[str, str]) -> dict[str, Any] |
     return _drawn(found, None)
 
 
-def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str, Any]:
+def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str, object]:
     """Return the boxes: for each node and slot the roles with their rank."""
     roles = [one for name, one in allocation.roles.items() if config is None or name in config.placed_roles]
     slots: dict[str, list[str]] = {}
@@ -220,14 +219,14 @@ def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str,
     }
 
 
-def _plan(config: ExperimentConfig, gpu: str) -> dict[str, Any]:
+def _plan(config: ExperimentConfig, gpu: str) -> dict[str, object]:
     scene = scene_of(config, find_gpu(gpu))
     answers = usual_lengths(scene)
     plan = as_json(scene, plan_memory(scene), timed(scene, usual_calibration(scene), answers))
     return {**plan, "mean_tokens": answers.mean, "on_gpu": scene.on_gpu}
 
 
-def set_key(body: Mapping[str, Any]) -> dict[str, Any]:
+def set_key(body: Mapping[str, object]) -> dict[str, object]:
     """Return the text with one key set, or removed where the value is null. Raises ValueError."""
     text, key, value = _text(body), str(body["key"]), body.get("value")
     round_trip = YAML()
@@ -244,7 +243,7 @@ def set_key(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tree, CommentedMap):
         raise ValueError("the text must be a mapping of keys to values")
     *above, last = key.split(".")
-    section: Any = tree
+    section = tree
     for name in above:
         if value is None and name not in section:
             return {"text": text}
@@ -262,7 +261,7 @@ def set_key(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": out.getvalue()}
 
 
-def _drop_empty(tree: Any, above: list[str]) -> None:
+def _drop_empty(tree: CommentedMap, above: list[str]) -> None:
     for depth in range(len(above), 0, -1):
         parent = tree
         for name in above[: depth - 1]:
@@ -271,7 +270,7 @@ def _drop_empty(tree: Any, above: list[str]) -> None:
             del parent[above[depth - 1]]
 
 
-def compare(body: Mapping[str, Any]) -> dict[str, Any]:
+def compare(body: Mapping[str, object]) -> dict[str, object]:
     """Return the keys in which two texts differ."""
     first, second = (values_of(_text(body, name)) for name in ("first", "second"))
     keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
@@ -284,7 +283,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
 
-    def sources(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def sources(self, query: Mapping[str, str]) -> dict[str, object]:
         """Return the names of what can be opened."""
         return {
             "folder": str(self._folder),
@@ -300,7 +299,7 @@ class Files:
     def _recipes(self) -> dict[str, Path]:
         return {path.relative_to(_RECIPES).as_posix(): path for path in _RECIPES.glob("**/*.yaml")}
 
-    def text(self, query: Mapping[str, str]) -> dict[str, Any]:
+    def text(self, query: Mapping[str, str]) -> dict[str, object]:
         """Return the text of a file or recipe, and its experiment as far as it shows. Raises NotFound."""
         of, name = query["of"], query["name"]
         path = (self._found(self._folder) if of == "file" else self._recipes()).get(name)
@@ -309,7 +308,7 @@ class Files:
         text = path.read_text(encoding="utf-8", errors="replace")
         return {"text": text, "experiment": experiment_of(text), "name": path.name}
 
-    def save(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def save(self, body: Mapping[str, object]) -> dict[str, object]:
         """Write a text as a new file of the folder, or over one where `replace` is true. Raises ValueError, OSError."""
         name, text = str(body["name"]), _text(body)
         if not _NAME.fullmatch(name):
@@ -324,7 +323,7 @@ class Files:
             file.write(text)
         return {"path": str(path)}
 
-    def dry_run(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def dry_run(self, body: Mapping[str, object]) -> dict[str, object]:
         """Return what `--dry-run` prints of a text. Raises NotFound and ValueError."""
         experiment, text = _experiment(body), _text(body)
         with _as_file(text) as file:
@@ -334,7 +333,7 @@ class Files:
             )
         return {"code": done.returncode, "output": (done.stdout + done.stderr).replace(str(file), "config.yaml")}
 
-    def start(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def start(self, body: Mapping[str, object]) -> dict[str, object]:
         """Start a run of a saved file in a session of its own; it goes on when the studio ends. Raises NotFound."""
         experiment, name = _experiment(body), str(body["name"])
         path = self._found(self._folder).get(name)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -29,7 +28,7 @@ _LOG_BYTES = 2 << 20
 _ANSWER_SECONDS = 300
 
 
-def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+def processes(run: Run, query: Mapping[str, str]) -> dict[str, object]:
     """Return the processes that have left a file, the GPUs of this host while one of them runs here, and the logs."""
     here = socket.gethostname()
     gpus: list[Gpu] = []
@@ -43,7 +42,7 @@ def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
         with suppress(OSError, ValueError, KeyError):
             with open(file, encoding="utf-8", errors="replace") as lines:
                 who = json.loads(lines.readline())
-            process = _alive(who) if who["host"] == here else None
+            process = _alive(who["pid"], who["started"]) if who["host"] == here else None
             found.append(
                 {
                     "name": file.stem,
@@ -64,7 +63,7 @@ def processes(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _card(gpu: Gpu) -> dict[str, Any]:
+def _card(gpu: Gpu) -> dict[str, object]:
     return {
         "index": gpu.index,
         "name": gpu.name,
@@ -74,10 +73,10 @@ def _card(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _alive(who: Mapping[str, Any]) -> psutil.Process | None:
+def _alive(pid: int, started: float) -> psutil.Process | None:
     with suppress(psutil.Error):
-        process = psutil.Process(who["pid"])
-        if abs(process.create_time() - who["started"]) < 1:
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started) < 1:
             return process
     return None
 
@@ -103,7 +102,7 @@ def _seconds_since(run: Run, name: str) -> float | None:
     return max(0.0, time.time() - max(times)) if times else None
 
 
-def log_lines(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+def log_lines(run: Run, query: Mapping[str, str]) -> dict[str, object]:
     """Return the last lines of a log that have a text. Raises NotFound."""
     name, text = query["name"], query.get("text", "").lower()
     if name not in {path.name for path in run.files("*.log")}:
@@ -113,7 +112,7 @@ def log_lines(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
     return {"lines": kept[-_MOST_LINES:], "found": len(kept), "of": len(lines)}
 
 
-def stacks(run: Run, query: Mapping[str, Any]) -> dict[str, Any]:
+def stacks(run: Run, query: Mapping[str, object]) -> dict[str, object]:
     """Let a process write its Python stacks, and return them. Raises NotFound and OSError."""
     name = str(query["name"])
     file = Path(STACKS_FOLDER) / f"{name}.txt"
@@ -133,7 +132,7 @@ def answers_questions(run: Run) -> bool:
     return False
 
 
-def ask(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
+def ask(run: Run, body: Mapping[str, object]) -> dict[str, object]:
     """Return the answer of the current weights to `messages`. Raises NotFound and ValueError."""
     with run.open(QUESTIONS) as file:
         where = json.loads(file.read())
@@ -144,7 +143,7 @@ def ask(run: Run, body: Mapping[str, Any]) -> dict[str, Any]:
     request = Request(url, json.dumps({"messages": body["messages"]}).encode(), headers)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_ANSWER_SECONDS) as answer:
-            found: dict[str, Any] = json.load(answer)
+            found: dict[str, object] = json.load(answer)
             return found
     except HTTPError as error:
         raise ValueError(json.load(error)["error"]) from None

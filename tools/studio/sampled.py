@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -112,7 +111,7 @@ class SampleIndex:
         if self._num_read - self._saved_at > CACHED_BYTES:
             self._save()
 
-    def _entry(self, inode: int, offset: int, row: Mapping[str, Any]) -> tuple[float, ...]:
+    def _entry(self, inode: int, offset: int, row: Mapping[str, object]) -> tuple[float, ...]:
         """Return the columns _NAMES of a row."""
         evaluation = str(row.get("evaluation") or "")
         notable = row.get("notable")
@@ -162,7 +161,7 @@ class SampleIndex:
         """Whether much of the files is still to be read."""
         return sum(source.size - source.offset for source in list(self._files.values())) > PIECE_BYTES
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return the number of samples, their steps and sets, what is damaged, and how much of the files was read."""
         with self._lock:
             columns = self._columns
@@ -185,11 +184,11 @@ class SampleIndex:
                 return np.zeros(0, int)
             return np.unique(self._columns["step"][self._kept(Query(of=of))])
 
-    def find(self, query: Query) -> dict[str, Any]:
+    def find(self, query: Query) -> dict[str, object]:
         """Return {rows, matched, looked_at, next}: at most query.count answers. `matched`: answers that the conditions
         keep, without the text; `next`: start of the following page, None at the end. Raises ValueError."""
         places, wanted = self._places(query), _pattern(query)
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         until = time.monotonic() + _SEARCH_SECONDS
         at = query.start
         while at < len(places) and len(rows) < query.count and (wanted is None or time.monotonic() < until):
@@ -249,7 +248,7 @@ class SampleIndex:
             keep &= columns["episode"] == _checksum(query.episode)
         return np.flatnonzero(keep)
 
-    def _read(self, place: Iterable[Any], wanted: re.Pattern[str] | None = None) -> dict[str, Any] | None:
+    def _read(self, place: Iterable[str | int], wanted: re.Pattern[str] | None = None) -> dict[str, object] | None:
         """Return the answer at (inode, offset) in full; None where it is gone, or no text of it has `wanted`."""
         inode, offset = map(int, place)
         source = self._files.get(inode)
@@ -261,21 +260,22 @@ class SampleIndex:
                 return {**row, "at": f"{inode}:{offset}"}
         return None
 
-    def sample(self, at: str) -> dict[str, Any]:
+    def sample(self, at: str) -> dict[str, object]:
         """Return an answer in full, with `group`: all that were kept of its prompt in this step. Raises NotFound."""
         inode, _, offset = at.partition(":")
         row = self._read((inode, offset)) if inode.isdigit() and offset.isdigit() else None
         if row is None:
             raise NotFound("there is no such answer any more; the oldest files of samples are deleted")
+        step = int(_whole(row["step"]))
         query = Query(
-            first_step=row["step"], last_step=row["step"], of=row.get("evaluation") or "training",
+            first_step=step, last_step=step, of=str(row.get("evaluation") or "training"),
             query_id=str(row.get("query_id", "")), sort="step", descending=False,
         )  # fmt: skip
         group = [found for place in self._places(query)[:_MOST_IN_GROUP] if (found := self._read(place))]
         group = [one for one in group if all(one.get(k) == row.get(k) for k in ("query_id", "episode"))]
         return {**row, "group": sorted(group, key=lambda one: _number(one.get("index")))}
 
-    def all(self, query: Query) -> Iterator[dict[str, Any]]:
+    def all(self, query: Query) -> Iterator[dict[str, object]]:
         """Return every answer that a query keeps, in full, read as they are iterated. Raises ValueError."""
         places, wanted = self._places(query), _pattern(query)
         return (row for place in places if (row := self._read(place, wanted)))
@@ -305,7 +305,7 @@ def _number_of(name: str, names: list[str]) -> int:
     return names.index(name) if name in names else 0
 
 
-def _task_of(row: Mapping[str, Any]) -> str:
+def _task_of(row: Mapping[str, object]) -> str:
     """Return the task set that the id of an episode, [task set/]row/epoch, begins with."""
     head = without_epoch(str(row.get("episode") or ""))
     return unquote(head.removesuffix(str(row.get("query_id"))).rstrip("/"))
@@ -324,12 +324,12 @@ def _checksum(value: object) -> int:
     return zlib.crc32(str(value or "").encode(errors="replace"))
 
 
-def _texts(row: Mapping[str, Any]) -> Iterator[str]:
+def _texts(row: Mapping[str, object]) -> Iterator[str]:
     for name in ("prompt", "answer", "reference"):
         yield str(row.get(name) or "")
 
 
-def _short(row: dict[str, Any], wanted: re.Pattern[str] | None) -> dict[str, Any]:
+def _short(row: dict[str, object], wanted: re.Pattern[str] | None) -> dict[str, object]:
     """Return a row with the part of its texts that a table shows: their end, or the place that was searched."""
     turns = row.get("turns")
     short = {**row, "turns": len(turns) if isinstance(turns, list) else 0}

@@ -11,7 +11,6 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -109,7 +108,7 @@ class Series:
         """What changes with the rows that were read."""
         return f"{self._source.inode}:{self._source.offset}" if self._source else ""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return names, steps, what is damaged, and how much of the file was read."""
         with self._lock:
             columns, source = self._shown, self._source
@@ -147,7 +146,7 @@ class Series:
             x, y = x[order], y[order]
         return x, y
 
-    def heat(self, name: str) -> dict[str, Any]:
+    def heat(self, name: str) -> dict[str, object]:
         """Return a histogram metric over the steps: {steps [C], labels [R], counts [R][C]}; at most 160 steps."""
         with self._lock:
             columns = self._shown
@@ -175,7 +174,7 @@ def _new_columns() -> Columns:
     return Columns(dtypes={_OFFSET: "i8", _STEP: "i8"})
 
 
-def _append(columns: Columns, rows: Sequence[tuple[int, Mapping[str, Any]]], histograms: set[str]) -> None:
+def _append(columns: Columns, rows: Sequence[tuple[int, Mapping[str, object]]], histograms: set[str]) -> None:
     """Add rows of a file with their offsets. Neighbours with the same keys, which are nearly all, go in at once."""
     for _, alike in groupby(rows, key=lambda row: tuple(row[1])):
         block = list(alike)

@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -114,9 +113,9 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-Handler = Callable[[web.Request], Awaitable[Any]]
-Read = Callable[[Run, Mapping[str, str]], Any]
-Change = Callable[[Run, Mapping[str, Any]], Any]
+Handler = Callable[[web.Request], Awaitable[object]]
+Read = Callable[[Run, Mapping[str, str]], object]
+Change = Callable[[Run, Mapping[str, object]], object]
 
 
 class Studio:
@@ -128,7 +127,7 @@ class Studio:
         self.folders, self.indices = folders, Indices()
         self._rules, self._may_run = rules, may_run
         self._files = static_files()
-        self._lights: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._lights: dict[str, tuple[str, dict[str, object]]] = {}
         """Revision of the metrics and the worst answer of the rules, by run."""
 
     def routes(self) -> list[web.RouteDef]:
@@ -178,36 +177,36 @@ class Studio:
         ]
 
     def _reading(self, read: Read) -> Handler:
-        async def reading(request: web.Request) -> Any:
+        async def reading(request: web.Request) -> object:
             return await asyncio.to_thread(read, await self._run(request), request.query)
 
         return reading
 
     def _changing(self, change: Change) -> Handler:
-        async def changing(request: web.Request) -> Any:
+        async def changing(request: web.Request) -> object:
             return await asyncio.to_thread(change, await self._run(request), await body_of(request))
 
         return changing
 
     def _allowed(self, handler: Handler) -> Handler:
-        async def allowed(request: web.Request) -> Any:
+        async def allowed(request: web.Request) -> object:
             if not self._may_run:
                 raise NotAllowed("the studio starts nothing; start it with --allow-run, or run the command yourself")
             return await handler(request)
 
         return allowed
 
-    async def config(self, request: web.Request) -> Any:
+    async def config(self, request: web.Request) -> object:
         """Return the configuration that a run was started with."""
         run = await self._run(request)
         text = (await asyncio.to_thread(run.path(CONFIG).read_bytes)).decode("utf-8", "replace")
         return {"text": text, "experiment": configure.experiment_of(text), "name": f"{run.logs.name}.yaml"}
 
-    async def studio(self, request: web.Request) -> Any:
+    async def studio(self, request: web.Request) -> object:
         """Return whether requests may start processes."""
         return {"may_run": self._may_run}
 
-    async def health(self, request: web.Request) -> Any:
+    async def health(self, request: web.Request) -> object:
         """Return the answer of every rule."""
         run = await self._run(request)
         series = self.indices.series(run)
@@ -258,19 +257,19 @@ class Studio:
     async def _run(self, request: web.Request) -> Run:
         return await asyncio.to_thread(self.folders.run, request.match_info["run"])
 
-    async def runs(self, request: web.Request) -> Any:
+    async def runs(self, request: web.Request) -> object:
         """Return the runs of the folders."""
         runs = await asyncio.to_thread(self.folders.runs)
         for run in runs[:_JUDGED_RUNS]:
             if run.small:
                 await self.indices.fresh(self.indices.series(run))
 
-        def rows() -> list[dict[str, Any]]:
+        def rows() -> list[dict[str, object]]:
             return [{**overview(run), "light": self._light(run)} for run in runs]
 
         return {"runs": await asyncio.to_thread(rows)}
 
-    def _light(self, run: Run) -> dict[str, str] | None:
+    def _light(self, run: Run) -> dict[str, object] | None:
         """Return the worst answer of the rules; None where the metrics were not read yet."""
         series = self.indices.known(run)
         if series is None:
@@ -281,7 +280,7 @@ class Studio:
         first = self._lights[run.id][1]
         return {"light": first["light"], "reason": first["reason"]}
 
-    async def run(self, request: web.Request) -> Any:
+    async def run(self, request: web.Request) -> object:
         """Return the row of a run in the list, its metrics, and the state of its index."""
         run = await self._run(request)
         series, samples = self.indices.series(run), self.indices.samples(run)
@@ -293,7 +292,7 @@ class Studio:
             "questions": answers_questions(run),
         }
 
-    async def curves(self, request: web.Request) -> Any:
+    async def curves(self, request: web.Request) -> object:
         """Return curves of one or several metrics of one or several runs."""
         query = request.query
         axis = query.get("x", "step")
@@ -304,7 +303,7 @@ class Studio:
         series = [self.indices.series(run) for run in runs]
         await self.indices.fresh(*series)
 
-        def curves() -> dict[str, list[dict[str, Any]]]:
+        def curves() -> dict[str, list[dict[str, object]]]:
             return {
                 name: [curve(one, name, axis, low, high, points, smooth) for one in series]
                 for name in query.getall("metric", [])
@@ -312,23 +311,23 @@ class Studio:
 
         return {"curves": await asyncio.to_thread(curves), "runs": [run.id for run in runs]}
 
-    async def heat(self, request: web.Request) -> Any:
+    async def heat(self, request: web.Request) -> object:
         """Return a histogram over the steps."""
         series = self.indices.series(await self._run(request))
         return await asyncio.to_thread(series.heat, request.query["metric"])
 
-    async def samples(self, request: web.Request) -> Any:
+    async def samples(self, request: web.Request) -> object:
         """Return the samples that a query keeps."""
         index = self.indices.samples(await self._run(request))
         await self.indices.fresh(index)
         return {**await asyncio.to_thread(index.find, query_of(request)), **index.status()}
 
-    async def sample(self, request: web.Request) -> Any:
+    async def sample(self, request: web.Request) -> object:
         """Return one sample with its group."""
         index = self.indices.samples(await self._run(request))
         return await asyncio.to_thread(index.sample, request.query["at"])
 
-    async def pairs(self, request: web.Request) -> Any:
+    async def pairs(self, request: web.Request) -> object:
         """Return the answers of two steps, of this run or of it and another one, to the same prompts."""
         run = await self._run(request)
         other = await asyncio.to_thread(self.folders.run, request.query.get("other") or run.id)
@@ -337,12 +336,12 @@ class Studio:
         return await asyncio.to_thread(pairs, left, right, request.query)
 
 
-def _asked(read: Callable[[Mapping[str, str]], Any]) -> Handler:
+def _asked(read: Callable[[Mapping[str, str]], object]) -> Handler:
     return lambda request: asyncio.to_thread(read, request.query)
 
 
-def _told(change: Callable[[Mapping[str, Any]], Any]) -> Handler:
-    async def told(request: web.Request) -> Any:
+def _told(change: Callable[[Mapping[str, object]], object]) -> Handler:
+    async def told(request: web.Request) -> object:
         return await asyncio.to_thread(change, await body_of(request))
 
     return told
@@ -381,7 +380,7 @@ def as_json(value: object) -> bytes:
         return orjson.dumps(json.loads(text.encode(errors="replace"), parse_int=float))
 
 
-def overview(run: Run) -> dict[str, Any]:
+def overview(run: Run) -> dict[str, object]:
     """Return the row of a run in the list of runs."""
     row = last_row(run)
     warning, left = log_figures(run)
@@ -407,7 +406,9 @@ def _tokens_per_second(row: Mapping[str, object]) -> float | None:
     return None
 
 
-def curve(series: Series, name: str, axis: str, low: float, high: float, points: int, smooth: float) -> dict[str, Any]:
+def curve(
+    series: Series, name: str, axis: str, low: float, high: float, points: int, smooth: float
+) -> dict[str, object]:
     """Return one curve between two values of x: {x, y, smooth}. `smooth`: share of the points whose mean each point
     becomes, 0: none."""
     x, y = series.curve(name, axis)
@@ -415,7 +416,7 @@ def curve(series: Series, name: str, axis: str, low: float, high: float, points:
     inside = slice(*np.searchsorted(x, (low, high), side="left")) if np.isfinite([low, high]).any() else slice(None)
     x, y, mean = x[inside], y[inside], mean[inside]
     shown_x, shown_y = downsampled(x, y, points)
-    result = {"x": shown_x, "y": shown_y}
+    result: dict[str, object] = {"x": shown_x, "y": shown_y}
     if smooth > 0:
         result["smooth"] = np.interp(shown_x, x, mean) if len(x) else mean
     return result
@@ -437,7 +438,7 @@ def query_of(request: web.Request) -> Query:
     return Query(**whole, **numbers, **texts, descending=given.get("order", "down") == "down")  # type: ignore[arg-type]
 
 
-def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, Any]]:
+def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, object]]:
     """Return the answer of every rule, what is wrong first, with the metrics that it reads: [name, mean of the last
     steps]."""
     history = run.history(series)
@@ -459,7 +460,7 @@ def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, An
     ]
 
 
-async def body_of(request: web.Request) -> dict[str, Any]:
+async def body_of(request: web.Request) -> dict[str, object]:
     """Return the JSON object of a request. Raises ValueError."""
     if request.content_type != "application/json":  # a form of another page cannot send this type
         raise ValueError("the body must be application/json")

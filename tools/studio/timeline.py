@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from tools.arguments import BadRequest
 from tools.studio.folders import NotFound, Run
@@ -18,7 +17,7 @@ _MOST_SPANS = 12_000
 _STEPS_LANE = "steps"
 
 
-def timeline(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
+def timeline(run: Run, query: Mapping[str, str]) -> dict[str, object]:
     """Return the lanes of the steps `first` to `last`, by default of the last one; times in seconds from their begin.
     Raises NotFound and ValueError."""
     chosen = None
@@ -46,7 +45,7 @@ def timeline(run: Run, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _lanes(spans: Sequence[Span], begin: int) -> list[dict[str, Any]]:
+def _lanes(spans: Sequence[Span], begin: int) -> list[dict[str, object]]:
     lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.process, span.lane].append(span)
