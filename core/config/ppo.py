@@ -142,15 +142,12 @@ class PromptOnlyDatasetConfig(DataSection):
     train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
 
 
-class PromptAnswerDatasetConfig(DataSection):
-    """Prompts with answers, for supervised fine-tuning."""
+class TrainAndValidSection(PlaceSection):
+    """Rows to train on, and rows for the validation loss."""
 
     train_path: str = key(description=f"Rows to train on: {PATH}")
     valid_path: str = key("", "The same for the validation loss; empty: none")
     valid_split: str | None = key(None, VALID_SPLIT, needs=_VALIDATES & _FOLDER)
-    max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
-    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
-    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs=_VALIDATES)
 
     @property
     def train_source(self) -> DataSource:
@@ -162,18 +159,25 @@ class PromptAnswerDatasetConfig(DataSection):
         """The validation set."""
         return self.held_out(self.valid_path, self.valid_split)
 
+
+class PromptAnswerDatasetConfig(TrainAndValidSection, DataSection):
+    """Prompts with answers, for supervised fine-tuning."""
+
+    max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
+    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
+    valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs=_VALIDATES)
+
     @property
     def pair_columns(self) -> PreferenceFields | None:
         """Names of the columns of pairs. None: the rows are prompts with answers."""
         return None
 
 
-class PreferenceDatasetConfig(PlaceSection):
+class PreferenceDatasetConfig(TrainAndValidSection):
     """Preference pairs, for direct preference optimization."""
 
     train_path: str = key(description=f"Pairs to train on: {PATH}")
     valid_path: str = key("", "The same to evaluate on; empty: none")
-    valid_split: str | None = key(None, VALID_SPLIT, needs=_VALIDATES & _FOLDER)
     prompt_field: str = key("prompt", "Column of the prompt")
     chosen_field: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
     rejected_field: str = key("rejected", "Column of the other answer")
@@ -182,16 +186,6 @@ class PreferenceDatasetConfig(PlaceSection):
     )
     train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
     valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs=_VALIDATES)
-
-    @property
-    def train_source(self) -> DataSource:
-        """The training set."""
-        return self.source(self.train_path)
-
-    @property
-    def valid_source(self) -> DataSource | None:
-        """The validation set."""
-        return self.held_out(self.valid_path, self.valid_split)
 
     @property
     def pair_columns(self) -> PreferenceFields:

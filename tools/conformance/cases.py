@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -104,27 +104,20 @@ class Case:
     """Lists of each token that the case has besides those of its quantity."""
 
 
-def advantages(
-    name: str,
-    algorithm: str,
-    settings: Mapping[str, object],
-    *,
-    kind: str = "usual",
-    fields: frozenset[str] = frozenset(),
-) -> Case:
-    return Case(name=name, quantity="advantages", algorithm=algorithm, settings=settings, kind=kind, fields=fields)
+class Options(TypedDict, total=False):
+    """The last fields of a case."""
+
+    kind: str
+    fields: frozenset[str]
 
 
-def loss(
-    name: str,
-    algorithm: str,
-    settings: Mapping[str, object],
-    *,
-    kind: str = "usual",
-    fields: frozenset[str] = frozenset(),
-) -> Case:
+def advantages(name: str, algorithm: str, settings: Mapping[str, object], **more: Unpack[Options]) -> Case:
+    return Case(name=name, quantity="advantages", algorithm=algorithm, settings=settings, **more)
+
+
+def loss(name: str, algorithm: str, settings: Mapping[str, object], **more: Unpack[Options]) -> Case:
     settings = {"correction": "none", **settings}
-    return Case(name=name, quantity="loss", algorithm=algorithm, settings=settings, kind=kind, fields=fields)
+    return Case(name=name, quantity="loss", algorithm=algorithm, settings=settings, **more)
 
 
 def weights(name: str, settings: Mapping[str, object]) -> Case:
