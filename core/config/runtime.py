@@ -401,6 +401,18 @@ class ReplayConfig(Section):
         return self.share > 0
 
 
+class OverRolloutConfig(Section):
+    """When a step trains without the slowest of its prompts. Those are trained later, within the staleness bound."""
+
+    ratio: float = key(0.0, "Share of its prompts that a step may miss. 0: none", ge=0, lt=1)
+    wait_seconds: float = key(
+        30.0,
+        "Wait for them so long after the others are ready",
+        ge=0,
+        needs=above("experience.over_rollout.ratio", 0),
+    )
+
+
 class ExperienceConfig(Section):
     """Where episodes are kept."""
 
@@ -429,6 +441,7 @@ class ExperienceConfig(Section):
         "be trained within the staleness bound then is dropped as late. null: wait for whole batches",
         gt=0,
     )
+    over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Steps that do not wait for their slowest prompts")
     processors: list[str] = key(
         [],
         "Functions package.module:name that get every finished episode before it is stored, in this order: they change "

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ from core.monitoring.samples import Sample, SampleWriter
 from core.processes.stacks import forget_modules
 from core.train.step_batch import BatchFacts, BatchRequest, Results, Scored, Scoring, StepBatch
 from rollout.data.source import DatasetError
-from rollout.experience import Experience, Lessee, episode_id, open_store, without_epoch
+from rollout.experience import Experience, Lessee, Patience, episode_id, open_store, without_epoch
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
+    from core.config.runtime import ExperienceConfig
     from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class BatchService:
             name=lessee,
             until_saved=config.experience.is_durable and config.recovers,
             keep_steps=config.experience.keep_steps,
-            timeout_seconds=config.experience.max_read_timeout,
+            patience=_patience(config.experience),
             right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
         )
         self._demonstrations = data.demonstrations()
@@ -180,3 +182,11 @@ class BatchService:
         self._lessee.end()
         await self._samples.close()
         self._experience.close()
+
+
+def _patience(config: ExperienceConfig) -> Callable[[int], Patience] | None:
+    """Return how long a step of so many prompts waits for the rest of them. None: without a limit."""
+    given = config.over_rollout
+    if config.max_read_timeout is None and not given.ratio:
+        return None
+    return partial(Patience, seconds=config.max_read_timeout, ratio=given.ratio, wait_seconds=given.wait_seconds)

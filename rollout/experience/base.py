@@ -8,6 +8,8 @@ is there. The rules of admission and selection are arguments, which a store appl
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -146,6 +148,24 @@ class Choose(Protocol):
         ...
 
 
+class Patience:
+    """How long a step waits for its batch of `batch_size` episodes: `seconds` from now on, and `wait_seconds` from
+    the moment on in which a share of 1 - `ratio` is ready."""
+
+    def __init__(
+        self, batch_size: int, *, seconds: float | None = None, ratio: float = 0.0, wait_seconds: float = 0.0
+    ) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._wait_seconds = wait_seconds
+        self._enough = max(1, math.ceil((1.0 - ratio) * batch_size)) if ratio else math.inf
+
+    def left(self, num_ready: int) -> float:
+        """Return the seconds until the step trains what is ready, of which there are so many now: 0 from the end on."""
+        if num_ready >= self._enough:
+            self._end, self._enough = min(self._end, time.monotonic() + self._wait_seconds), math.inf
+        return max(0.0, self._end - time.monotonic())
+
+
 class Experience(Protocol):
     """A store of episodes. Calls that do not wait return when what they did survives the end of this process."""
 
@@ -199,11 +219,9 @@ class Experience(Protocol):
         """Become the one trainer of the store. Raises LesseeError where another one has leases."""
         ...
 
-    async def lease(
-        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
-    ) -> Lease:
+    async def lease(self, selection: Selection, step: int, lessee: str, *, patience: Patience | None = None) -> Lease:
         """Wait until the batch of `step` can be chosen, and lease it to the trainer named `lessee`. Steps increase by
-        one; a repeated call returns the same lease. After `timeout_seconds`, lease what is ready of it, at least one
+        one; a repeated call returns the same lease. Where `patience` ends, lease what is ready of it, at least one
         episode. Only runs with such a limit pass it: a store without the parameter serves all others.
 
         Raises StalenessError when no batch can keep the bound, LesseeError where another trainer has leases, ValueError

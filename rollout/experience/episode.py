@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 
 import numpy as np
 
-from rollout.types import PROMPT_VERSION, Prompt, Trajectory
+from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
 Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
 """open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
@@ -88,6 +88,11 @@ class Event:
     """Checksum of what was asked for: what an earlier attempt got answers the same question only."""
     value: object
     """A completion, with finish_reason "abort" while it is sampled, or the result of a tool as plain values."""
+
+
+def sampled_lengths(events: Iterable[Event]) -> list[int]:
+    """Return the tokens that each call of an episode has sampled so far."""
+    return [len(event.value.token_ids) for event in events if isinstance(event.value, Completion)]
 
 
 class Summary(TypedDict):

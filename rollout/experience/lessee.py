@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rollout.experience.base import Experience, Lease, Outstanding, Selection, StalenessError
+from rollout.experience.base import Experience, Lease, Outstanding, Patience, Selection, StalenessError
 from rollout.experience.episode import Episode, Tags
 from rollout.experience.replay import Replay
 from rollout.experience.rules import Rules
@@ -28,13 +28,13 @@ class Lessee:
     def __init__(
         self, experience: Experience, rules: Rules, *,
         name: str = "trainer", until_saved: bool = False, keep_steps: int = 0,
-        right_at: Mapping[str, float | None] | None = None, timeout_seconds: float | None = None,
+        right_at: Mapping[str, float | None] | None = None, patience: Callable[[int], Patience] | None = None,
     ) -> None:  # fmt: skip
         """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
         checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
         their values when they are trained. `right_at`: task sets with the reward from which an answer is right, for
-        figures of each; None: there is one set. `timeout_seconds`: after this wait, train on what is ready."""
-        self._right_at, self._timeout_seconds = right_at or {}, timeout_seconds
+        figures of each; None: there is one set. `patience`: with the episodes of a step, how long it waits for them."""
+        self._right_at, self._patience = right_at or {}, patience
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
         self._until_saved = until_saved
@@ -53,7 +53,8 @@ class Lessee:
             raise ValueError(f"take({step}): the run has {self._rules.schedule.total_steps} steps")
         self.trained(step)
         clock = _Clock(self._rules.selection)
-        limit = {} if self._timeout_seconds is None else {"timeout_seconds": self._timeout_seconds}
+        size = self._rules.schedule.batch_of(step)
+        limit = {} if self._patience is None else {"patience": self._patience(size)}
         lease = await self._experience.lease(clock, step, self._name, **limit)
         waits = clock.seconds()
         self._leases.append(lease)
@@ -61,10 +62,8 @@ class Lessee:
         if self._rules.over_age == "mask":
             episodes = [self._masked_episode(episode, step) for episode in episodes]
         self._figures = waits | self._ages(episodes, step) | self._of_task_sets(lease.tags)
-        if self._timeout_seconds is not None:
-            late = sum(tags.fate == "late" for tags in lease.dropped)
-            missing = self._rules.schedule.batch_of(step) - len(lease.tags)
-            self._figures |= {"rollout/num_late": float(late), "rollout/num_missing": float(missing)}
+        if self._patience is not None:
+            self._figures |= self._of_late(lease, size)
         reasons = Counter(tags.reason for tags in lease.dropped if tags.reason)
         self._figures |= {f"dropped/{reason}": float(number) for reason, number in reasons.items()}
         if self._rules.spread is not None:
@@ -77,6 +76,19 @@ class Lessee:
         self._figures |= replay.metrics(again, step=step, num_new=num_new)
         values = self._experience.values([tags.id for tags in again])
         return [replace(episode, tags=tags) for episode, tags in zip(values, again, strict=True)]
+
+    def _of_late(self, lease: Lease, size: int) -> dict[str, float]:
+        """Return how many episodes of a batch are late or missing, and the mean length of the trained answers over that
+        of trained and late ones, which would have become longer still."""
+        late = [tags for tags in lease.dropped if tags.fate == "late"]
+        trained = [length for tags in lease.tags for length in tags.lengths]
+        every = trained + [length for tags in late for length in tags.lengths]
+        bias = np.mean(trained) / np.mean(every) if sum(every) else 1.0
+        return {
+            "rollout/num_late": float(len(late)),
+            "rollout/num_missing": float(size - len(lease.tags)),
+            "rollout/length_bias": float(bias),
+        }
 
     def trained(self, step: int) -> None:
         """Count all steps before `step` as trained."""

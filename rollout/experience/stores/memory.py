@@ -7,6 +7,7 @@ A state holds everything that is not acknowledged, so a run that continues from 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +20,12 @@ from rollout.experience.base import (
     Lease,
     LesseeError,
     Opened,
+    Patience,
     Selection,
     Status,
     Used,
 )  # fmt: skip
-from rollout.experience.episode import Episode, Event, Tags, mean_reward
+from rollout.experience.episode import Episode, Event, Tags, mean_reward, sampled_lengths
 from rollout.experience.serial import (
     SCHEMA,
     check_schema,
@@ -168,31 +170,28 @@ class MemoryExperience:
             raise LesseeError(f"{lessee!r} cannot lease: {self._lessee!r} trains on the episodes of this store")
         self._lessee = lessee
 
-    async def lease(
-        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
-    ) -> Lease:
+    async def lease(self, selection: Selection, step: int, lessee: str, *, patience: Patience | None = None) -> Lease:
         self.enroll(lessee)
         if step in self._leases:
             return self._leases[step]
         if step != self._next_step:
             raise ValueError(f"lease({step}): the next step is {self._next_step}")
-        clock = asyncio.get_running_loop().time
-        deadline = None if timeout_seconds is None else clock() + timeout_seconds
         while self._error is None:
             if len(self._ready) >= selection.batch_of(step) and selection.is_ready(self, step):
                 return self._lease(selection.choose(self, step), step)
-            if deadline is not None and clock() >= deadline and (lease := self._lease_part(selection, step)):
+            left = math.inf if patience is None else patience.left(len(self._ready))
+            if not left and (lease := self._lease_part(selection, step)):
                 return lease
             self._changed.clear()
-            left = None if deadline is None or clock() >= deadline else deadline - clock()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(self._changed.wait(), left if 0 < left < math.inf else None)
         raise self._error
 
     def _lease_part(self, selection: Selection, step: int) -> Lease | None:
         ids, late = selection.partial(self, step)
         for id in late:
-            self._end(id, replace(self._in_flight[id], fate="late"))
+            lengths = sampled_lengths(self.events(id))
+            self._end(id, replace(self._in_flight[id], fate="late", lengths=lengths))
         return self._lease(ids, step) if ids else None
 
     def _lease(self, ids: Sequence[str], step: int) -> Lease:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import uuid
 from abc import ABC, abstractmethod
@@ -31,12 +30,13 @@ from rollout.experience.base import (
     Lease,
     LesseeError,
     Opened,
+    Patience,
     Selection,
     Status,
     StoreError,
     Used,
 )  # fmt: skip
-from rollout.experience.episode import Episode, Event, Fate, Tags, mean_reward
+from rollout.experience.episode import Episode, Event, Fate, Tags, mean_reward, sampled_lengths
 from rollout.experience.serial import (
     SCHEMA,
     SchemaError,
@@ -342,17 +342,14 @@ class SQLExperience(ABC):
         where = f"{_OPEN} ORDER BY version, number LIMIT ?"
         return [id for (id,) in self._execute(f"SELECT id FROM episodes WHERE {where}", (count,))]
 
-    async def lease(
-        self, selection: Selection, step: int, lessee: str, *, timeout_seconds: float | None = None
-    ) -> Lease:
+    async def lease(self, selection: Selection, step: int, lessee: str, *, patience: Patience | None = None) -> Lease:
         self.enroll(lessee)
         if not self._settled:
             self._settle(step)
-        clock = asyncio.get_running_loop().time
-        deadline = math.inf if timeout_seconds is None else clock() + timeout_seconds
         seen = None
         while True:
-            changes, in_part = self._changes(), clock() >= deadline
+            ready = 0 if patience is None else self._count(f"{_OUTSTANDING} AND fate = 'ready'")
+            changes, in_part = self._changes(), patience is not None and not patience.left(ready)
             if (changes, in_part) != seen:
                 seen = changes, in_part
                 with self._transaction():
@@ -413,6 +410,9 @@ class SQLExperience(ABC):
         elif in_part:
             ids, late = selection.partial(self, step)
             for id in late:
+                (tags,) = self._tags("id = ?", (id,))
+                known = _tags_to_text(replace(tags, lengths=sampled_lengths(self.events(id))))
+                self._execute("UPDATE episodes SET tags = ? WHERE id = ?", (known, id))
                 self._end(id, "late")
         else:
             return None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from rollout.experience import (
     LesseeError,
     MemoryExperience,
     OverAge,
+    Patience,
     Schedule,
     SQLiteExperience,
     StalenessAdmission,
@@ -629,7 +631,7 @@ def test_many_episodes_pass_through_in_time_that_grows_no_faster_than_their_numb
 def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(stores: Stores) -> None:
     """Batches of 3, bound 1: of the episodes of version 0, steps 0 and 1 can train six."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=3, max_staleness=1)
-    lessee = Lessee(store, rules, timeout_seconds=0.05)
+    lessee = Lessee(store, rules, patience=partial(Patience, seconds=0.05))
     for number in range(6):
         begin(store, number, version=0)
     finish(store, 4, 0)
@@ -650,6 +652,35 @@ def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_
 
     asyncio.run(main())
     assert store.status().num_outstanding == 0
+
+
+def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_ones_is_known(stores: Stores) -> None:
+    """Batches of 4, bound 0: a step may miss a quarter of its prompts, which are late then."""
+    store, rules = stores.new(), make_rules(num_prompts=99, batch_size=4, max_staleness=0)
+    lessee = Lessee(store, rules, patience=partial(Patience, ratio=0.25, wait_seconds=0.05))
+    for number in range(4):
+        begin(store, number, version=0)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(lessee.take(0))
+        finish(store, 0, 0)
+        finish(store, 1, 0, 0)
+        await asyncio.sleep(0.2)
+        assert not waiting.done(), "half of the prompts are not enough"
+        part = Completion(
+            token_ids=np.zeros(9, np.int32), logprobs=np.zeros(9, np.float32), versions=np.zeros(9, np.int32),
+            finish_reason="abort",
+        )  # fmt: skip
+        store.journal("q3", Event(key="0", asked="a", value=part))
+        finish(store, 2, 0, 0, 0)
+        assert names(await waiting) == ["q0", "q1", "q2"]
+
+    asyncio.run(main())
+    stats = lessee.stats()
+    assert (stats["rollout/num_late"], stats["rollout/num_missing"]) == (1.0, 1.0)
+    assert stats["rollout/length_bias"] == pytest.approx(2 / ((1 + 2 + 3 + 9) / 4))
+    (late,) = [tags for tags in store.tags() if tags.fate == "late"] if stores.are_durable else [None]
+    assert late is None or late.lengths == [9]
 
 
 @settings(max_examples=200, deadline=None)
