@@ -31,7 +31,7 @@ under the new weights; keep their keys and values."""
 WeightFormat = Literal["float32", "bfloat16"]
 Quantization = Literal["auto", "fp8_block"]
 """Format of the weights of linear layers. auto: that of all weights. fp8_block: see model_specs/tensors.py."""
-FlagValue = bool | int | float | str | list[int] | None
+FlagValue = bool | int | float | str | list[int] | list[str] | None
 _SERVERS = fact("servers")
 ALL_INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 

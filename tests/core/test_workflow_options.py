@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core.checks.rules import load_config
 from core.config.runtime import WorkflowConfig
 from core.explore.workflow import check_workflows, workflow_choice
 from rollout.types import SamplingParams
@@ -62,6 +63,16 @@ def test_options_reach_the_workflow_as_its_class_declares_them() -> None:
     workflow: Any = make_workflow(workflow_choice(config), **SETTINGS)
     assert (workflow.options.max_turns, workflow.options.name) == (5, "chess")
     assert problems(type="own_workflows:Game") == problems() == []
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("[python, own_tools:add]", ["python", "own_tools:add"]), ("[1, 2]", [1, 2]), ("5", 5), ("a", "a")],
+)
+def test_an_option_on_the_command_line_may_be_a_list(written: str, read: object) -> None:
+    given = ["experiment_name=e", "trial_name=t", "actor.path=m", "dataset.path=d", "ppo.disable_value=true"]
+    loaded = load_config("ppo-math", None, [*given, "workflow.type=tools", f"workflow.options.tools={written}"])
+    assert loaded.config.workflow.options == {"tools": read}
 
 
 @pytest.mark.parametrize(

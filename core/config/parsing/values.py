@@ -59,7 +59,7 @@ def type_name(annotation: object) -> str:
     """Return a type in the words of an error message."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        names = ["null" if a is type(None) else type_name(a) for a in args]
+        names = list(dict.fromkeys("null" if a is type(None) else type_name(a) for a in args))
         return ", ".join(names[:-1]).replace(" or ", ", ") + f" or {names[-1]}"
     if origin is Literal:
         return f"one of {', '.join(args)}" if len(args) > 1 else args[0]
