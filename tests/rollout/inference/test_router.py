@@ -453,6 +453,20 @@ def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() 
     play(scene())
 
 
+def test_a_generator_that_aborts_without_a_token_is_called_less_and_less_often() -> None:
+    async def seconds(*ends: str) -> float:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        await Router([Scripted(*ends, "stop")]).generate(request(0, prompt(5)))
+        return loop.time() - begin
+
+    async def scene() -> None:
+        assert await seconds(*["token"] * 12) == pytest.approx(0.0, abs=0.01)
+        assert await seconds(*["abort"] * 12) > 5.0
+
+    run_virtual(scene())
+
+
 class AnswerLost(Silent):
     """A generator that has finished a request, as partial() reports, and dies before its answer arrives."""
 
