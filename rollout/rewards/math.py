@@ -47,7 +47,7 @@ _CANDIDATE = re.compile(
     rf"|{_PLAIN}(?:(?:,\s+{_PLAIN})*,?\s+(?:and|or|to)\s+{_PLAIN})?(?:\s*\\?%)?"
 )
 _OTHERWISE = re.compile(
-    r"(?i)(?:\b(?:least|most|than|above|below|over|under|except|minus|negative|twice|times|half|root|log|ln|sqrt)"
+    r"(?i)(?:\b(?:least|most|than|above|below|over|under|except|minus|negative|twice|times|half|root|log|ln|sqrt|sin|cos|tan)"
     r"(?: about| of)?|[<>]=|[<>≠≤≥+/^×÷·±∓]|!=|\\(?:(?:ne|[lg]e)q?|[lg]t|pm))[\s*$]*$"
 )
 """What makes the number behind it another answer, or part of a formula."""
@@ -216,7 +216,8 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
         sentence = re.split(r"(?<=[.!?:])\s+|\n", text.rstrip(" .*"))[-1]
         letters = set(_LETTER.findall(sentence))
         return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
-    if _FORMULA_LINE.fullmatch(line := _last_line(text)):
+    line = _last_line(text)
+    if _FORMULA_LINE.fullmatch(line) or _is_quantity(line):
         return line
     found = list(_CANDIDATE.finditer(text))
     if not found:
@@ -228,3 +229,12 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
     answer, words = found[-1].group().strip(), _UNIT.match(after)
     unit = unit_of(spelled(words[1])) if words and answer[-1].isdigit() else None
     return rf"{answer}\text{{{words[1]}}}" if words and unit and unit.known and not unit.others else answer
+
+
+def _is_quantity(line: str) -> bool:
+    """Return whether all of a line is one number with its unit, as in "2 dozen" and "sin 30 degrees"."""
+    answer = read(line)
+    if answer.kind != "quantity" or re.search(r"[$,(]", line):
+        return False
+    formula, _, beside = answer.parts
+    return not beside and not _PROSE_WORD.search(formula)
