@@ -117,9 +117,12 @@ def _copy_weights(sharded: ShardedStateDict, model: Sequence[ModelChunk], host: 
     live = {t.untyped_storage().data_ptr() for t in _parameters(model)}
     mine: list[ShardedTensor] = []
 
-    def find(entry: Any) -> Any:
-        of_model = isinstance(entry, ShardedTensor) and entry.data.untyped_storage().data_ptr() in live
-        if of_model and is_main_replica(entry.replica_id):
+    def find(entry: object) -> object:
+        if (
+            isinstance(entry, ShardedTensor)
+            and entry.data.untyped_storage().data_ptr() in live
+            and is_main_replica(entry.replica_id)
+        ):
             mine.append(entry)
         return entry
 

@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 from torch.overrides import TorchFunctionMode
 
 from mcore_adapter.autograd import Context, mark
@@ -261,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -284,7 +285,7 @@ class FusedAdam(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient once."""
         assert closure is None, "Megatron computes the gradients itself"
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
@@ -330,8 +331,12 @@ class _CudaMeansCpu(TorchFunctionMode):
     names that Megatron's optimizers compare against."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func is _TENSOR_CUDA:
             return args[0]
         if kwargs:
@@ -341,10 +346,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
             return func(*args, **kwargs)
-        if func is _TENSOR_TYPE and len(args) == 1:
-            name = func(args[0])
-            return _CUDA_TYPE_NAMES.get(name, name)
-        return func(*args)
+        result = func(*args)
+        return _CUDA_TYPE_NAMES.get(result, result) if func is _TENSOR_TYPE and isinstance(result, str) else result
 
 
 class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
@@ -383,7 +386,9 @@ def _weighted_swiglu(
     return (swiglu(gate_up) * weight).to(gate_up.dtype)
 
 
-def _splits_on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+def _splits_on_host(
+    dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Change only the types of the numbers, in place of the dispatcher's copy to the host on a stream of its own."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits"):

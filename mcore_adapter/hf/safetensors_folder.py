@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -247,8 +247,8 @@ class ShardWriter:
     def _open(self, shard: int) -> None:
         # Wide formats first: every tensor lies at a multiple of its element's size.
         names = sorted(self._shards[shard], key=lambda name: -self._specs[name].dtype.itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begins, offset = dict[str, int](), 0
         for name in names:
             spec = self._specs[name]
             header[name] = {
@@ -256,6 +256,7 @@ class ShardWriter:
                 "shape": list(spec.shape),
                 "data_offsets": [offset, offset + spec.nbytes],
             }
+            begins[name] = offset
             offset += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -263,7 +264,7 @@ class ShardWriter:
         self._files.append(file)
         write_all(file.fileno(), 0, len(text).to_bytes(8, "little") + text)
         for name in names:
-            self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
+            self._place[name] = file, 8 + len(text) + begins[name]
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, converted to the format announced for it."""

@@ -18,6 +18,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config as yarn_concentration,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -146,15 +147,16 @@ class RecomputingAttention(SelfAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        *args: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
+        *args: object,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         given: dict[str, Any] = dict(rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
         if not (self.recompute_inputs and torch.is_grad_enabled()):
             return super().forward(hidden_states, attention_mask, *args, **given)
-        assert rotary_pos_emb is not None and packed_seq_params.qkv_format == "thd", "as every family and packing has"
+        assert rotary_pos_emb is not None and packed_seq_params is not None, "as every family and packing has"
+        assert packed_seq_params.qkv_format == "thd", "as every family and packing has"
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         checkpoint = _Checkpoint(fp8=self.config.fp8)
 
@@ -169,12 +171,14 @@ class RecomputingAttention(SelfAttention):
         checkpoint.discard_output_and_register_recompute(output)
         return output, bias
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         if self._inputs is None:
             return super().get_query_key_value_tensors(*args, **kwargs)
         return tuple(x.unsqueeze(1) for x in self._inputs)  # the caller squeezes
 
-    def _rotated(self, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: PackedSeqParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (x.squeeze(1) for x in super().get_query_key_value_tensors(hidden))
         padded = packing.cu_seqlens_q_padded
         settings: dict[str, Any] = dict(
@@ -197,7 +201,7 @@ class RecomputingMLP(MLP):
     recompute: Recomputed = "nothing"
 
     def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         if self.config.fp8:  # otherwise it keeps its input in 8 bits, beside the one that is dropped
             self.linear_fc2.save_original_input = self.recompute == "halves"
