@@ -33,9 +33,9 @@ def draw_run(picture: Path, metrics: Path, *, title: str, others: Sequence[Path]
     trained, evaluated = _rows(metrics)
     draw_reward_curve(
         picture,
-        steps=[row["step"] for row in trained],
+        steps=[int(row["step"]) for row in trained],
         rewards=[(row["task_reward"] - WRONG) / (RIGHT - WRONG) for row in trained],
-        eval_steps=[row["step"] for row in evaluated],
+        eval_steps=[int(row["step"]) for row in evaluated],
         accuracies=[row["eval/accuracy"] for row in evaluated],
         title=title,
         others=[[(row["step"], row["eval/accuracy"]) for row in _rows(other)[1]] for other in others],
