@@ -62,6 +62,9 @@ nightly-sglang: $(STAMP)
 nightly-chaos: $(STAMP)
 	$(BIN)/python -m tools.chaos --kills 50 --seed 7
 	$(BIN)/python -m tools.chaos --workflow agent --kills 20 --seed 7
+	$(BIN)/python -m tools.chaos --mode split --kills 20 --seed 7
+	@ls -d /usr/lib/postgresql/*/bin >/dev/null 2>&1 || { echo "left out: no PostgreSQL server is installed"; exit 0; }; \
+	$(BIN)/python -m tools.chaos --mode split --postgres --kills 20 --seed 7
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
