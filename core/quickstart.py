@@ -128,7 +128,7 @@ def _main(argv: Sequence[str] | None) -> int:
             return _refuse(f"{arguments.config} is a recipe of {other.name}; translate it: {way_out}")
         return _refuse(str(error), count=len(error.problems))
     if command and not checked.loaded.where("trial_name"):
-        command.append(f"trial_name={checked.loaded.config.trial_name}")
+        command.append(f"trial_name={RunPaths.of(checked.loaded.config).trial}")
     return _prepare(checked, lacking, arguments, console, command)
 
 
@@ -183,7 +183,7 @@ def _run_each(
         loaded, config = checked.loaded, checked.loaded.config
         paths = RunPaths.of(config)
         if command and not ran and not loaded.where("trial_name"):
-            command.append(f"trial_name={config.trial_name.removesuffix(f'.{stage.name}')}")
+            command.append(f"trial_name={paths.trial.removesuffix(f'.{stage.name}')}")
         ran.append((stage, paths))
         if command is not None and _is_complete(config, paths) and not changes_since(paths, recorded(config)):
             console.print(f"stage {stage.name} is complete. {where_the_model_is(paths)}")
@@ -337,7 +337,7 @@ def _start(
     if aside is not None:
         logger.warning(
             "An earlier run of this trial is there; it is trial_name=%s from now on, with logs in %s. This run begins "
-            "anew (recover_mode=%s).", aside.logs.name, aside.logs, config.recover_mode,
+            "anew (%s).", aside.logs.name, aside.logs, config.recover_setting,
         )  # fmt: skip
     if not screen.compact:
         screen.console.print(allocation_table(config))
@@ -368,17 +368,15 @@ def _start(
         return FAILED
     if changes:
         logger.warning("Changed since the last start of this trial: %s.", "; ".join(changes))
-    logger.info("Launching experiments with %s...", config.mode.upper())
+    logger.info("Launching experiments with %s...", config.launcher)
     if config.is_local:
         os.environ.pop(RAY_ADDRESS, None)
-    for name, value in config.external_configs.envs.items():
-        os.environ.setdefault(name, value)
-    retries = config.recover_retries if config.recover_mode == "auto" else 0
+    os.environ.update(config.external_configs.environment())
     return run_attempts(
         lambda attempt: _attempt(config, paths, screen, attempt, command, is_stage=is_stage),
-        retries=retries,
+        retries=config.retries,
         driver_seconds=config.deadlines.driver_seconds,
-        end_seconds=2 * config.deadlines.interrupt_seconds + 30,
+        end_seconds=config.deadlines.end_seconds,
         log_folder=paths.logs,
         more_follow=is_stage,
         interrupted=lambda attempt: _interrupted(config, paths, attempt, command),
@@ -401,7 +399,7 @@ def _attempt(
         finally:
             screen.close()
         begin_shutdown()  # a signal changes nothing from here on
-        write_complete(paths, _length(config))
+        write_complete(paths, config.exp_ctrl.length_keys)
         logger.info("Training is complete. %s", where_the_model_is(paths))
         if not is_stage:  # whose results are shown with those of all
             screen.finish(model=newest_model(paths), logs=paths.logs, experiment=config.NAME)
@@ -423,18 +421,13 @@ def _attempt(
 
 
 def _is_complete(config: ExperimentConfig, paths: RunPaths) -> bool:
-    continues = not begins_anew(config, paths) and not config.recover_ignore_changes  # other data: other steps
-    return continues and is_complete(paths, _length(config))
-
-
-def _length(config: ExperimentConfig) -> dict[str, int | None]:
-    """Return the keys that set the length of a run."""
-    control = config.exp_ctrl
-    return {"total_train_epochs": control.total_train_epochs, "total_train_steps": control.total_train_steps}
+    exactly = config.continues_exactly or not config.recovers  # other data: other steps
+    continues = exactly and not begins_anew(config, paths)
+    return continues and is_complete(paths, config.exp_ctrl.length_keys)
 
 
 def _how_to_train_on(config: ExperimentConfig, paths: RunPaths) -> str:
-    given = [f"exp_ctrl.{key}={value}" for key, value in _length(config).items() if value is not None]
+    given = [f"exp_ctrl.{key}={value}" for key, value in config.exp_ctrl.length_keys.items() if value is not None]
     return (
         f"Training is complete already: to train on, raise {' and '.join(given)}; to train anew, choose another "
         f"trial_name or write recover_mode=disabled. {where_the_model_is(paths)}"

@@ -21,19 +21,6 @@ POLICY_GRADIENT = "core.algorithms.policy_gradient:PolicyGradient"
 """module:class of all PRESETS; it takes (AlgorithmSettings, options) and has the attributes of base.Algorithm."""
 
 
-def algorithm_settings(config: PPOMATHConfig) -> AlgorithmSettings:
-    """Return what an algorithm reads of the configuration, with what null leaves open filled in."""
-    decided = {
-        "correction": config.correction,
-        "disable_value": not config.uses_critic,
-        "value_norm": config.ppo.value_norm and config.uses_critic,
-        "group_adv_norm": config.group_adv_norm,
-        "max_new_tokens": config.ppo.gen.max_new_tokens,
-    }
-    ppo, algorithm = config.ppo.model_dump(exclude={"gen"}), config.algorithm.model_dump(exclude={"name", "options"})
-    return AlgorithmSettings.model_validate({**ppo, **algorithm, **decided})
-
-
 def load_algorithm(name: str) -> Callable[[AlgorithmSettings, object], Algorithm]:
     """Return the class of an algorithm: a key of PRESETS or package.module:Class. Imports torch. Raises
     PluginError."""
@@ -47,7 +34,7 @@ def build_algorithm(config: PPOMATHConfig) -> Algorithm:
     """Return the algorithm of this run. Imports torch. Raises ValueError for a name or options that do not exist."""
     options = own_options(config)
     return load_algorithm(config.algorithm_name)(
-        algorithm_settings(config), config.algorithm.options if options is None else options
+        config.algorithm_settings, config.algorithm.options if options is None else options
     )
 
 

@@ -69,10 +69,10 @@ def _count(number: int) -> str:
 
 
 def _data(config: ExperimentConfig) -> str:
-    control = config.exp_ctrl
-    length = "1 epoch" if control.total_train_epochs == 1 else f"{control.total_train_epochs} epochs"
-    if control.total_train_steps is not None:
-        length += f", at most {control.total_train_steps} steps"
+    epochs, steps = config.exp_ctrl.length
+    length = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    if steps is not None:
+        length += f", at most {steps} steps"
     (_, source), *_ = config.data_sources
     return " · ".join((_short(source.path), config.summary.batch, length, *config.summary.sampled))
 

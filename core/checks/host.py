@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from allocation import AllocationError
+from allocation import Allocation, AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import Problem
 from core.placement.allocation import connection_error, joined_cluster, resolve_allocation
@@ -35,20 +35,19 @@ _CHECKPOINT_BYTES = 12
 def _monitors(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield trackers whose library, an extra, is missing, or whose key is: Weights & Biases would ask for it on the
     terminal."""
-    wanted = {"wandb": config.wandb.mode != "disabled", "mlflow": config.monitor.uses_mlflow}
+    wanted = {"wandb": config.wandb.is_on, "mlflow": config.monitor.uses_mlflow}
     keys = {"wandb": "wandb.mode", "mlflow": "monitor.mlflow_uri"}
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         if importlib.util.find_spec(name) is None:
             yield Problem(key=keys[name], message=f"{name} is not installed: pip install -e '.[{name}]'")
-    if config.wandb.mode == "online" and not _has_wandb_key(config.external_configs.envs):
+    if config.wandb.logs_in and not _has_wandb_key(config.external_configs.environment()):
         message = "no API key: export WANDB_API_KEY=..., or run `wandb login`; or write offline, or disabled"
         yield Problem(key=keys["wandb"], message=message)
 
 
-def _has_wandb_key(envs: Mapping[str, str]) -> bool:
+def _has_wandb_key(variables: Mapping[str, str]) -> bool:
     """Return whether there is a key where `wandb` searches without a terminal: the environment, then the netrc file of
     `wandb login`."""
-    variables = {**envs, **os.environ}
     if variables.get("WANDB_API_KEY"):
         return True
     host = urlsplit(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -107,44 +106,43 @@ def _temporary(config: ExperimentConfig) -> Iterator[Problem]:
 def _ray(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield problems of a Ray cluster that the run starts: it is this machine alone, and GPUs of each node need a
     machine of their own; processes without GPUs are packed wherever there is room."""
-    if config.n_nodes > 1 and _gpus_of_own_ray(config):
+    allocation = _on_own_ray(config)
+    if allocation is not None and allocation.n_nodes > 1 and allocation.gpu_slots:
         message = (
-            f"needed with n_nodes={config.n_nodes}, or Ray is started on this machine alone; run `ray start --head` on "
-            "this node and `ray start --address=HOST:PORT` on the others, or set this, or RAY_ADDRESS, to HOST:PORT"
+            f"needed with n_nodes={allocation.n_nodes}, or Ray is started on this machine alone; run `ray start "
+            "--head` on this node and `ray start --address=HOST:PORT` on the others, or set this, or RAY_ADDRESS, to "
+            "HOST:PORT"
         )
         yield Problem(key="launch.ray_address", message=message)
 
 
-def _gpus_of_own_ray(config: ExperimentConfig) -> list[int]:
-    """Return the numbers, on their nodes, of the GPUs of a run that starts Ray itself; none where it joins a
-    cluster."""
+def _on_own_ray(config: ExperimentConfig) -> Allocation | None:
+    """Return the allocation of a run that starts Ray itself; None where it joins a cluster."""
     if joined_cluster(config):
-        return []
+        return None
     try:
-        allocation = resolve_allocation(config)
+        return resolve_allocation(config)
     except AllocationError:
-        return []  # reported with the configuration
-    return sorted({slot.gpu for slot in allocation.gpu_slots})
+        return None  # reported with the configuration
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
     """Check that the GPUs of a run on this machine exist and are free; a joined cluster has them elsewhere."""
-    if config.n_nodes > 1 or not (indices := _gpus_of_own_ray(config)):
+    allocation = _on_own_ray(config)
+    if allocation is None or allocation.n_nodes > 1 or not allocation.gpu_slots:
         return
     try:
-        check_gpus(indices)
+        check_gpus(sorted({slot.gpu for slot in allocation.gpu_slots}))
     except ValueError as error:
         yield Problem(key="allocation_mode", message=str(error))
 
 
 def _software(config: PPOMATHConfig) -> Iterator[Problem]:
     """Yield what generators need and this machine does not have installed; those of a joined cluster run elsewhere."""
-    if joined_cluster(config) or config.n_nodes > 1:
+    allocation = _on_own_ray(config)
+    if allocation is None or allocation.n_nodes > 1:
         return
-    try:
-        backend = BACKENDS[resolve_allocation(config).generator.backend]
-    except AllocationError:
-        return  # reported with the configuration
+    backend = BACKENDS[allocation.generator.backend]
     for key, message in backend.host_problems(config.generator.python, config.merged_flags):
         yield Problem(key=key, message=message)
 

@@ -90,7 +90,7 @@ def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:
     """Check that generators can hold the actor in FP8."""
     if not config.generator.quantizes:
         return
-    path = config.actor.path
+    path = config.model_folder
     try:
         tp = resolve_allocation(config).generator.layout.tp
         model = read_model_folder(path, weights=False, tokenizer=False)
@@ -138,7 +138,7 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
     checkpoint can be continued with them."""
-    model, longest = Path(config.actor.path), config.dataset.max_prompt_len
+    model, longest = Path(config.model_folder), config.trained_tokens[0]
     trained: list[Row] = []
 
     def scan(placed: tuple[SetConfig, DataSource]) -> None:
@@ -164,7 +164,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
                 trained, model=model, prompt_format=config.prompt_format, max_prompt_len=longest
             ),
         )
-    if config.demonstrations.path:
+    if config.demonstrations.are_given:
         try:
             if config.algorithm.mixes_pairs:
                 read_preferences(config.demonstrations.path, config.demonstrations.pair_columns)
@@ -229,9 +229,7 @@ def _of_data(config: ExperimentConfig, key: str, error: DatasetError) -> Problem
 
 
 def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
-    specs = {"reward.function": config.reward.spec}
-    specs |= {f"{at}.reward": one.reward for at, one in _sets(config).items() if one.reward}
-    for key, spec in specs.items():
+    for key, spec in config.rewards.items():
         try:
             check_reward(spec)
         except PluginError as error:
@@ -246,12 +244,12 @@ def _sets(config: PPOMATHConfig) -> dict[str, SetConfig]:
 
 def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
     for name, one in config.task_sets.items():
-        if not one.by_function:
+        if one.scored_by is None:
             continue
         from rollout.data.task_sets import load_curriculum  # imports numpy
 
         try:
-            load_curriculum(one.curriculum)
+            load_curriculum(one.scored_by)
         except PluginError as error:
             yield Problem(key=f"task_sets.{name}.curriculum", message=str(error))
 

@@ -48,13 +48,13 @@ NOT_OF_A_RUN = (OSError, RuntimeError, ValueError, LookupError, TypeError)
 
 def checkpoint_to_continue(config: ExperimentConfig) -> Path | None:
     """Return the recover checkpoint that a start would continue with exactly; None: there is none, or it may differ."""
-    if not config.recovers or config.recover_ignore_changes:
+    if not config.continues_exactly:
         return None
     try:
         found = recover_checkpoints(RunPaths.of(config).recover)
         if found:
             return found[-1]
-        return None if config.resume_from is None else Path(config.resume_from).expanduser()
+        return config.earlier_checkpoint
     except (OSError, RuntimeError, ValueError):
         return None
 
@@ -111,7 +111,7 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path, read: ReadStrea
     changes = config.identity.changes_since(identity)
     for field, change in changes.items():
         yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(checkpoint)}")
-    limit = config.exp_ctrl.total_train_steps
+    _, limit = config.exp_ctrl.length
     if limit is not None and step > limit and "train_bs_n_seqs" not in changes:
         yield Problem(key="exp_ctrl.total_train_steps", message=too_few_steps(limit, step, checkpoint))
     try:

@@ -21,14 +21,14 @@ from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig, apply_overrides, load, tree_of
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import Scalar, Table
-from core.placement.allocation import resolve_allocation
+from core.placement.allocation import resolve_allocation, transport_of
 from core.placement.rules import check_allocation
 from model_specs import hub
 from model_specs.config import ModelConfig
 from model_specs.families import read_config
 from model_specs.untrusted import ModelConfigError
 from rollout.data.prompts import has_chat_template
-from rollout.inference.registry import BACKENDS, choose_transport
+from rollout.inference.registry import BACKENDS
 
 _OPTIONS = "algorithm.options."
 
@@ -43,7 +43,7 @@ class RunFacts:
         self._models = {use.key: use for use in config.model_uses}
         self._decided: dict[str, Value] = {}
         if (sampled := config.sampling) is not None:
-            transport = choose_transport(sampled.push.type, self._allocation).name
+            transport = transport_of(sampled, self._allocation).name
             self._decided = {"algorithm.correction": sampled.correction, "push.type": transport}
 
     def value(self, path: str) -> Value:
@@ -95,10 +95,9 @@ class RunFacts:
 
     def _no_evaluation(self, section: str) -> str | None:
         control = self._config.exp_ctrl
-        if self._config.mode in ("train", "serve"):
-            return f"mode={self._config.mode} does not evaluate"
-        evaluates_steps = not control.is_benchmark and any(control.eval_frequency)
-        if control.eval_at_start or evaluates_steps or self._config.mode == "bench":
+        if self._config.job in ("train", "serve"):
+            return f"mode={self._config.job} does not evaluate"
+        if control.evaluates or self._config.job == "bench":
             return None
         why = "exp_ctrl.eval_freq_*=null: no step is evaluated"
         if control.is_benchmark:

@@ -6,11 +6,12 @@ others names the parts that read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from config_schema.needs import above, equals, given, refused_without, unlike
 from config_schema.section import Section, key
+from core.config.parsing.problems import Problem
 from core.config.ppo import CLIPPED, PAIRS, REFERENCE, SHOWN, PPOKeys
 from core.config.presets import PRESETS
 from rollout.inference.backend import FlagValue
@@ -249,6 +250,11 @@ class AlgorithmKeys(Section):
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)
 
     @property
+    def most_resampled(self) -> int | None:
+        """Batches of prompts drawn for a step at most, to replace prompts whose completions are alike. None: kept."""
+        return self.dynamic_sampling_limit if self.dynamic_sampling else None
+
+    @property
     def mixes_demonstrations(self) -> bool:
         """True if steps train on demonstrations beside rollouts."""
         return self.demonstration_weight > 0
@@ -363,3 +369,85 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
         low, high = BOUNDS[self.correction, self.level]
         low = low if self.correction_min is None else self.correction_min
         return low, high if self.correction_max is None else self.correction_max
+
+
+def needs_group(what: str) -> Problem:
+    """Return that groups of one completion are too small for `what`."""
+    return Problem(key="group_size", message=f"{what} compares the answers to one prompt and needs at least 2, got 1")
+
+
+def part_problems(
+    settings: AlgorithmSettings, *, name: str, has_groups: bool, is_synchronous: bool
+) -> Iterator[Problem]:
+    """Yield combinations of parts of an algorithm of PRESETS that compute nothing sensible. `name`: its key there."""
+    if settings.compares_groups and not has_groups and not settings.group_adv_norm:  # which a rule refuses
+        by_name = PRESETS[name].values.get("algorithm.advantage") == settings.advantage
+        yield needs_group(f"algorithm.name={name}" if by_name else f"algorithm.advantage={settings.advantage}")
+    elif settings.dynamic_sampling and not has_groups:
+        message = "true, but the only answer to a prompt has no other reward to differ from; write group_size of at "
+        yield Problem(key="algorithm.dynamic_sampling", message=message + "least 2, or false")
+    yield from _credit_problems(settings)
+    if settings.mixes_demonstrations and settings.aggregation not in ("token_mean", "sequence_mean"):
+        message = f"{settings.aggregation} has no scale to mix demonstrations with; write token_mean or sequence_mean"
+        yield Problem(key="algorithm.aggregation", message=message)
+    yield from _correction_problems(settings)
+    yield from _proximal_problems(settings, is_synchronous=is_synchronous)
+    low, high = settings.clip_range
+    if settings.loss == "clip" and not (low < 1.0 and high > 0.0):
+        message = (
+            f"{low}, but loss=clip keeps ratios in 1 - clip_low to 1 + clip_high; write less than 1, or loss=cispo"
+        )
+        yield Problem(key="algorithm.clip_low", message=message)
+    if 0.0 < settings.dual_clip <= 1.0:
+        message = f"must be greater than 1, got {settings.dual_clip}: it bounds the loss above the clip range; write 3"
+        yield Problem(key="algorithm.dual_clip", message=message)
+    if settings.kl_target is not None and not settings.kl_in_reward:
+        message = (
+            "needs the KL divergence in the reward, where it is measured; write kl_in=reward or both, and ppo.kl_ctl"
+        )
+        yield Problem(key="algorithm.kl_target", message=message)
+
+
+def _credit_problems(settings: AlgorithmSettings) -> Iterator[Problem]:
+    """Yield what algorithm.credit needs."""
+    if settings.credit == "turn_gae" and (settings.disable_value or settings.compares_groups):
+        message = "turn_gae: needs the values of a critic; write ppo.disable_value=false, advantage=gae and "
+        yield Problem(key="algorithm.credit", message=message + "group_adv_norm=false, or credit=turn_rewards")
+    if settings.credit in ("turn_rewards", "step_groups") and settings.advantage != "group":
+        message = f"{settings.credit}: compares turns within a group; write advantage=group (algorithm.name=grpo), got "
+        yield Problem(key="algorithm.credit", message=message + f"advantage={settings.advantage}")
+
+
+def _correction_problems(settings: AlgorithmSettings) -> Iterator[Problem]:
+    correction = settings.correction
+    if correction in ("tis", "mis", "icepop"):
+        if (correction, settings.level) not in BOUNDS:
+            levels = " or ".join(level for name, level in BOUNDS if name == correction)
+            message = f"{settings.level} does not exist for correction={correction}; write {levels}"
+            yield Problem(key="algorithm.correction_level", message=message)
+        elif settings.bounds[0] >= settings.bounds[1]:
+            low, high = settings.bounds
+            message = f"{low} must be less than correction_max={high}"
+            yield Problem(key="algorithm.correction_min", message=message)
+    if correction == "bypass" and settings.m2po_threshold is not None:
+        message = (
+            "has nothing to correct: with correction=bypass the proximal policy is the behaviour policy; write none"
+        )
+        yield Problem(key="algorithm.m2po_threshold", message=f"{message}, or decoupled")
+
+
+def _proximal_problems(settings: AlgorithmSettings, *, is_synchronous: bool) -> Iterator[Problem]:
+    proximal, updates = settings.proximal, settings.num_updates
+    if proximal == "recomputed":
+        return
+    key = "algorithm.proximal"
+    if settings.correction == "bypass":
+        message = f"{proximal}, but with correction=bypass the behaviour policy takes its place; write recomputed"
+        yield Problem(key=key, message=message)
+    elif proximal == "reused" and updates > 1:
+        message = f"reused needs one update per step, got {updates} (ppo_n_minibatches * actor_sample_reuse)"
+        message += "; write recomputed"
+        yield Problem(key=key, message=message)
+    elif proximal == "loglinear" and is_synchronous:
+        message = "loglinear has nothing to interpolate with staleness.max_staleness=0; write recomputed"
+        yield Problem(key=key, message=message)

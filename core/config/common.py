@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
 
 from pydantic import field_validator
 
@@ -24,6 +25,7 @@ from core.config.runtime import (
     LaunchConfig,
     MonitorConfig,
     WandBConfig,
+    WorkflowConfig,
 )
 from mcore_adapter.settings import EXPERTS, EngineConfig
 from model_specs.families import FAMILIES
@@ -56,6 +58,15 @@ class _ModelFolder(Section):
     def _expand(cls, path: str) -> str:
         """Replace a leading ~ by the user's home folder."""
         return os.path.expanduser(path)
+
+    @property
+    def has_folder(self) -> bool:
+        """True if a folder is given for this model itself."""
+        return bool(self.path)
+
+    def folder_or_of(self, model: _ModelFolder) -> str:
+        """Return the folder to load; that of `model` where none is given."""
+        return self.path or model.path
 
 
 class ModelTrainEvalConfig(EngineConfig, _ModelFolder):
@@ -128,7 +139,8 @@ class MFCConfig(GenerationRoleConfig):
     mb_spec: MicroBatchSpec = section(MicroBatchSpec, "Size of microbatches")
 
 
-Mode = Literal["ray", "local", "both", "explore", "train", "bench", "serve"]
+Job = Literal["both", "explore", "train", "bench", "serve"]
+Mode = Literal["ray", "local", Job]
 DEFAULT_TOKENS_PER_MB = 16384
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$"
 
@@ -155,6 +167,31 @@ class RunIdentity:
         return {
             key: f"{key}={now[key]} (the checkpoint has {then[key] or 'none'})" for key in now if now[key] != then[key]
         }
+
+
+class Judged(NamedTuple):
+    """How the answers of a run's models are sampled and judged."""
+
+    workflow: WorkflowConfig
+    reward: str
+    right_at: float | None
+    """The reward from which an answer is right. None: not known."""
+    max_new_tokens: int | None
+    """None: the run samples nothing."""
+    stop: Sequence[str] = ()
+
+
+class Summary(NamedTuple):
+    """What the lines at the start of a run show of its configuration."""
+
+    model: str
+    """Folder of the model that is trained."""
+    lr: float
+    batch: str
+    """What one step trains on."""
+    sampled: tuple[str, ...] = ()
+    """How answers are sampled and judged."""
+    algorithm: str | None = None
 
 
 class CommonExperimentConfig(Section):
@@ -217,12 +254,21 @@ class CommonExperimentConfig(Section):
     deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
 
+    @property
+    def models(self) -> dict[str, ModelTrainEvalConfig]:
+        """Sections of all models, by their key, whether this run loads them or not; the policy first."""
+        raise NotImplementedError
+
+    @property
+    def model_folder(self) -> str:
+        """Folder of the policy, with the tokenizer of the run."""
+        return next(iter(self.models.values())).path
+
     def rules(self, at: str) -> Iterator[Violation]:
         if self.is_local and self.n_nodes > 1:
             yield Violation(("mode", "n_nodes"), f"mode=local is for one node, n_nodes={self.n_nodes}; write mode=ray")
-        if self.is_local and self.launch.ray_address:
-            message = f"mode=local is for this machine, launch.ray_address={self.launch.ray_address}; write mode=ray"
-            yield Violation(("mode", "launch.ray_address"), message)
+        if self.is_local:
+            yield from self.launch.rules_of_local()
 
     @property
     def run_name(self) -> str:
@@ -235,6 +281,44 @@ class CommonExperimentConfig(Section):
         return self.mode == "local"
 
     @property
+    def job(self) -> Job:
+        """What the job does: `mode`, of which ray and local are both."""
+        return "both" if self.mode == "ray" or self.mode == "local" else self.mode
+
+    @property
+    def launcher(self) -> str:
+        """The mode as the launcher of the AReaL tutorial logs it."""
+        return self.mode.upper()
+
+    @property
+    def num_slots(self) -> int:
+        """GPUs, or processes without GPUs, of all nodes."""
+        return self.n_nodes * self.n_gpus_per_node
+
+    def _identity(self, *, batch_size: int, group_size: int = 1, algorithm: str = "") -> RunIdentity:
+        return RunIdentity(train_bs_n_seqs=batch_size, group_size=group_size, n_nodes=self.n_nodes, algorithm=algorithm)
+
+    @property
+    def recover_setting(self) -> str:
+        """The setting of recover_mode, as messages write it."""
+        return f"recover_mode={self.recover_mode}"
+
+    @property
+    def retries(self) -> int:
+        """Restarts without progress after which the run ends."""
+        return self.recover_retries if self.recover_mode == "auto" else 0
+
+    @property
+    def earlier_checkpoint(self) -> Path | None:
+        """Recover checkpoint of another trial to continue from if this trial has none."""
+        return None if self.resume_from is None else Path(self.resume_from).expanduser()
+
+    @property
+    def continues_exactly(self) -> bool:
+        """True if the run continues from recover checkpoints, of the same settings and data alone."""
+        return self.recovers and not self.recover_ignore_changes
+
+    @property
     def must_recover(self) -> bool:
         """True if the run may not begin without a recover checkpoint."""
         return self.recover_mode == "resume"
@@ -242,8 +326,13 @@ class CommonExperimentConfig(Section):
     @property
     def recovers(self) -> bool:
         """True if the run writes recover checkpoints and continues from them. Benchmarks do not."""
-        writes = self.recover_mode != "disabled" and self.mode not in ("explore", "bench", "serve")
-        return writes and not self.exp_ctrl.is_benchmark
+        trains = self.job in ("both", "train")
+        return self.writes_checkpoints and trains and not self.exp_ctrl.is_benchmark
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """True if recover checkpoints are not disabled."""
+        return self.recover_mode != "disabled"
 
     def masked(self) -> Self:
         """Return the same, to be printed or uploaded: without secrets."""

@@ -17,10 +17,12 @@ from core.config.common import (
     N_GPUS,
     CommonExperimentConfig,
     GenerationRoleConfig,
+    Judged,
     MFCConfig,
     ModelTrainEvalConfig,
     ModelUse,
     RunIdentity,
+    Summary,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
@@ -32,7 +34,7 @@ from core.config.ppo import (
     PromptAnswerDatasetConfig,
 )
 from core.config.ppo_experiment import PPOMATHConfig
-from core.config.runtime import Judged, Summary, WorkflowConfig
+from core.config.runtime import WorkflowConfig
 from rollout.data.source import DataSource
 from rollout.rewards.load import RewardConfig
 
@@ -66,9 +68,9 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         yield from too_small_microbatches(self.roles, self.max_seqlen, self.LENGTH_KEYS)
         yield from () if self.evaluates else no_evaluation_data(self.exp_ctrl, self.EVALUATION_KEY)
         yield from untrained_model("model", self.model)
-        if self.mode not in ("ray", "local", "both"):
+        if self.job != "both":
             yield Violation(
-                ("mode",), f"mode={self.mode} works with ppo-math only; {self.NAME} samples nothing: write mode=ray"
+                ("mode",), f"mode={self.job} works with ppo-math only; {self.NAME} samples nothing: write mode=ray"
             )
 
     @property
@@ -88,14 +90,13 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     @property
     def models(self) -> dict[str, ModelTrainEvalConfig]:
-        """Sections of all models, by their key, whether this run loads them or not."""
         return {"model": self.model}
 
     @property
     def model_uses(self) -> tuple[ModelUse, ...]:
         """The models that this run loads."""
         roles = (TRAINER_ROLE,)
-        return (ModelUse(key="model", section=self.model, path=self.model.path, roles=roles, tokenizer=True),)
+        return (ModelUse(key="model", section=self.model, path=self.model_folder, roles=roles, tokenizer=True),)
 
     @property
     def batch_size(self) -> int:
@@ -119,7 +120,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     @property
     def identity(self) -> RunIdentity:
         """What must be the same for a recover checkpoint to continue."""
-        return RunIdentity(train_bs_n_seqs=self.batch_size, group_size=1, n_nodes=self.n_nodes)
+        return self._identity(batch_size=self.batch_size)
 
     @property
     def algorithm_name(self) -> str:
@@ -135,7 +136,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def summary(self) -> Summary:
         """What the lines at the start of a run show."""
         batch = f"{self.batch_size} sequences a step"
-        return Summary(model=self.model.path, lr=self.model.optimizer.lr, batch=batch)
+        return Summary(model=self.model_folder, lr=self.model.optimizer.lr, batch=batch)
 
     @property
     def judged_by(self) -> Judged:
@@ -176,7 +177,7 @@ class DPOConfig(SFTConfig):
 
     @property
     def ref_path(self) -> str:
-        return self.ref.path or self.model.path
+        return self.ref.folder_or_of(self.model)
 
     @property
     def models(self) -> dict[str, ModelTrainEvalConfig]:

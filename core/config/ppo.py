@@ -231,6 +231,15 @@ class DemonstrationConfig(Section):
         """Names of the columns of pairs."""
         return PreferenceFields(prompt=self.prompt_field, chosen=self.chosen_field, rejected=self.rejected_field)
 
+    @property
+    def are_given(self) -> bool:
+        """True if there are demonstrations."""
+        return bool(self.path)
+
+    def beside(self, completions: float) -> int:
+        """Return how many demonstrations a step has beside so many completions."""
+        return max(1, round(self.share / (1.0 - self.share) * completions))
+
 
 _MORE_THAN_ALL_TOKENS = 1_000_000
 """No vocabulary is so large: as a top_k it cuts nothing off."""
@@ -245,6 +254,14 @@ class GenerationHyperparameters(Section):
     top_k: int = key(-1, "Sample from the k most probable tokens; -1: all", ge=-1)
     temperature: float = key(1.0, "Sampling temperature", gt=0)
     stop: list[str] = key([], "Texts that end a completion, of which each is kept as it was sampled")
+
+    @property
+    def of_sets(self) -> dict[str, float | int]:
+        """The settings that a set of prompts may have of its own."""
+        return {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+        }  # fmt: skip
 
     def rules(self, at: str) -> Iterator[Violation]:
         if not all(self.stop):
@@ -385,11 +402,16 @@ class TaskSetConfig(SetConfig):
             )
 
     @property
-    def by_function(self) -> bool:
-        """True if a function of the user orders the rows."""
-        return ":" in self.curriculum
+    def place(self) -> DataSource:
+        """Where its rows come from."""
+        return self.source(self.path)
+
+    @property
+    def scored_by(self) -> str | None:
+        """Import path of the function of the user that orders the rows. None: there is none."""
+        return self.curriculum if ":" in self.curriculum else None
 
     @property
     def column(self) -> str:
         """The column that orders the rows; empty: none."""
-        return "" if self.by_function else self.curriculum
+        return "" if self.scored_by else self.curriculum

@@ -13,21 +13,23 @@ from pydantic import model_validator
 from allocation import GENERATOR_ROLE, TRAINER_ROLE
 from config_schema.needs import Value, equals, fact, given, refused_without
 from config_schema.section import Section, Violation, key, section
-from core.config.algorithm import AlgorithmConfig, Correction
+from core.config.algorithm import AlgorithmConfig, AlgorithmSettings, Correction, part_problems
 from core.config.common import (
     DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
     GenerationRoleConfig,
+    Judged,
     MFCConfig,
     ModelTrainEvalConfig,
     ModelUse,
     RunIdentity,
+    Summary,
     no_evaluation_data,
     reference_with_values,
     too_small_microbatches,
     untrained_model,
 )
-from core.config.parsing.problems import masked_urls
+from core.config.parsing.problems import Problem, masked_urls
 from core.config.ppo import (
     CRITIC,
     PAIRS,
@@ -48,11 +50,9 @@ from core.config.runtime import (
     EvaluationConfig,
     EvaluationSetConfig,
     ExperienceConfig,
-    Judged,
     PushConfig,
     SamplesConfig,
     ServeConfig,
-    Summary,
     SynchronizerConfig,
     WorkflowConfig,
 )
@@ -158,42 +158,19 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 )
 
     def _store_rules(self) -> Iterator[Violation]:
-        store, apart = self.experience, self.mode in APART
-        if apart and not store.is_durable:
-            yield Violation(
-                ("experience.store", "mode"), f"mode={self.mode} shares a store with other jobs; write sqlite"
-            )
-        elif store.is_durable and not store.path:
-            yield Violation(("experience.path",), f"required with experience.store={store.store}")
-        elif store.store == "postgres" and apart and not self.synchronizer.folder:
-            message = "required with experience.store=postgres: a folder for the weights that every job sees"
-            yield Violation(("synchronizer.folder", "experience.store"), message)
-        elif store.store == "file" and self.mode != "explore":
-            yield Violation(
-                ("experience.store", "mode"), f"file is for looking at explore jobs, mode={self.mode}; write sqlite"
-            )
-        if self.mode == "train" and not self.recovers:
+        yield from self.experience.job_rules(self.mode, self.synchronizer)
+        if self.job == "train" and not self.recovers:
             yield Violation(
                 ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),
                 "mode=train needs recover checkpoints, which record the trained episodes of the store; write "
                 "recover_mode=auto",
             )
-        if self.mode == "bench" and not (self.bench.models and self.evaluates):
+        if self.job == "bench" and not (self.bench.models and self.evaluates):
             yield Violation(
                 ("bench.models", "evaluation.path"), "required with mode=bench: models, and sets to evaluate them on"
             )
-        longest, sync = self.staleness.max_staleness + 1, self.synchronizer
-        if apart and sync.interval > longest:
-            yield Violation(
-                ("synchronizer.interval", "staleness.max_staleness"),
-                f"interval={sync.interval} must be at most max_staleness + 1 = {longest}: older weights "
-                "could not sample for the next step",
-            )
-        elif apart and sync.style == "fixed" and sync.interval + sync.offset > longest:
-            yield Violation(
-                ("synchronizer.offset", "synchronizer.interval", "staleness.max_staleness"),
-                f"interval + offset = {sync.interval + sync.offset} must be at most max_staleness + 1 = {longest}",
-            )
+        if self.job in APART:
+            yield from self.synchronizer.rules_within(self.staleness.max_staleness + 1)
 
     def _replay_rules(self) -> Iterator[Violation]:
         bound, of_new, key = self.replay_max_age, self.staleness.max_staleness, "experience.replay.max_age"
@@ -243,8 +220,8 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def steps_ahead(self) -> int:
         """How many steps after the version that samples it a prompt may be due."""
-        sync, is_fixed = self.synchronizer, self.mode in APART and self.synchronizer.style == "fixed"
-        return sync.interval + sync.offset - 1 if is_fixed else self.staleness.max_staleness
+        fixed = self.synchronizer.steps_ahead if self.job in APART else None
+        return self.staleness.max_staleness if fixed is None else fixed
 
     @property
     def weights_folder(self) -> str:
@@ -255,7 +232,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return str(Path(given).expanduser().absolute() if given else Path(store).parent / "weights")
 
     def _critic_rules(self) -> Iterator[Violation]:
-        if not self.critic.path and not self.critic.init_critic_from_actor:
+        if not self.critic.has_folder and not self.critic.init_critic_from_actor:
             yield Violation(
                 ("critic.path", "critic.init_critic_from_actor", "ppo.disable_value"),
                 "required with a critic: the folder of a value model; or initialize it from the actor with "
@@ -273,7 +250,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 f"algorithm.correction={self.correction} has no importance weight between them and the trainer's; "
                 "write algorithm.correction=tis"
             )
-        if quantizes and self.push.verify == "never":
+        if quantizes and self.push.never_verifies:
             yield (
                 f"push.verify=never: with generator.weight_format={wanted}, the formats of the servers' weights are "
                 "not checked; write push.verify=first"
@@ -313,6 +290,61 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return None if self.algorithm.name in PRESETS else self.algorithm.name
 
     @property
+    def algorithm_settings(self) -> AlgorithmSettings:
+        """What an algorithm reads of the configuration, with what null leaves open filled in."""
+        decided = {
+            "correction": self.correction,
+            "disable_value": not self.uses_critic,
+            "value_norm": self.ppo.value_norm and self.uses_critic,
+            "group_adv_norm": self.group_adv_norm,
+            "max_new_tokens": self.ppo.gen.max_new_tokens,
+        }
+        ppo, algorithm = self.ppo.model_dump(exclude={"gen"}), self.algorithm.model_dump(exclude={"name", "options"})
+        return AlgorithmSettings.model_validate({**ppo, **algorithm, **decided})
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of a step."""
+        return self.ppo.ppo_n_minibatches
+
+    @property
+    def algorithm_case(self) -> tuple[str | None, dict[str, object]]:
+        """Name and settings as those of a case of `python -m tools.loss`, without the entropy bonus: no entropy is
+        saved."""
+        ppo = {f"ppo.{key}": value for key, value in self.ppo.model_dump(exclude={"gen"}).items()}
+        return self.algorithm.name, {
+            **self.algorithm.model_dump(exclude={"name"}),
+            "entropy_coeff": 0.0,
+            **ppo,
+            "ppo.gen.max_new_tokens": self.ppo.gen.max_new_tokens,
+            "staleness.max_staleness": self.staleness.max_staleness,
+            "group_adv_norm": self.group_adv_norm,
+        }
+
+    @property
+    def in_turns(self) -> Self:
+        """The same run with trainer and generators in turns, that is, with max_staleness=0."""
+        return self.model_copy(update={"staleness": self.staleness.model_copy(update={"max_staleness": 0})})
+
+    @property
+    def has_groups(self) -> bool:
+        """True if a prompt has several completions."""
+        return self.group_size > 1
+
+    def part_problems(self) -> Iterator[Problem]:
+        """Yield combinations of parts of the algorithm that compute nothing sensible."""
+        if self.algorithm.options:
+            message = ", ".join(self.algorithm.options)
+            message += f": options belong to an algorithm of your own; write algorithm.{[*self.algorithm.options][0]}"
+            yield Problem(key="algorithm.options", message=message)
+        yield from part_problems(
+            self.algorithm_settings,
+            name=self.algorithm_name,
+            has_groups=self.has_groups,
+            is_synchronous=self.is_synchronous,
+        )
+
+    @property
     def algorithm_keys(self) -> dict[str, Section]:
         """Sections that an algorithm reads, by the prefix of their keys; none without algorithm.name."""
         return {} if self.algorithm.name is None else {"ppo.": self.ppo, "algorithm.": self.algorithm, "": self}
@@ -331,11 +363,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def critic_path(self) -> str:
-        return self.critic.path or self.actor.path
+        return self.critic.folder_or_of(self.actor)
 
     @property
     def ref_path(self) -> str:
-        return self.ref.path or self.actor.path
+        return self.ref.folder_or_of(self.actor)
 
     @property
     def correction(self) -> Correction:
@@ -372,7 +404,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def model_uses(self) -> tuple[ModelUse, ...]:
         policy = (GENERATOR_ROLE, TRAINER_ROLE, "actor_inf")
-        uses = [ModelUse(key="actor", section=self.actor, path=self.actor.path, roles=policy, tokenizer=True)]
+        uses = [ModelUse(key="actor", section=self.actor, path=self.model_folder, roles=policy, tokenizer=True)]
         if self.uses_critic:
             value = ("critic_train", "critic_inf")
             uses.append(ModelUse(key="critic", section=self.critic, path=self.critic_path, roles=value))
@@ -389,7 +421,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {
             "train_bs_n_seqs": self.batch_size,
             "group_size": self.group_size,
-            "ppo_n_minibatches": self.ppo.ppo_n_minibatches,
+            "ppo_n_minibatches": self.num_minibatches,
         }
 
     @property
@@ -412,16 +444,12 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return {data.source(data.path).name: self._filled(alone)}
 
     def _filled(self, one: TaskSetConfig) -> TaskSetConfig:
-        gen = self.ppo.gen
         of_run: dict[str, Value] = {
             "order": "shuffled" if self.shuffle_dataset else "sequential",
             "group_size": self.group_size,
             "reward": self.reward.spec,
             "right_at": self._right_at(one.reward),
-            "temperature": gen.temperature,
-            "top_p": gen.top_p,
-            "top_k": gen.top_k,
-            "max_new_tokens": gen.max_new_tokens,
+            **self.ppo.gen.of_sets,
         }
         return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
 
@@ -464,14 +492,26 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def placed_sets(self) -> Iterator[tuple[str, TaskSetConfig | EvaluationSetConfig, DataSource]]:
         """Yield section, settings and source of each of `sets` and `evaluation_sets`."""
         for name, one in self.sets.items():
-            yield f"task_sets.{name}" if self.task_sets else "dataset", one, one.source(one.path)
+            yield f"task_sets.{name}" if self.task_sets else "dataset", one, one.place
         for name, held_out in self.evaluation_sets.items():
             at = f"evaluation.sets.{name}" if name in self.evaluation.sets else "evaluation"
             yield at, held_out, self.held_out(held_out)
 
     def judged_by_math(self, one: SetConfig) -> bool:
         """Return whether math judges a set: its rows need solutions, and its prompts ask for a box."""
-        return judged_by_math(one.reward or self.reward.spec)
+        return judged_by_math(self.set_reward(one))
+
+    def set_reward(self, one: SetConfig) -> str:
+        """Return what scores the completions of a set."""
+        return one.reward or self.reward.spec
+
+    @property
+    def rewards(self) -> dict[str, str]:
+        """What scores completions, by key: of the run, and of sets with a reward of their own."""
+        sets: dict[str, SetConfig] = {f"task_sets.{name}": one for name, one in self.task_sets.items()}
+        sets |= {f"evaluation.sets.{name}": one for name, one in self.evaluation.sets.items()}
+        own = {f"{at}.reward": one.reward for at, one in sets.items() if one.reward}
+        return {"reward.function": self.reward.spec, **own}
 
     def set_format(self, one: SetConfig) -> PromptFormat:
         """Return how the prompts of a set are written."""
@@ -503,10 +543,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def identity(self) -> RunIdentity:
-        return RunIdentity(
-            train_bs_n_seqs=self.batch_size,
+        return self._identity(
+            batch_size=self.batch_size,
             group_size=self.group_size,
-            n_nodes=self.n_nodes,
             algorithm="preset" if self.algorithm_name in PRESETS else self.algorithm_name,
         )
 
@@ -521,7 +560,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def summary(self) -> Summary:
         return Summary(
-            model=self.actor.path,
+            model=self.model_folder,
             lr=self.actor.optimizer.lr,
             batch=f"{self.batch_size} prompts × {self.group_size} answers a step",
             sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self.reward.spec}"),
@@ -540,11 +579,10 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def demonstrations_per_step(self) -> int:
         """Demonstrations of a step, beside its completions: rows with one answer, or pairs."""
-        if not self.algorithm.mixes_demonstrations or not self.demonstrations.path:
+        if not self.algorithm.mixes_demonstrations or not self.demonstrations.are_given:
             return 0
-        share = self.demonstrations.share
         answers = 2 if self.algorithm.mixes_pairs else 1
-        return max(1, round(share / (1.0 - share) * self.batch_size * self.group_size / answers))
+        return self.demonstrations.beside(self.batch_size * self.group_size / answers)
 
     def max_tokens_per_mb(self, role: str) -> int:
         """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""

@@ -4,12 +4,13 @@ what jobs of other modes than `both` share and do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self
+import os
+from collections.abc import Iterator
+from typing import Literal, Self
 
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
-from config_schema.section import OutputPath, Section, key, section
+from config_schema.section import OutputPath, Section, Violation, key, section
 from core.config.parsing.problems import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection, SetConfig
 from rollout.errors import OnError
@@ -48,6 +49,19 @@ class PushConfig(Section):
         ge=1,
     )
     timeout_seconds: float = key(120.0, "Timeout of a weight update; a longer one ends the attempt", gt=0)
+
+    @property
+    def never_verifies(self) -> bool:
+        return self.verify == "never"
+
+    @property
+    def sends_changes(self) -> bool:
+        """True if only the values are sent that differ from the last update."""
+        return self.changes == "always"
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.bucket_mib << 20
 
 
 _SAVES = equals("exp_ctrl.benchmark_steps", None).else_("benchmarks save nothing")
@@ -97,6 +111,11 @@ class ExperimentSaveEvalControl(Section):
     benchmark_steps: int | None = key(None, "Stop after this many steps; for benchmarks", ge=1)
 
     @property
+    def evaluates(self) -> bool:
+        """True if evaluations are due, before the first step or after others."""
+        return self.eval_at_start or (not self.is_benchmark and any(self.eval_frequency))
+
+    @property
     def eval_frequency(self) -> tuple[int | None, int | None, float | None]:
         """Epochs, steps and seconds between evaluations; None: not for that reason."""
         return self.eval_freq_epochs, self.eval_freq_steps, self.eval_freq_secs
@@ -105,6 +124,16 @@ class ExperimentSaveEvalControl(Section):
     def is_benchmark(self) -> bool:
         """True if the run only measures: it writes no recover checkpoints and evaluates after no step."""
         return self.benchmark_steps is not None
+
+    @property
+    def length(self) -> tuple[int, int | None]:
+        """Epochs and steps of which the run ends with the first."""
+        return self.total_train_epochs, self.total_train_steps
+
+    @property
+    def length_keys(self) -> dict[str, int | None]:
+        """The keys that set the length of a run."""
+        return {"total_train_epochs": self.total_train_epochs, "total_train_steps": self.total_train_steps}
 
     @property
     def steps_limit(self) -> int | None:
@@ -158,31 +187,6 @@ class WorkflowConfig(Section):
         """Return what decides the answers, for the record of an evaluation."""
         given = {"workflow_options": dict(self.options), "workflow_by_task": dict(self.by_task)}
         return {"workflow": self.type, **{name: value for name, value in given.items() if value}}
-
-
-class Judged(NamedTuple):
-    """How the answers of a run's models are sampled and judged."""
-
-    workflow: WorkflowConfig
-    reward: str
-    right_at: float | None
-    """The reward from which an answer is right. None: not known."""
-    max_new_tokens: int | None
-    """None: the run samples nothing."""
-    stop: Sequence[str] = ()
-
-
-class Summary(NamedTuple):
-    """What the lines at the start of a run show of its configuration."""
-
-    model: str
-    """Folder of the model that is trained."""
-    lr: float
-    batch: str
-    """What one step trains on."""
-    sampled: tuple[str, ...] = ()
-    """How answers are sampled and judged."""
-    algorithm: str | None = None
 
 
 class EvaluationSetConfig(SetConfig):
@@ -240,6 +244,11 @@ class SamplesConfig(Section):
     )
     keep_files: int = key(8, "Files of samples to keep; older ones are deleted", ge=1, needs=above("samples.share", 0))
 
+    @property
+    def shown_every(self) -> int | None:
+        """Steps after which answers are shown. None: never."""
+        return self.log_freq_steps if self.share else None
+
 
 class LaunchConfig(Section):
     """Processes."""
@@ -259,6 +268,12 @@ class LaunchConfig(Section):
         0, "CPU threads per trainer or generator process. 0: divide the cores, with GPUs 8 at most", ge=0
     )
     startup_timeout_seconds: float = key(300.0, "Timeout for processes to become ready", gt=0)
+
+    def rules_of_local(self) -> Iterator[Violation]:
+        """Yield what mode=local contradicts."""
+        if self.ray_address:
+            message = f"mode=local is for this machine, launch.ray_address={self.ray_address}; write mode=ray"
+            yield Violation(("mode", "launch.ray_address"), message)
 
 
 class DeadlineConfig(Section):
@@ -283,6 +298,11 @@ class DeadlineConfig(Section):
         ge=5,
     )
 
+    @property
+    def end_seconds(self) -> float:
+        """Time that an interrupted driver has to end: for its step, for saving, and some more."""
+        return 2 * self.interrupt_seconds + 30
+
 
 _ONLINE = unlike(".mode", "disabled")
 
@@ -296,6 +316,16 @@ class WandBConfig(Section):
     name: str | None = key(None, "Name of the run. null: trial_name", needs=_ONLINE)
     group: str | None = key(None, "Group of the run", needs=_ONLINE)
     tags: list[str] | None = key(None, "Tags of the run", needs=_ONLINE)
+
+    @property
+    def is_on(self) -> bool:
+        """True if metrics go to Weights & Biases, now or later."""
+        return self.mode != "disabled"
+
+    @property
+    def logs_in(self) -> bool:
+        """True if the run needs an API key."""
+        return self.mode == "online"
 
 
 class MonitorConfig(Section):
@@ -351,6 +381,14 @@ class ExternalConfigs(Section):
 
     cluster_config: ClusterConfig = section(ClusterConfig, "Output folder")
     envs: dict[str, str] = key({}, "Environment variables of all processes; variables already set take precedence")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the processes: those of this one take precedence."""
+        return {**self.envs, **os.environ}
+
+    def variable(self, name: str) -> str | None:
+        """Return a variable that is set here."""
+        return self.envs.get(name)
 
     def masked(self) -> ExternalConfigs:
         """Return the same, to be shown: *** for secrets."""
@@ -454,6 +492,26 @@ class ExperienceConfig(Section):
         """True if the store survives the processes that open it. Its state is not part of recover checkpoints then."""
         return self.store != "memory"
 
+    @property
+    def is_read_by_people(self) -> bool:
+        """True if the store is for looking at episodes: no trainer leases them."""
+        return self.store == "file"
+
+    def job_rules(self, mode: str, sync: SynchronizerConfig) -> Iterator[Violation]:
+        """Yield what keeps a job of this mode from using the store."""
+        apart = mode in APART
+        if apart and not self.is_durable:
+            yield Violation(("experience.store", "mode"), f"mode={mode} shares a store with other jobs; write sqlite")
+        elif self.is_durable and not self.path:
+            yield Violation(("experience.path",), f"required with experience.store={self.store}")
+        elif self.store == "postgres" and apart and not sync.folder:
+            message = "required with experience.store=postgres: a folder for the weights that every job sees"
+            yield Violation(("synchronizer.folder", "experience.store"), message)
+        elif self.is_read_by_people and mode != "explore":
+            yield Violation(
+                ("experience.store", "mode"), f"file is for looking at explore jobs, mode={mode}; write sqlite"
+            )
+
 
 class SynchronizerConfig(Section):
     """Weights between a train job and explore jobs."""
@@ -483,6 +541,25 @@ class SynchronizerConfig(Section):
         ge=0,
         needs=_APART & equals("synchronizer.style", "fixed"),
     )
+
+    @property
+    def steps_ahead(self) -> int | None:
+        """How many steps after the version that samples it a prompt is due. None: as the staleness bound allows."""
+        return self.interval + self.offset - 1 if self.style == "fixed" else None
+
+    def rules_within(self, longest: int) -> Iterator[Violation]:
+        """Yield what makes weights older than `longest` steps, max_staleness + 1."""
+        if self.interval > longest:
+            yield Violation(
+                ("synchronizer.interval", "staleness.max_staleness"),
+                f"interval={self.interval} must be at most max_staleness + 1 = {longest}: older weights "
+                "could not sample for the next step",
+            )
+        elif self.style == "fixed" and self.interval + self.offset > longest:
+            yield Violation(
+                ("synchronizer.offset", "synchronizer.interval", "staleness.max_staleness"),
+                f"interval + offset = {self.interval + self.offset} must be at most max_staleness + 1 = {longest}",
+            )
 
     @property
     def on_request(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from core.checks.resumption import changed_settings
 from core.config.parsing.problems import ConfigError
 from core.launch.cluster import Cluster
-from core.monitoring.metrics import Journal
+from core.monitoring.metrics import Journal, SkippedUpdates
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer, TensorBoardSink
 from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
 from core.placement.allocation import joined_cluster
@@ -46,8 +46,8 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
     """Return the newest valid recover checkpoint, or the beginning. Raises ValueError when recover_mode=resume finds
     none, or one that these settings cannot follow."""
     checkpoint = recover.newest() if config.recovers else None
-    if checkpoint is None and config.recovers and config.resume_from is not None:
-        checkpoint = Path(config.resume_from).expanduser()
+    if checkpoint is None and config.recovers and config.earlier_checkpoint is not None:
+        checkpoint = config.earlier_checkpoint
         try:
             verify(checkpoint)
         except (DamagedError, OSError) as error:
@@ -56,7 +56,7 @@ def find_start(recover: RecoverStore, config: ExperimentConfig, folder: Path) ->
             ) from None
     if checkpoint is None:
         if config.recovers:
-            missing = f"recover_mode={config.recover_mode}: there is no valid recover checkpoint in {folder}"
+            missing = f"{config.recover_setting}: there is no valid recover checkpoint in {folder}"
             missing += near_trials(folder)
             if config.must_recover:
                 raise ValueError(
@@ -154,8 +154,8 @@ def _trackers(config: ExperimentConfig, paths: RunPaths, runs: TrackedRuns) -> d
             runs=runs,
             mode=config.wandb.mode,
             entity=config.wandb.entity,
-            project=config.wandb.project or config.experiment_name,
-            name=config.wandb.name or config.trial_name,
+            project=config.wandb.project or paths.experiment,
+            name=config.wandb.name or paths.trial,
             group=config.wandb.group,
             tags=config.wandb.tags,
             config=config.masked().model_dump(mode="json"),
@@ -166,8 +166,8 @@ def _trackers(config: ExperimentConfig, paths: RunPaths, runs: TrackedRuns) -> d
             MLflowSink,
             runs=runs,
             uri=config.monitor.mlflow_uri,
-            experiment=config.experiment_name,
-            name=config.trial_name,
+            experiment=paths.experiment,
+            name=paths.trial,
         )
     return trackers
 
@@ -184,6 +184,15 @@ class RunContext:
     start: Start
     trackers: list[MetricSink]
     memory: MemoryLimits
+
+    def skipped_updates(self) -> SkippedUpdates:
+        """Return what counts the steps in a row whose updates were skipped."""
+        return SkippedUpdates(self.config.exp_ctrl.max_skipped_steps)
+
+    @property
+    def ignores_changes(self) -> bool:
+        """True if a checkpoint of other data or settings may be continued."""
+        return self.config.recover_ignore_changes
 
     @classmethod
     def open(cls, config: ExperimentConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> RunContext:

@@ -23,8 +23,7 @@ from core.monitoring.metrics import Journal, read_rows
 from core.placement.allocation import resolve_allocation
 from core.train.periodic import DueTimer, Evaluations, Frequency
 from core.weight_sync.folder import VersionFolder
-from rollout.inference.backend import TransportName
-from rollout.inference.registry import BACKENDS
+from rollout.inference.registry import BACKENDS, choose_transport
 from rollout.inference.versions import Published, Subscription
 
 if TYPE_CHECKING:
@@ -71,8 +70,9 @@ def sampling(
         generators, rollout = start_generators(config, allocation, cluster, context.memory)
         _, schedule = wait_facts(config, rollout)
         generators.wait_started()
-        requested: TransportName = "local" if "local" in BACKENDS[placed.backend].capabilities.transports else "disk"
-        push = make_push(config, allocation, weights, generators, rollout, requested=requested, folder=folder)
+        by_files = "local" not in BACKENDS[placed.backend].capabilities.transports
+        transport = choose_transport("disk" if by_files else "local", allocation)
+        push = make_push(config, allocation, weights, generators, rollout, transport=transport, folder=folder)
         push.connect()
         yield push, rollout, schedule
         rollout.close()
@@ -83,7 +83,7 @@ def sampling(
 def explore(config: PPOMATHConfig, context: RunContext) -> None:
     """Sample with each version that a train job publishes, until the last one; into files, with the weights of
     actor.path until every prompt is sampled."""
-    if config.experience.store == "file":
+    if config.experience.is_read_by_people:
         _explore_alone(config, context)
     else:
         _explore(config, context)
@@ -92,7 +92,7 @@ def explore(config: PPOMATHConfig, context: RunContext) -> None:
 def _explore_alone(config: PPOMATHConfig, context: RunContext) -> None:
     weights = PublishedWeights()
     with sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, schedule):
-        load(config.actor.path, 0, weights, push)
+        load(config.model_folder, 0, weights, push)
         context.screen.end_phase()
         rollout.call(RolloutActor.begin, 0, None, False)
         while not rollout.call(RolloutActor.has_explored, schedule.total_prompts):
@@ -224,7 +224,7 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
                 time.sleep(_LOOK_EVERY_SECONDS)
         else:
             version = 0
-            load(config.serve.model or config.actor.path, version, weights, push)
+            load(config.serve.model or config.model_folder, version, weights, push)
         rollout.call(RolloutActor.follow, version)
         url = rollout.call(RolloutActor.serve)
         context.screen.end_phase()

@@ -22,8 +22,7 @@ from core.experiments.workers import (
 )
 from core.launch.remote import has_ended
 from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
-from core.monitoring.metrics import SkippedUpdates
-from core.placement.allocation import resolve_allocation
+from core.placement.allocation import resolve_allocation, transport_of
 from core.processes.stacks import forget_modules
 from core.train.periodic import Evaluations
 from core.trainer import PPOTrainer
@@ -31,6 +30,7 @@ from core.weight_sync.folder import Publisher, VersionFolder
 from core.weight_sync.push import PUSHED
 
 if TYPE_CHECKING:
+    from core.config.common import Job
     from core.config.experiments import PPOMATHConfig
     from core.explore.data import DataFacts
     from core.launch.generators import GeneratorPool
@@ -48,7 +48,7 @@ def run_ppo(config: PPOMATHConfig, paths: RunPaths, screen: Screen, attempt: Att
     """Run one attempt of a job of any mode: from the beginning, or from the newest recover checkpoint."""
     # What the driver computes takes a millisecond; more threads would wait for the cores that the workers use.
     torch.set_num_threads(1)
-    MODES[config.mode](config, RunContext.open(config, paths, screen, attempt))
+    JOBS[config.job](config, RunContext.open(config, paths, screen, attempt))
 
 
 def both(config: PPOMATHConfig, context: RunContext) -> None:
@@ -66,7 +66,8 @@ def both(config: PPOMATHConfig, context: RunContext) -> None:
         context = context.fitted_to(schedule)
         folder = context.paths.checkpoints / "push"
         ranks = trainer.actor.group
-        weights = make_push(config, allocation, ranks, generators, rollout, requested=config.push.type, folder=folder)
+        transport = transport_of(config, allocation)
+        weights = make_push(config, allocation, ranks, generators, rollout, transport=transport, folder=folder)
         load_beside(generators, weights, config, trainer, context, schedule, takes_turns=allocation.shares_gpus)
         _train(config, context, trainer, rollout, weights, schedule, facts, generators)
         rollout.close()
@@ -89,7 +90,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         context = context.fitted_to(schedule)
         _load(config, trainer, context, schedule)
         weights = Publisher(
-            lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.actor.path),
+            lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.model_folder),
             VersionFolder(config.weights_folder),
             interval=config.synchronizer.interval,
             on_request=config.synchronizer.on_request,
@@ -99,16 +100,14 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         rollout.close()
 
 
-MODES: Mapping[str, Callable[[PPOMATHConfig, RunContext], None]] = {
-    "ray": both,
-    "local": both,
+JOBS: Mapping[Job, Callable[[PPOMATHConfig, RunContext], None]] = {
     "both": both,
     "train": train,
     "explore": explore,
     "bench": bench,
     "serve": serve,
 }
-"""What a job of each mode runs."""
+"""What each job runs."""
 
 
 def load_beside(
@@ -134,7 +133,7 @@ def _load(config: PPOMATHConfig, trainer: TrainerSide, context: RunContext, sche
     """Load the models, and the checkpoint if there is one."""
     checkpoint = context.start.checkpoint
     context.screen.begin("loading the models")
-    build_ppo_engines(config, trainer, total_updates=schedule.total_steps * config.ppo.ppo_n_minibatches)
+    build_ppo_engines(config, trainer, total_updates=schedule.total_steps * config.num_minibatches)
     if checkpoint is not None:
         trainer.trained.load(checkpoint)
         logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
@@ -155,7 +154,7 @@ def _train(
     """Connect loop, monitor and periodic actions, give the generators their first weights, and train. `generators`:
     those of this job."""
     forget_modules()
-    sample_steps = config.samples.log_freq_steps if config.samples.share else None
+    sample_steps = config.samples.shown_every
     context.screen.begin("sampling and training the first step")
     monitor = context.monitor(schedule, consumed=True, sample_steps=sample_steps)
     algorithm, start, timer = build_algorithm(config), context.start, context.timer()
@@ -169,12 +168,12 @@ def _train(
         memory=context.memory,
         algorithm=algorithm,
         sample_reuse=config.ppo.sample_reuse,
-        num_minibatches=config.ppo.ppo_n_minibatches,
+        num_minibatches=config.num_minibatches,
         temperature=config.ppo.gen.temperature,
         schedule=schedule,
         monitor=monitor,
         timer=timer,
-        skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps),
+        skipped_updates=context.skipped_updates(),
         saved_steps=_saved_steps(config, context.paths.logs / "batches"),
         mean_batch_tokens=facts.mean_prompt_tokens * schedule.batch_size,
     )
@@ -186,11 +185,11 @@ def _train(
         is_done=has_ended,
         meanwhile=weights.sync_rejoined,
     )
-    evaluates = config.evaluates and config.mode != "train"
+    evaluates = config.evaluates and config.job != "train"
     periodic = context.periodic(
         schedule,
         engines=workers.trained,
-        tokenizer_from=config.actor.path,
+        tokenizer_from=config.model_folder,
         evaluations=evaluations if evaluates else None,
         rollout_state=rollout.state_dict,
         driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}),
@@ -202,7 +201,7 @@ def _train(
         if evaluates and is_due:
             with timer("evaluate"):
                 evaluations.begin(0)
-        rollout.call(RolloutActor.begin, start.state.version, start.rollout_state, config.recover_ignore_changes)
+        rollout.call(RolloutActor.begin, start.state.version, start.rollout_state, context.ignores_changes)
         if evaluates and continues:
             evaluations.begin(start.state.step)
         with context.recover, periodic.saved_at_interrupt():
@@ -211,18 +210,5 @@ def _train(
 
 def _saved_steps(config: PPOMATHConfig, folder: Path) -> SavedSteps | None:
     every = config.monitor.save_batches
-    name = config.algorithm.name
-    return SavedSteps(folder=folder, every=every, name=name, settings=case_settings(config)) if every else None
-
-
-def case_settings(config: PPOMATHConfig) -> dict[str, object]:
-    """Return the settings of this run as those of a case of `python -m tools.loss`, without the entropy bonus: no
-    entropy is saved."""
-    algorithm = config.algorithm.model_dump(exclude={"name"}) | {"entropy_coeff": 0.0}
-    ppo = {f"ppo.{key}": value for key, value in config.ppo.model_dump(exclude={"gen"}).items()}
-    return {
-        **algorithm, **ppo,
-        "ppo.gen.max_new_tokens": config.ppo.gen.max_new_tokens,
-        "staleness.max_staleness": config.staleness.max_staleness,
-        "group_adv_norm": config.group_adv_norm,
-    }  # fmt: skip
+    name, settings = config.algorithm_case
+    return SavedSteps(folder=folder, every=every, name=name, settings=settings) if every else None

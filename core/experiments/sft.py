@@ -179,7 +179,7 @@ def run_offline(
     context = RunContext.open(config, paths, screen, attempt)
     screen.begin("reading the data")
     train, valid = _open_data(config)
-    _check_same_rows(train, context.start, ignore_changes=config.recover_ignore_changes)
+    _check_same_rows(train, context.start, ignore_changes=context.ignores_changes)
     schedule = schedule_from_control(config.exp_ctrl, num_prompts=len(train), batch_size=config.batch_size)
     context = context.fitted_to(schedule)
     memory, start = context.memory, context.start
@@ -200,12 +200,12 @@ def run_offline(
             trainer = trainer_type(
                 engine=engine, reference=ref, objective=objective, train=train, valid=valid, schedule=schedule,
                 valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
-                skipped_updates=SkippedUpdates(config.exp_ctrl.max_skipped_steps), timer=context.timer(),
+                skipped_updates=context.skipped_updates(), timer=context.timer(),
             )  # fmt: skip
             periodic = context.periodic(
                 schedule,
                 engines=engines,
-                tokenizer_from=config.model.path,
+                tokenizer_from=config.model_folder,
                 evaluations=SerialEvaluations(trainer.evaluate) if valid is not None else None,
                 rollout_state=train.state_dict,
                 driver_state=lambda: (monitor.elapsed_seconds, {"memory": memory.state_dict()}),
@@ -252,7 +252,7 @@ def _start_engines(
         inference_tokens_per_mb=limit,
     )
     groups.wait_started()
-    model = EngineModel(config=config.model, path=config.model.path, seed=config.seed, total_updates=total_updates)
+    model = EngineModel(config=config.model, path=config.model_folder, seed=config.seed, total_updates=total_updates)
     engine.group.build(engine.name, model)
     if reference is None:
         return engine, None

@@ -22,7 +22,7 @@ from core.weight_sync.push import Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings
-from rollout.inference.registry import BACKENDS, choose_transport
+from rollout.inference.registry import BACKENDS, Transport
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig, PPOMATHConfig
@@ -160,7 +160,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
     generator, backend = config.generator, BACKENDS[allocation.generator.backend]
     return BackendSettings(
         config=generator.model_copy(update={"flags": config.merged_flags}),
-        model_path=config.actor.path,
+        model_path=config.model_folder,
         dtype=config.generator_dtype(on_gpu=allocation.trainer.on_gpu),
         device=allocation.generator.device,
         colocated=allocation.shares_gpus,
@@ -183,18 +183,16 @@ def make_push(
     generators: GeneratorPool,
     rollout: RolloutClient,
     *,
-    requested: str,
+    transport: Transport,
     folder: Path,
 ) -> WeightPush:
-    """Return the push that fits the allocation, not yet connected. `requested`: its transport (push.type). `folder`: of
-    pushes through files."""
-    transport = choose_transport(requested, allocation)
+    """Return the push by this transport, not yet connected. `folder`: of pushes through files."""
     logger.info("Weight updates: push.type=%s", transport.name)
     plan = SenderSettings(
         type=transport.name,
-        model_path=config.actor.path,
+        model_path=config.model_folder,
         dtype=config.generator_dtype(on_gpu=allocation.trainer.on_gpu),
-        bucket_bytes=config.push.bucket_mib * 2**20,
+        bucket_bytes=config.push.bucket_bytes,
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
         changes="never" if allocation.shares_gpus or config.generator.quantizes else config.push.changes,
@@ -230,7 +228,7 @@ def build_ppo_engines(config: PPOMATHConfig, workers: TrainerSide, *, total_upda
     """Load actor, critic and reference on their ranks."""
     actor, critic, reference = workers.actor, workers.critic, workers.reference
     updates, of_critic = (total_updates * reuse for reuse in config.ppo.sample_reuse)
-    model = EngineModel(config=config.actor, path=config.actor.path, seed=config.seed, total_updates=updates)
+    model = EngineModel(config=config.actor, path=config.model_folder, seed=config.seed, total_updates=updates)
     actor.group.build(actor.name, model)
     if critic is not None:
         model = EngineModel(

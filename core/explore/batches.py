@@ -35,7 +35,7 @@ Fetch = Callable[[Sequence["Ref"]], list[Any]]
 def open_experience(config: PPOMATHConfig) -> Experience:
     """Open the store of a run. Bench and serve jobs keep no episodes: as lessees of a shared store they would shut out
     the trainer."""
-    if config.mode in ("bench", "serve"):
+    if config.job in ("bench", "serve"):
         return open_store("memory")
     return open_store(config.experience.store, config.experience_path)
 
@@ -56,7 +56,7 @@ class BatchService:
         self._data, self._rules = data, data.rules()
         self._experience = open_experience(config)
         lessee = config.run_name
-        if config.mode != "explore":
+        if config.job != "explore":
             self._experience.enroll(lessee)
         self._samples = SampleWriter(
             config.samples,

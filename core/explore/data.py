@@ -41,8 +41,8 @@ class RunData:
         from rollout.data.tokenizer import load_tokenizer
 
         self._config = config
-        self.tokenizer = load_tokenizer(config.actor.path)
-        self.encoder = Encoder(self.tokenizer, config.prompt_format, folder=config.actor.path)
+        self.tokenizer = load_tokenizer(config.model_folder)
+        self.encoder = Encoder(self.tokenizer, config.prompt_format, folder=config.model_folder)
         sets = [self._task_set(name, one) for name, one in config.sets.items()]
         self.prompts = TaskSets(
             sets,
@@ -61,7 +61,7 @@ class RunData:
         return PromptDataset.load(
             source,
             self.encoder_of(one),
-            max_prompt_len=config.dataset.max_prompt_len,
+            max_prompt_len=config.trained_tokens[0],
             seed=config.seed,
             solved=config.judged_by_math(one),
             **options,
@@ -72,12 +72,12 @@ class RunData:
         written = self._config.set_format(one)
         if written == self._config.prompt_format:
             return self.encoder
-        return Encoder(self.tokenizer, written, folder=self._config.actor.path)
+        return Encoder(self.tokenizer, written, folder=self._config.model_folder)
 
     def _task_set(self, name: str, one: TaskSetConfig) -> TaskSet:
         """Read a set of prompts to train on."""
-        dataset = self._read(one.source(one.path), one, shuffle=one.order == "shuffled", column=one.column)
-        return TaskSet(name, dataset, curriculum=load_curriculum(one.curriculum) if one.by_function else None)
+        dataset = self._read(one.place, one, shuffle=one.order == "shuffled", column=one.column)
+        return TaskSet(name, dataset, curriculum=load_curriculum(one.scored_by) if one.scored_by else None)
 
     def facts(self) -> DataFacts:
         """Return what the driver needs."""
@@ -85,7 +85,7 @@ class RunData:
         return DataFacts(
             num_prompts=len(self.prompts),
             mean_prompt_tokens=float(np.mean([len(p.token_ids) for p in prompts])),
-            first_prompt=first_prompt(prompts[0], next(iter(self._config.sets.values())).reward or ""),
+            first_prompt=first_prompt(prompts[0], self._config.set_reward(next(iter(self._config.sets.values())))),
             num_eval_prompts=sum(len(prompts) for prompts in self.eval_prompts.values()),
             left_out=self._left_out,
         )
@@ -93,16 +93,15 @@ class RunData:
     def rules(self) -> Rules:
         """Return the rules of the experience, over these prompts."""
         config, algorithm = self._config, self._config.algorithm
+        epochs, steps = config.exp_ctrl.length
         return make_rules(
             num_prompts=len(self.prompts),
             batch_size=config.batch_size,
-            max_staleness=config.staleness.max_staleness,
-            over_age=config.staleness.over_age,
-            in_order=config.staleness.in_order,
-            dynamic_sampling_limit=algorithm.dynamic_sampling_limit if algorithm.dynamic_sampling else None,
+            **config.staleness.model_dump(),
+            dynamic_sampling_limit=algorithm.most_resampled,
             steps_ahead=config.steps_ahead,
-            num_epochs=config.exp_ctrl.total_train_epochs,
-            num_steps=config.exp_ctrl.total_train_steps,  # benchmark_steps end in full flight
+            num_epochs=epochs,
+            num_steps=steps,  # benchmark_steps end in full flight
             replay=self._replay(),
         )
 

@@ -58,10 +58,10 @@ class RolloutService(BatchService):
         config, reward = self._config, self._config.reward
         facts = await super().start()
         self._failed_scores = FailedScores(reward)
-        specs = {name: one.reward or reward.spec for name, one in config.sets.items()}
-        held_out = {name: one.reward or reward.spec for name, one in config.evaluation_sets.items()}
+        specs = {name: config.set_reward(one) for name, one in config.sets.items()}
+        held_out = {name: config.set_reward(one) for name, one in config.evaluation_sets.items()}
         self._rewards = RewardPools({*specs.values(), *held_out.values()}, reward)
-        stop = StopTexts(self._data.tokenizer, config.ppo.gen.stop)
+        stop = StopTexts(self._data.tokenizer, config.judged_by.stop)
         self._ends = self._data.encoder.end_token_ids, stop.token_ids
         self.router = Router(self._generators, config.generator, stop=stop)
         self._workflow = by_task_set({
@@ -121,7 +121,7 @@ class RolloutService(BatchService):
             max_retries=workflow.max_retries,
             timeout_seconds=workflow.timeout_seconds,
             limits=GroupLimits(
-                vocab_size=read_config(Path(config.actor.path)).vocab_size,
+                vocab_size=read_config(Path(config.model_folder)).vocab_size,
                 max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),
             ),
             errors=ErrorPolicy(
@@ -174,7 +174,7 @@ class RolloutService(BatchService):
     async def set_version(self, version: int) -> None:
         """Count the steps before `version` as trained, and start the prompts that its weights allow. Raises as take(),
         where only another job takes batches."""
-        if self._config.mode == "explore":
+        if self._config.job == "explore":
             self._check_scores(version)
         self.router.set_version(version)
         await super().set_version(version)

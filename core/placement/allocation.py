@@ -30,9 +30,9 @@ from allocation import (
     parse,
     parse_device_mappings,
 )
-from core.config.experiments import ExperimentConfig
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from rollout.inference.gpus import query_gpus
-from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
+from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND, Transport, choose_transport
 
 RAY_ADDRESS = "RAY_ADDRESS"
 """Environment variable that Ray reads, too."""
@@ -62,6 +62,12 @@ class JoinedCluster:
         return (host.strip("[]"), int(port)) if host and port.isdigit() else None
 
 
+def transport_of(config: PPOMATHConfig, allocation: Allocation) -> Transport:
+    """Return the transport of the weights from trainer to generators. Raises ValueError where push.type does not reach
+    them."""
+    return choose_transport(config.push.type, allocation)
+
+
 STARTED = "`ray start` on this node"
 
 
@@ -82,7 +88,7 @@ def _given(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.launch.ray_address:
         yield "launch.ray_address", config.launch.ray_address
     inherited = None if config.is_local else os.environ.get(RAY_ADDRESS)
-    if given := inherited or config.external_configs.envs.get(RAY_ADDRESS):
+    if given := inherited or config.external_configs.variable(RAY_ADDRESS):
         yield RAY_ADDRESS, given
 
 

@@ -22,10 +22,10 @@ from allocation.checks import nearest_layouts_of
 from allocation.plan import SAME_WEIGHTS
 from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.placement.allocation import on_devices, resolve_allocation
+from core.placement.allocation import on_devices, resolve_allocation, transport_of
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
-from rollout.inference.registry import BACKENDS, choose_transport
+from rollout.inference.registry import BACKENDS
 
 
 def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:
@@ -117,7 +117,7 @@ def _server_arguments(config: PPOMATHConfig, allocation: Allocation) -> Iterator
 
 def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     try:
-        choose_transport(config.push.type, allocation)
+        transport_of(config, allocation)
     except ValueError as impossible:
         yield Violation(("push.type", "allocation_mode", "n_nodes", "n_gpus_per_node"), str(impossible))
 
@@ -161,7 +161,7 @@ def _quantization(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Vio
     if dtype != "bfloat16":
         message = f"{wanted} needs bfloat16 for what is not quantized, got {dtype}; write generator.dtype=bfloat16"
         yield Violation(("generator.weight_format", "generator.dtype"), message)
-    if config.push.changes == "always":
+    if config.push.sends_changes:
         message = f"always, but with generator.weight_format={wanted} all weights are sent; write never"
         yield Violation(("push.changes", "generator.weight_format"), message)
     for section, flags in config.server_flags.items():

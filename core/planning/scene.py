@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
-from core.algorithms.build import algorithm_settings
 from core.config.common import ModelUse
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.presets import PRESETS
@@ -147,9 +146,9 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         engines=engines,
         servers=_servers(sampling, engines[0].config, allocation) if sampling else None,
         shares_gpus=allocation.shares_gpus and not config.TRAINER_ONLY,
-        n_nodes=config.n_nodes,
-        n_gpus_per_node=config.n_gpus_per_node,
-        bucket_bytes=0 if sampling is None else sampling.push.bucket_mib << 20,
+        n_nodes=allocation.n_nodes,
+        n_gpus_per_node=allocation.n_gpus_per_node,
+        bucket_bytes=0 if sampling is None else sampling.push.bucket_bytes,
         sequences=_sequences(config),
         prompts=config.batch_shape["train_bs_n_seqs"],
         group_size=config.batch_shape.get("group_size", 1),
@@ -157,7 +156,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens,
         max_staleness=sampling.staleness.max_staleness if sampling else 0,
-        writes_checkpoints=config.recover_mode != "disabled",
+        writes_checkpoints=config.writes_checkpoints,
     )
     _check_positions(scene)
     return scene
@@ -218,14 +217,13 @@ def _has_pass(config: ExperimentConfig, name: str, *, in_turns: bool = False) ->
     if name != "actor" or config.sampling is None:
         return name != "model"
     sampling: PPOMATHConfig = config.sampling
-    if sampling.algorithm_name in PRESETS and in_turns and sampling.algorithm.correction is None:
-        return False  # correction=bypass, then
-    return sampling.algorithm_name not in PRESETS or algorithm_settings(sampling).needs_old_logprobs
+    run = sampling.in_turns if in_turns else sampling
+    return run.algorithm_name not in PRESETS or run.algorithm_settings.needs_old_logprobs
 
 
 def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) -> Servers:
     placed = allocation.generator
-    dtype = config.generator.dtype or config.actor.dtype(on_gpu=allocation.trainer.on_gpu)
+    dtype = config.generator_dtype(on_gpu=allocation.trainer.on_gpu)
     flag = BACKENDS[placed.backend].memory_flag
     share, colocated_share = None, 1.0
     if flag:

@@ -368,7 +368,7 @@ def unplaced(load: Loader) -> str:
     config = load(["allocation_mode=heuristic"]).config
     if config.TRAINER_ONLY:
         raise PlanError("this experiment has no servers, and nothing to search for")
-    others = config.n_nodes * config.n_gpus_per_node - 1
+    others = config.num_slots - 1
     side = f"allocation_mode={DEFAULT_BACKEND[GPU]}.d{max(1, others)}m1p1"
     return f"{side}+d1m1p1" if others else side
 

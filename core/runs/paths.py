@@ -63,6 +63,14 @@ class RunPaths:
         return cls._below(Path(*parts[:-4]), Path(*parts[-3:]))
 
     @property
+    def experiment(self) -> str:
+        return self.logs.parent.name
+
+    @property
+    def trial(self) -> str:
+        return self.logs.name
+
+    @property
     def root(self) -> Path:
         """The fileroot."""
         return self.logs.parents[3]

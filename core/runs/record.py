@@ -128,8 +128,8 @@ def how_to_continue(config: CommonExperimentConfig, paths: RunPaths, command: Se
     if config.recovers:
         return f"Continue with: {shlex.join(_lasting(command, paths))}"
     if model is not None:
-        return f"recover_mode={config.recover_mode}: there is no checkpoint to continue from. The model is in {model}"
-    return f"recover_mode={config.recover_mode}: nothing was saved"
+        return f"{config.recover_setting}: there is no checkpoint to continue from. The model is in {model}"
+    return f"{config.recover_setting}: nothing was saved"
 
 
 def where_the_model_is(paths: RunPaths) -> str:

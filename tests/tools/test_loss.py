@@ -13,7 +13,6 @@ import torch
 from core.algorithms.build import build_algorithm
 from core.algorithms.saved_steps import SavedSteps
 from core.config.experiments import PPOMATHConfig
-from core.experiments.ppo import case_settings
 from helpers.batches import batch_of, by_answer
 from tools.conformance.__main__ import one_token
 from tools.loss.__main__ import main
@@ -202,7 +201,7 @@ def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
     })  # fmt: skip
     chosen = build_algorithm(config)
     folder = tmp_path / "logs" / "batches"
-    saved = SavedSteps(folder=folder, every=2, name="grpo", settings=case_settings(config))
+    saved = SavedSteps(folder=folder, every=2, name="grpo", settings=config.algorithm_case[1])
     batch, fields = batch_of([1.0, 0.0], [0.5, 0.25], lens=[2, 3, 1, 2])
     noise = torch.sin(torch.arange(12.0))
     fields |= {"old_logprobs": fields["rollout_logprobs"] + 0.1 * noise, "ages": torch.zeros(12, dtype=torch.int64)}

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from core.algorithms.build import algorithm_settings
 from core.checks.rules import unused_keys
 from core.config.algorithm import AlgorithmSettings
 from core.config.presets import PRESETS
@@ -110,7 +109,7 @@ def wrong_keys(name: str | None, given: Mapping[str, object]) -> dict[str, str]:
     config = case_config({**case, "settings": settings}, Tokens.read(case).sampled)
     paths = {f"{prefix}{key}": key for key in OTHERS for prefix in ("ppo.", "algorithm.", "")}
     without_effect = {paths[path] for path, _ in unused_keys(config, paths.keys())}
-    now, reads, before = algorithm_settings(config), OTHERS.keys() - without_effect, result()
+    now, reads, before = config.algorithm_settings, OTHERS.keys() - without_effect, result()
     wrong = {}
     for key, values in OTHERS.items():
         path = f"ppo.{key}" if key in OF_PPO else key
