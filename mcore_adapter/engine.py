@@ -114,8 +114,7 @@ class MegatronEngine:
                     itemsize=dtype.itemsize,
                     is_critic=loaded.is_critic,
                     fp8=fp8 is not None,
-                    limit_gib=config.gradient_checkpointing_limit_gib,
-                    host_gib=config.gradient_checkpointing_host_gib,
+                    limits=config.auto_limits,
                     optimizer=self._optimizer,
                 )
         self._host_copy = HostCopy()

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from config_schema.needs import equals, fact, refused_without, unlike
-from config_schema.section import Section, key, section
+from config_schema.section import Section, Violation, key, section
 
 Level = Literal["none", "selective", "qkv", "linear", "offload", "full"]
 """What a layer computes again in the backward pass. none: nothing. selective: the activation function. qkv: also what
@@ -58,6 +58,16 @@ class OptimizerConfig(Section):
     def trains(self) -> bool:
         """True if there is an optimizer."""
         return self.type != "empty"
+
+
+class Held(NamedTuple):
+    """How a rank holds a model between updates."""
+
+    itemsize: int
+    """Bytes of a weight."""
+    gradient_itemsize: int
+    offload: bool
+    """Masters and moments are in host memory."""
 
 
 class EngineConfig(Section):
@@ -142,6 +152,31 @@ class EngineConfig(Section):
         if isinstance(self.gradient_checkpointing, str):
             return self.gradient_checkpointing
         return "full" if self.gradient_checkpointing else "none"
+
+    @property
+    def auto_limits(self) -> tuple[float | None, float | None]:
+        """GiB that recomputation may count on, on a device and on its host. None: what is free."""
+        return self.gradient_checkpointing_limit_gib, self.gradient_checkpointing_host_gib
+
+    def held(self, *, on_gpu: bool) -> Held:
+        """Return how a trainer on GPUs or on the CPU holds the model between updates."""
+        itemsize = 2 if self.dtype(on_gpu=on_gpu) == "bfloat16" else 4
+        return Held(itemsize, 4 if self.grad_reduce_in_fp32 else itemsize, self.optimizer.offload)
+
+    def numeric_rules(self, at: str, *, on_gpu: bool) -> Iterator[Violation]:
+        """Yield what a trainer on GPUs or on the CPU, or its format, does not support. `at`: the prefix of the keys."""
+        dtype, name = self.dtype(on_gpu=on_gpu), at.removesuffix(".")
+        if not on_gpu:
+            for key, value in {"fp8": self.fp8, "optimizer.offload": self.optimizer.offload}.items():
+                if value:
+                    option = f"{key.rpartition('.')[2]}={'true' if value is True else value}"
+                    message = f"{option} requires GPUs, but this run trains on CPU; write false"
+                    yield Violation((f"{at}{key}", "allocation_mode"), message)
+        elif self.fp8 and dtype != "bfloat16":
+            yield Violation((f"{at}fp8", f"{at}bf16"), "fp8 requires bfloat16; write bf16=true")
+        if not self.grad_reduce_in_fp32 and dtype != "bfloat16":
+            message = f"grad_reduce_in_fp32=false is for bfloat16, {name} is {dtype}; write {at}bf16=true, or true"
+            yield Violation((f"{at}grad_reduce_in_fp32", f"{at}bf16"), message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from core.algorithms.losses import turn_scores
 from core.config.algorithm import AlgorithmSettings
 from mcore_adapter.data.batch import sequence_of_token
 
@@ -205,11 +206,7 @@ class Turns:
         mask, lens = torch.tensor(batch.loss_mask), torch.tensor(batch.cu_seqlens).diff()
         begins = mask & ~torch.cat((mask.new_zeros(1), mask[:-1]))  # the first token of a sequence is not trained
         sequence = sequence_of_token(lens)[begins]
-        rewards = torch.zeros(len(sequence), dtype=scores.dtype)
-        if batch.turn_rewards is not None:
-            rewards += torch.tensor(batch.turn_rewards) * settings.reward_output_scaling
-            if settings.mask_no_eos_with_zero:
-                rewards[torch.tensor(batch.no_eos)[sequence]] = 0.0
+        rewards = turn_scores(batch, sequence, settings).to(scores.dtype)
         last = torch.full((len(lens),), -1).scatter_reduce(0, sequence, torch.arange(len(sequence)), "amax")
         rest = scores - torch.zeros_like(scores).index_add(0, sequence, rewards)
         rewards = rewards.index_add(0, last[last >= 0], rest[last >= 0])
@@ -243,7 +240,7 @@ def turn_advantages(turns: Turns, settings: AlgorithmSettings) -> Tensor:
     turn_rewards: A_k = sum over j >= k of (r_j - mean(r)) / (std(r) + 1e-6), mean and std over all turns of the group
     (algorithm.advantage_std). Source: Shao et al. 2024 (DeepSeekMath), section 4.1.3, process supervision, with turns
     as the steps. Otherwise turn_weight * step_advantages()."""
-    if settings.credit == "turn_rewards":
+    if settings.credits_turn_rewards:
         return turns.returns(centred(turns.rewards, turns.group, std=settings.advantage_std), discount=1.0)
     return settings.turn_weight * step_advantages(turns, settings)
 

@@ -95,6 +95,14 @@ def sequence_scores(batch: RolloutBatch, settings: AlgorithmSettings) -> Tensor:
     return torch.where(torch.tensor(batch.no_eos), 0.0, shaped) if settings.mask_no_eos_with_zero else shaped
 
 
+def turn_scores(batch: RolloutBatch, sequence: Tensor, settings: AlgorithmSettings) -> Tensor:
+    """Compute the reward of each turn, [K], scaled as that of its sequence. `sequence`: its number, [K]."""
+    if batch.turn_rewards is None:
+        return torch.zeros(len(sequence))
+    scaled = torch.tensor(batch.turn_rewards) * settings.reward_output_scaling
+    return torch.where(torch.tensor(batch.no_eos)[sequence], 0.0, scaled) if settings.mask_no_eos_with_zero else scaled
+
+
 def token_divergence(fields: Mapping[str, Tensor], settings: AlgorithmSettings) -> Tensor | None:
     """Estimate the KL divergence of each token, [T]; None where the KL divergence is not part of the reward."""
     if not settings.kl_in_reward:
@@ -250,10 +258,10 @@ SMALL_CHANGE = "small_change"
 def proximal_logprobs(logprobs: Tensor, fields: Mapping[str, Tensor], settings: AlgorithmSettings) -> Tensor:
     """Return the log-probabilities of the proximal policy, [t]: recomputed at the start of the step; interpolated
     between behaviour and current policy; or the current policy, where the step has one update."""
-    if settings.correction != "bypass" and settings.proximal == "loglinear":
+    if settings.proximal_policy == "loglinear":
         rollout = fields["rollout_logprobs"]
         return rollout + fields[PROXIMAL_SHARE] * (logprobs.detach() - rollout)
-    if settings.correction != "bypass" and settings.proximal == "reused":
+    if settings.proximal_policy == "reused":
         return logprobs.detach()
     return fields.get("old_logprobs", logprobs.detach())
 
@@ -297,7 +305,7 @@ def correction_weights(
         kept = kept & (weight <= settings.bounds[1])
     if settings.opsm_threshold is not None:
         kept = kept & ~_far_negative(terms, settings.opsm_threshold)
-    if settings.m2po_threshold is not None:
+    if SMALL_CHANGE in fields:
         kept = kept & fields[SMALL_CHANGE].bool()
     return weight, kept
 

@@ -156,17 +156,17 @@ class PolicyGradient(Algorithm):
         wanted: dict[Pass, bool] = {
             "old_logprobs": settings.needs_old_logprobs,
             "ref_logprobs": settings.needs_reference,
-            "values": not settings.disable_value,
+            "values": settings.has_values,
         }
         return frozenset(name for name, needed in wanted.items() if needed)
 
     @property
     def needs_entropy(self) -> bool:
-        return self._settings.entropy_coeff != 0.0
+        return self._settings.has_entropy_bonus
 
     @property
     def critic(self) -> Objective | None:
-        return None if self._settings.disable_value else Critic(value_eps_clip=self._settings.value_eps_clip)
+        return None if not self._settings.has_values else Critic(value_eps_clip=self._settings.value_eps_clip)
 
     def advantages(
         self, batch: RolloutBatch, fields: Mapping[str, Tensor]
@@ -183,13 +183,13 @@ class PolicyGradient(Algorithm):
         turns = None if settings.credit == "outcome" else Turns.of(batch, scores[rollouts], settings)
         scores = self.baseline(scores, torch.tensor(batch.group_ids_of_rollouts))
         check_baseline(scores, batch.num_rollouts)
-        scores = scores[rollouts] if settings.credit != "turn_rewards" else torch.zeros(batch.num_sequences)
+        scores = scores[rollouts] if not settings.credits_turn_rewards else torch.zeros(batch.num_sequences)
         per_token = None if settings.kl_reward_level == "sequence" else kl_penalty
         advantages, returns = self._of_tokens(batch, fields, scores, per_token, turns)
         if turns is not None and settings.credit != "turn_gae":
             advantages = advantages + turns.to_tokens(turn_advantages(turns, settings))
             figures["turns_compared"] = share_compared(turns)
-        if not settings.disable_value:
+        if settings.has_values:
             trained_on["returns"] = self._normalised(returns, mask)
         metrics = figures | reward_metrics(task_reward, kl_penalty, advantages, mask, batch.num_rollouts, settings)
         if divergence is not None:
@@ -229,7 +229,7 @@ class PolicyGradient(Algorithm):
         settings, mask = self._settings, fields["loss_mask"]
         discount = settings.discount if settings.advantage in ("gae", "returns", "group") else 1.0
         gae_lambda = settings.gae_lambda if settings.advantage in ("gae", "group") else 1.0
-        if settings.disable_value and kl_penalty is None and discount == gae_lambda == 1.0:
+        if not settings.has_values and kl_penalty is None and discount == gae_lambda == 1.0:
             advantages = scores[_sequence_of_token(batch)] * mask  # what the scan would give, at once
             return advantages, advantages
         cu_seqlens, no_eos = torch.tensor(batch.cu_seqlens), torch.tensor(batch.no_eos)
@@ -340,10 +340,10 @@ def _sequence_of_token(batch: RolloutBatch) -> Tensor:
 def _policy_fields(settings: AlgorithmSettings, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what corrections train on beside the passes: with correction=bypass, the generators' policy as the old
     one."""
-    if settings.correction == "bypass":
+    if settings.proximal_policy == "behaviour":
         return {"old_logprobs": fields["rollout_logprobs"]}
     added = {}
-    if settings.proximal == "loglinear":
+    if settings.proximal_policy == "loglinear":
         added[PROXIMAL_SHARE] = proximal_share(fields["ages"])
     if settings.m2po_threshold is not None:
         log_weights = fields["old_logprobs"] - fields["rollout_logprobs"]

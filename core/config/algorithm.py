@@ -250,6 +250,25 @@ class AlgorithmKeys(Section):
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus", ge=0)
 
     @property
+    def uses_values(self) -> bool:
+        """True if advantages are those of a critic."""
+        return self.advantage == "gae"
+
+    @property
+    def credits_turn_rewards(self) -> bool:
+        """True if turns are compared by the rewards from them on."""
+        return self.credit == "turn_rewards"
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self.entropy_coeff != 0.0
+
+    @property
+    def has_flat_kl(self) -> bool:
+        """True if the KL divergence is in the loss with an estimator whose own gradient has zero mean on policy."""
+        return self.kl_in != "reward" and self.kl_estimator == "k1" and self.kl_gradient == "own"
+
+    @property
     def most_resampled(self) -> int | None:
         """Batches of prompts drawn for a step at most, to replace prompts whose completions are alike. None: kept."""
         return self.dynamic_sampling_limit if self.dynamic_sampling else None
@@ -314,6 +333,11 @@ class AlgorithmSettings(AlgorithmKeys, PPOKeys):
     def kl_estimator_of_reward(self) -> KLEstimator:
         """kl_estimator with its default in the reward."""
         return self.kl_estimator or "k1"
+
+    @property
+    def proximal_policy(self) -> Literal["behaviour", "recomputed", "reused", "loglinear"]:
+        """Where the log-probabilities of the proximal policy come from."""
+        return "behaviour" if self.correction == "bypass" else self.proximal
 
     @property
     def num_updates(self) -> int:
@@ -410,7 +434,7 @@ def part_problems(
 
 def _credit_problems(settings: AlgorithmSettings) -> Iterator[Problem]:
     """Yield what algorithm.credit needs."""
-    if settings.credit == "turn_gae" and (settings.disable_value or settings.compares_groups):
+    if settings.credit == "turn_gae" and (not settings.has_values or settings.compares_groups):
         message = "turn_gae: needs the values of a critic; write ppo.disable_value=false, advantage=gae and "
         yield Problem(key="algorithm.credit", message=message + "group_adv_norm=false, or credit=turn_rewards")
     if settings.credit in ("turn_rewards", "step_groups") and settings.advantage != "group":

@@ -336,6 +336,11 @@ class PPOKeys(Section):
     mask_no_eos_with_zero: bool = key(False, "Set the reward of completions truncated at max_new_tokens to 0")
 
     @property
+    def has_values(self) -> bool:
+        """True unless a critic is ruled out."""
+        return not self.disable_value
+
+    @property
     def sample_reuse(self) -> tuple[int, int]:
         """Passes of actor and critic over the minibatches of a batch."""
         return self.actor_sample_reuse, self.critic_sample_reuse

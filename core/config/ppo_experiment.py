@@ -243,20 +243,19 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def warnings(self) -> Iterator[str]:
         yield from self.ppo.gen.warnings()
-        wanted, quantizes, algorithm = self.generator.weight_format, self.generator.quantizes, self.algorithm
+        quantizes, algorithm = self.generator.quantizes, self.algorithm
         if quantizes and self.correction in ("none", "bypass"):
             yield (
-                f"generator.weight_format={wanted}: completions come from weights that are rounded to FP8, and "
+                f"{self.generator.format_setting}: completions come from weights that are rounded to FP8, and "
                 f"algorithm.correction={self.correction} has no importance weight between them and the trainer's; "
                 "write algorithm.correction=tis"
             )
         if quantizes and self.push.never_verifies:
             yield (
-                f"push.verify=never: with generator.weight_format={wanted}, the formats of the servers' weights are "
+                f"push.verify=never: with {self.generator.format_setting}, the formats of the servers' weights are "
                 "not checked; write push.verify=first"
             )
-        in_loss = self.uses_reference and algorithm.kl_in != "reward"
-        if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_gradient == "own":
+        if self.uses_reference and algorithm.has_flat_kl:
             yield (
                 "algorithm.kl_estimator=k1: in the loss its gradient has zero mean on policy; write "
                 "algorithm.kl_gradient=k2 for the gradient of the KL divergence"
@@ -271,9 +270,9 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def uses_critic(self) -> bool:
         name = self.algorithm.name
         # An unknown name has none: the error about the name is the only one that helps.
-        of_preset = (name is None or name in PRESETS) and self.algorithm.advantage == "gae"
+        of_preset = (name is None or name in PRESETS) and self.algorithm.uses_values
         has_critic = of_preset or (name is not None and ":" in name)
-        return not self.ppo.disable_value and has_critic
+        return self.ppo.has_values and has_critic
 
     @property
     def uses_reference(self) -> bool:

@@ -299,6 +299,11 @@ class DeadlineConfig(Section):
     )
 
     @property
+    def of_call(self) -> tuple[float, str]:
+        """Timeout of a call, and its key."""
+        return self.call_seconds, "call_seconds"
+
+    @property
     def end_seconds(self) -> float:
         """Time that an interrupted driver has to end: for its step, for saving, and some more."""
         return 2 * self.interrupt_seconds + 30

@@ -103,8 +103,8 @@ class RolloutClient:
         return self._wait_call(self._actor.send(method, *args, **kwargs), method.__name__)
 
     def _wait_call(self, call: ObjectRef[R], phase: str) -> R:
-        limit, announced = self._cluster.deadlines.call_seconds, self._take_announced()
-        return self._gather([*announced, call], phase, timeout_seconds=limit, key="call_seconds")
+        (limit, key), announced = self._cluster.deadlines.of_call, self._take_announced()
+        return self._gather([*announced, call], phase, timeout_seconds=limit, key=key)
 
     def _take_announced(self) -> Sequence[Ref]:
         announced, self._announced = self._announced, []
@@ -202,5 +202,6 @@ class RolloutClient:
     def close(self) -> None:
         """Close the rollout side when it has done what was announced: calls that run at once have no order."""
         if announced := self._take_announced():
-            self._gather(announced, "close", timeout_seconds=self._cluster.deadlines.call_seconds, key="call_seconds")
+            limit, key = self._cluster.deadlines.of_call
+            self._gather(announced, "close", timeout_seconds=limit, key=key)
         self.call(RolloutActor.close)

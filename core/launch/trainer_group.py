@@ -98,12 +98,13 @@ class TrainerGroup:
         own."""
         announced, self._announced = self._announced, []
         both: list[Ref] = [*announced, *calls]
+        limit, key = self._cluster.deadlines.of_call
         return self._cluster.waiter.gather(
             both,
             names=[*self._names * (len(announced) // len(self._names)), *self._names],
             phase=phase,
-            timeout_seconds=push_seconds or self._cluster.deadlines.call_seconds,
-            key="push.timeout_seconds" if push_seconds else "deadlines.call_seconds",
+            timeout_seconds=push_seconds or limit,
+            key="push.timeout_seconds" if push_seconds else f"deadlines.{key}",
             logs_waiting=logs_wait,
         )[len(announced) :]
 

@@ -217,21 +217,8 @@ def _routing_replay(config: PPOMATHConfig, allocation: Allocation) -> Iterator[V
 
 def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Violation]:
     """Yield settings that the device or the format does not support."""
-    gpus = allocation.trainer.on_gpu
-    for name, model in ((use.key, use.section) for use in config.model_uses):
-        dtype = model.dtype(on_gpu=gpus)
-        if not gpus:
-            chosen = {f"{name}.fp8": model.fp8, f"{name}.optimizer.offload": model.optimizer.offload}
-            for key, value in chosen.items():
-                if value:
-                    option = f"{key.rpartition('.')[2]}={'true' if value is True else value}"
-                    message = f"{option} requires GPUs, but this run trains on CPU; write false"
-                    yield Violation((key, "allocation_mode"), message)
-        elif model.fp8 and dtype != "bfloat16":
-            yield Violation((f"{name}.fp8", f"{name}.bf16"), "fp8 requires bfloat16; write bf16=true")
-        if not model.grad_reduce_in_fp32 and dtype != "bfloat16":
-            message = f"grad_reduce_in_fp32=false is for bfloat16, {name} is {dtype}; write {name}.bf16=true, or true"
-            yield Violation((f"{name}.grad_reduce_in_fp32", f"{name}.bf16"), message)
+    for use in config.model_uses:
+        yield from use.section.numeric_rules(f"{use.key}.", on_gpu=allocation.trainer.on_gpu)
 
 
 def _minibatches(

@@ -190,21 +190,19 @@ def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> 
         placed, role = TRAINER_ROLE, "allocation"
     else:
         placed = role = next(role for role in use.roles if role != GENERATOR_ROLE)
-    dtype = section.dtype(on_gpu=on_gpu)
+    limit_gib, host_gib = section.auto_limits
     return Engine(
         name=use.key,
         config=model,
         layout=allocation.roles[placed].layout,
         trains=trains,
         is_critic=use.key == "critic",
-        itemsize=2 if dtype == "bfloat16" else 4,
-        gradient_itemsize=4 if section.grad_reduce_in_fp32 or dtype != "bfloat16" else 2,
+        **section.held(on_gpu=on_gpu)._asdict(),
         recompute=section.recompute(on_gpu=on_gpu) if trains else "none",
         fp8=section.fp8_recipe is not None,
-        offload=section.optimizer.offload,
         tokens=config.max_tokens_per_mb(role),
-        limit_gib=section.gradient_checkpointing_limit_gib,
-        host_gib=section.gradient_checkpointing_host_gib,
+        limit_gib=limit_gib,
+        host_gib=host_gib,
         has_pass=_has_pass(config, use.key),
         has_pass_in_turns=_has_pass(config, use.key, in_turns=True),
         sample_reuse=getattr(config.algorithm, f"{use.key}_sample_reuse", 1) if config.sampling else 1,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from allocation import GPU
@@ -75,18 +74,18 @@ class MemoryLimits:
     def fit_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> BackendSettings:
         """Return the generators' settings, lowered as far as was necessary. `flag`: the backend's share of GPU
         memory."""
-        running = int(self._learnt.get("max_running", settings.config.max_running))
-        flags = dict(settings.config.flags)
+        running = int(self._learnt.get("max_running", settings.max_running))
+        flags = dict(settings.flags)
         if flag is not None and flag.name in self._learnt:
             flags[flag.name] = self._learnt[flag.name]
-        return replace(settings, config=settings.config.model_copy(update={"max_running": running, "flags": flags}))
+        return settings.lowered(max_running=running, flags=flags)
 
     def lower_generator(self, settings: BackendSettings, flag: MemoryFlag | None) -> None:
         """Halve the sequences of a generator that ran out of memory; on a GPU also reduce its share of the memory."""
         fitted = self.fit_generator(settings, flag)
-        lowered: dict[str, float] = {"max_running": max(1, fitted.config.max_running // 2)}
+        lowered: dict[str, float] = {"max_running": max(1, fitted.max_running // 2)}
         if flag is not None and fitted.device == GPU:
-            given = fitted.config.flags.get(flag.name)
+            given = fitted.flags.get(flag.name)
             fraction = float(given) if isinstance(given, int | float | str) and given else flag.default
             lowered[flag.name] = round(max(_LEAST_MEM_FRACTION, fraction - _LESS_MEM_FRACTION), 3)
         self._lower(lowered, "a generator ran out of memory")

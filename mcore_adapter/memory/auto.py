@@ -66,14 +66,13 @@ class AutoRecompute:
         itemsize: int,
         is_critic: bool,
         fp8: bool,
-        limit_gib: float | None,
-        host_gib: float | None,
+        limits: tuple[float | None, float | None],
         optimizer: TrainOptimizer,
     ) -> None:
-        """`limit_gib`: of the memory that this process uses in an update; None: what is free, but for SPARE.
-        `host_gib`: of its activations in host memory; None: a share of what is free."""
+        """`limits` in GiB: of the memory that this process uses in an update, None for what is free, but for SPARE; and
+        of its activations in host memory, None for a share of what is free."""
         self._chunks, self._parallel, self._device = chunks, parallel, device
-        self._limit_gib, self._host_gib, self._optimizer = limit_gib, host_gib, optimizer
+        (self._limit_gib, self._host_gib), self._optimizer = limits, optimizer
         layout = parallel.layout
         own = layers_of_chunks(config.num_layers, layout)[parallel.pp_rank :: layout.pp]
         self._fixed = dict(

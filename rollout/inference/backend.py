@@ -7,8 +7,9 @@ capabilities, so neither torch nor a backend's own library is imported here; a b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
@@ -112,6 +113,11 @@ class GeneratorConfig(Section):
     )
 
     @property
+    def format_setting(self) -> str:
+        """The setting of weight_format, as messages write it."""
+        return f"generator.weight_format={self.weight_format}"
+
+    @property
     def quantizes(self) -> bool:
         """True if the trainer sends linear layers in FP8."""
         return self.weight_format != "auto"
@@ -148,6 +154,26 @@ class BackendSettings:
     """Address at which the trainer's ranks reach servers; None: that of their node."""
     key: str = field(default="", repr=False)
     """Servers answer only calls that carry it; empty: all."""
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that the replica samples at once."""
+        return self.config.max_running
+
+    @property
+    def flags(self) -> Mapping[str, FlagValue]:
+        """Flags of the backend, by name."""
+        return self.config.flags
+
+    @property
+    def interpreter(self) -> str:
+        """The Python that has the library of the backend."""
+        return self.config.python or sys.executable
+
+    def lowered(self, *, max_running: int, flags: Mapping[str, FlagValue]) -> BackendSettings:
+        """Return the settings of a replica that takes less memory."""
+        lowered: dict[str, object] = {"max_running": max_running, "flags": dict(flags)}
+        return replace(self, config=self.config.model_copy(update=lowered))
 
     @property
     def interrupt(self) -> Interrupt:

@@ -32,5 +32,5 @@ class EmbeddedBackend(Backend):
         folder = Path(settings.model_path)
         model = folder if settings.load_weights else read_json_object(folder / "config.json")
         return EmbeddedGenerator(
-            model, max_running=settings.config.max_running, interrupt=settings.interrupt, dtype=settings.dtype
+            model, max_running=settings.max_running, interrupt=settings.interrupt, dtype=settings.dtype
         )

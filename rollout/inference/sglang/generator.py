@@ -80,9 +80,9 @@ class SGLangGenerator:
         self._owns_server = False
         model = read_config(settings.model_path)
         self._vocab_size = model.vocab_size
-        self._max_length = int(settings.config.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
+        self._max_length = int(settings.flags.get("context_length") or model.max_position_embeddings)  # type: ignore[arg-type]
         self._experts = ExpertsOfTokens(model) if settings.reports_experts else None
-        self._seeded = bool(settings.config.flags.get("enable_deterministic_inference"))
+        self._seeded = bool(settings.flags.get("enable_deterministic_inference"))
         self._client = SGLangClient(settings.name, server.endpoint.url, key=settings.key)
         self._version = self._num_old_prefix_tokens = 0
         self._attempts = itertools.count()

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -53,7 +52,7 @@ def server_flags(settings: BackendSettings, model: ModelConfig, *, port: int, nc
         "tp_size": settings.tp,
         "pp_size": settings.pp,
         "dtype": settings.dtype,
-        "max_running_requests": settings.config.max_running,
+        "max_running_requests": settings.max_running,
         "random_seed": 0,
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
@@ -70,19 +69,19 @@ def server_flags(settings: BackendSettings, model: ModelConfig, *, port: int, nc
     if settings.gpus:
         # Throughput more than halves beyond the largest decode graph (256 by default). Every size costs start-up time,
         # and capturing prefill graphs takes a minute of it, although prompts are a small part of the work.
-        flags |= {"cuda_graph_max_bs_decode": settings.config.max_running, "disable_prefill_cuda_graph": True}
-        if not settings.config.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
-            flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.config.max_running)
+        flags |= {"cuda_graph_max_bs_decode": settings.max_running, "disable_prefill_cuda_graph": True}
+        if not settings.flags.keys() & {"cuda_graph_bs_decode", "cuda_graph_max_bs_decode"}:
+            flags["cuda_graph_bs_decode"] = decode_graph_sizes(settings.max_running)
         # A small model would otherwise get a cache that nothing can fill, and run out of memory on its index.
-        flags["max_total_tokens"] = 2 * settings.config.max_running * model.max_position_embeddings
-        given = {name.replace("-", "_"): value for name, value in settings.config.flags.items()}
+        flags["max_total_tokens"] = 2 * settings.max_running * model.max_position_embeddings
+        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
         if settings.pp == 1 and not given.get("disable_overlap_schedule"):
             flags |= BATCHED_PREFILLS
         if settings.colocated:
             flags |= {"enable_memory_saver": True, "mem_fraction_static": COLOCATED_MEM_FRACTION}
         head_dim = model.head_dim
         latent = model.mla is not None  # multi-head latent attention has backends of its own
-        if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.config.flags:
+        if head_dim not in FA3_HEAD_DIMS and not latent and "attention_backend" not in settings.flags:
             logger.warning(
                 "%s: head dimension %d is not one of FlashAttention 3's %s: attention_backend=triton, which is slower",
                 settings.name, head_dim, FA3_HEAD_DIMS,
@@ -93,7 +92,7 @@ def server_flags(settings: BackendSettings, model: ModelConfig, *, port: int, nc
         flags |= {"disable_cuda_graph": True}
     if not settings.load_weights:
         flags["load_format"] = "dummy"
-    return flags | dict(settings.config.flags) | _model_flags(settings, model)
+    return flags | dict(settings.flags) | _model_flags(settings, model)
 
 
 def _model_flags(settings: BackendSettings, model: ModelConfig) -> dict[str, FlagValue]:
@@ -110,7 +109,7 @@ def _model_flags(settings: BackendSettings, model: ModelConfig) -> dict[str, Fla
         # The folder's own weights are not FP8; SGLang would copy their values and leave the scales as they are.
         flags["load_format"] = "dummy"
     if override:
-        given = {name.replace("-", "_"): value for name, value in settings.config.flags.items()}
+        given = {name.replace("-", "_"): value for name, value in settings.flags.items()}
         named = json.loads(str(given.get("json_model_override_args") or "{}"))
         flags["json_model_override_args"] = json.dumps({**named, **override})
     return flags
@@ -154,7 +153,7 @@ class SGLangServer:
 
     def __init__(self, settings: BackendSettings) -> None:
         """Raises ValueError for arguments that users must not set, and for FP8 without GPUs."""
-        for key in settings.config.flags:
+        for key in settings.flags:
             if why := decided_elsewhere(key):
                 raise ValueError(f"actor.sglang.{key} cannot be set: {why}")
         if settings.config.quantizes and not settings.gpus:
@@ -201,7 +200,7 @@ class SGLangServer:
         with settings.log_file.open("wb") as log:
             # -P: this folder must not be where the server's processes import `types` and the like from.
             self._process = subprocess.Popen(
-                [settings.config.python or sys.executable, "-P", str(Path(__file__).parent / "hooks" / "main.py")],
+                [settings.interpreter, "-P", str(Path(__file__).parent / "hooks" / "main.py")],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=server_environment(settings),
                 start_new_session=True,
             )  # fmt: skip

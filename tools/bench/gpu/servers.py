@@ -143,7 +143,7 @@ async def bare_server(settings: BackendSettings) -> AsyncIterator[str]:
     """Start SGLang's launch_server with the arguments of a run's server, except those of our hooks; yield its URL."""
     port, nccl_port = free_ports(2)
     flags = server_flags(settings, read_config(settings.model_path), port=port, nccl_port=nccl_port)
-    words = [str(settings.config.python), "-P", "-m", "sglang.launch_server"]
+    words = [settings.interpreter, "-P", "-m", "sglang.launch_server"]
     for name, value in flags.items():
         if name not in BATCHED_PREFILLS and value is not False:
             values = value if isinstance(value, list) else [] if value is True else [value]
