@@ -248,7 +248,7 @@ def _checked(
             problems = check(experiment, file, words)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    trial = configs[-1].trial_name
+    trial = RunPaths.of(configs[-1]).trial
     return trial.removesuffix(f".{stages[-1].name}") if stages else trial, configs
 
 

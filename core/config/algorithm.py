@@ -309,6 +309,13 @@ class AlgorithmConfig(AlgorithmKeys, _AlgorithmChoice):
     """Which algorithm, off-policy correction, KL divergence, entropy. The defaults are those of PPO; a name changes
     some of them, and keys that are given win."""
 
+    def stray_options(self) -> Iterator[Problem]:
+        """Yield options that an algorithm of PRESETS does not have."""
+        if self.options:
+            message = ", ".join(self.options)
+            message += f": options belong to an algorithm of your own; write algorithm.{[*self.options][0]}"
+            yield Problem(key="algorithm.options", message=message)
+
 
 class AlgorithmSettings(AlgorithmKeys, PPOKeys):
     """What an algorithm reads: the keys of `ppo` and `algorithm`, with what null leaves open filled in.

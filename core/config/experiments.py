@@ -13,7 +13,6 @@ from typing import ClassVar
 from allocation import TRAINER_ROLE
 from config_schema.section import Section, Violation, key, section
 from core.config.common import (
-    DEFAULT_TOKENS_PER_MB,
     N_GPUS,
     CommonExperimentConfig,
     GenerationRoleConfig,
@@ -157,7 +156,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     def max_tokens_per_mb(self, role: str = "allocation") -> int:
         """Return the maximum of tokens of one forward pass."""
-        return self.roles[role].mb_spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, self.max_seqlen)
+        return self.roles[role].most_tokens(self.allocation, self.max_seqlen)
 
 
 class DPOConfig(SFTConfig):

@@ -15,7 +15,6 @@ from config_schema.needs import Value, equals, fact, given, refused_without
 from config_schema.section import Section, Violation, key, section
 from core.config.algorithm import AlgorithmConfig, AlgorithmSettings, Correction, part_problems
 from core.config.common import (
-    DEFAULT_TOKENS_PER_MB,
     CommonExperimentConfig,
     GenerationRoleConfig,
     Judged,
@@ -165,7 +164,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 "mode=train needs recover checkpoints, which record the trained episodes of the store; write "
                 "recover_mode=auto",
             )
-        if self.job == "bench" and not (self.bench.models and self.evaluates):
+        if self.job == "bench" and (self.bench.is_empty or not self.evaluates):
             yield Violation(
                 ("bench.models", "evaluation.path"), "required with mode=bench: models, and sets to evaluate them on"
             )
@@ -332,10 +331,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def part_problems(self) -> Iterator[Problem]:
         """Yield combinations of parts of the algorithm that compute nothing sensible."""
-        if self.algorithm.options:
-            message = ", ".join(self.algorithm.options)
-            message += f": options belong to an algorithm of your own; write algorithm.{[*self.algorithm.options][0]}"
-            yield Problem(key="algorithm.options", message=message)
+        yield from self.algorithm.stray_options()
         yield from part_problems(
             self.algorithm_settings,
             name=self.algorithm_name,
@@ -585,8 +581,4 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def max_tokens_per_mb(self, role: str) -> int:
         """Return the maximum of tokens of one forward pass of `role` (a key of `roles`)."""
-        for name in (role, "actor_train"):
-            given = self.roles[name].mb_spec.max_tokens_per_mb
-            if given is not None:
-                return given
-        return max(DEFAULT_TOKENS_PER_MB, self.max_seqlen)
+        return self.roles[role].most_tokens(self.actor_train, self.max_seqlen)

@@ -592,3 +592,8 @@ class BenchConfig(Section):
         "Hugging Face folders of models of the architecture of actor.path, such as the saved models of a run",
         needs=equals("mode", "bench"),
     )
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no model to evaluate."""
+        return not self.models

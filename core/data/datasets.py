@@ -292,9 +292,8 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
         return load(
             source,
             encoder,
-            max_seqlen=config.dataset.max_seqlen,
-            seed=config.seed,
-            shuffle=config.shuffle_dataset,
+            max_seqlen=config.trained_tokens[0],
+            **config.order_of_rows,
             sample=sample,
         )
 

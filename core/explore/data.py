@@ -129,8 +129,7 @@ class RunData:
         rows = load(
             config.demonstrations.path,
             self.encoder,
-            seed=config.seed,
-            shuffle=config.shuffle_dataset,
+            **config.order_of_rows,
             max_seqlen=config.max_seqlen,
         )
         return Demonstrations(rows, config.demonstrations_per_step)

@@ -234,7 +234,7 @@ class GeneratorPool:
         checks = [(replica, replica.actor.send(GeneratorActor.health)) for replica in self._new]
         for name, why in self.judge.check_generators().items():
             self.lose(name, why)
-        timeout = self._settings.config.health_timeout_seconds
+        timeout = self._settings.health_timeout_seconds
         if checks:
             ray.wait([ref for _, ref in checks], num_returns=len(checks), timeout=timeout)
         for replica, ref in checks:

@@ -166,6 +166,11 @@ class BackendSettings:
         return self.config.flags
 
     @property
+    def health_timeout_seconds(self) -> float:
+        """Time in which a replica answers a health check."""
+        return self.config.health_timeout_seconds
+
+    @property
     def interpreter(self) -> str:
         """The Python that has the library of the backend."""
         return self.config.python or sys.executable
