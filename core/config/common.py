@@ -141,9 +141,9 @@ class MFCConfig(GenerationRoleConfig):
     def most_tokens(self, training: MFCConfig, longest: int) -> int:
         """Return the maximum of tokens of one forward pass: that of `training`, or enough for the `longest` sequence,
         where none is given."""
-        for given in (self.mb_spec.max_tokens_per_mb, training.mb_spec.max_tokens_per_mb):
-            if given is not None:
-                return given
+        for limit in (self.mb_spec.max_tokens_per_mb, training.mb_spec.max_tokens_per_mb):
+            if limit is not None:
+                return limit
         return max(DEFAULT_TOKENS_PER_MB, longest)
 
 
@@ -302,11 +302,6 @@ class CommonExperimentConfig(Section):
     def num_slots(self) -> int:
         """GPUs, or processes without GPUs, of all nodes."""
         return self.n_nodes * self.n_gpus_per_node
-
-    @property
-    def order_of_rows(self) -> dict[str, int | bool]:
-        """How the rows of a data set are ordered, as arguments of those that read it."""
-        return {"seed": self.seed, "shuffle": self.shuffle_dataset}
 
     def _identity(self, *, batch_size: int, group_size: int = 1, algorithm: str = "") -> RunIdentity:
         return RunIdentity(train_bs_n_seqs=batch_size, group_size=group_size, n_nodes=self.n_nodes, algorithm=algorithm)

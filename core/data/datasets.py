@@ -293,7 +293,8 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
             source,
             encoder,
             max_seqlen=config.trained_tokens[0],
-            **config.order_of_rows,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
             sample=sample,
         )
 

@@ -129,7 +129,8 @@ class RunData:
         rows = load(
             config.demonstrations.path,
             self.encoder,
-            **config.order_of_rows,
+            seed=config.seed,
+            shuffle=config.shuffle_dataset,
             max_seqlen=config.max_seqlen,
         )
         return Demonstrations(rows, config.demonstrations_per_step)
