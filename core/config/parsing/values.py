@@ -8,12 +8,12 @@ the reference is the whole value, whatever stands at the other key.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, Union, get_args, get_origin
 
 import yaml
@@ -184,7 +184,7 @@ class Interpolator:
             return scalar
         end = _closing_brace(text, 2) if text.startswith("${") else -1
         if end == len(text) - 1:
-            return replace(self._evaluate(text[2:-1]), where=scalar.where)
+            return dataclasses.replace(self._evaluate(text[2:-1]), where=scalar.where)
         return Scalar(self._in_text(text), scalar.where, quoted=True)
 
     def _in_text(self, text: str) -> str:

@@ -325,10 +325,8 @@ def _measure_long(scene: Scene, length: int, config: EngineConfig) -> Measured |
     with trainer_world() as (parallel, device):
         engine = make_engine(scene, parallel, device, config)
         ppo_update(engine, random_batch(vocab_size(scene), [length // 16]), length)  # kernels and moments
-        batch, label = (
-            random_batch(vocab_size(scene), [length]),
-            f"{config.recompute(on_gpu=True)} recomputation, {length} tokens",
-        )
+        batch = random_batch(vocab_size(scene), [length])
+        label = f"{config.recompute(on_gpu=True)} recomputation, {length} tokens"
         measured: Measured | None = None
         try:
             measured = measure(engine, device, batch, length, updates=3, label=label)
