@@ -20,8 +20,7 @@ from core.algorithms.saved_steps import SavedSteps
 from core.data.stored_batch import InferencePass, Ref, UpdatePass, Use
 from core.monitoring.metrics import DRIVER, Histogram, SkippedUpdates, largest, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
-from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RunState
+from core.recovery.recover import MemoryLimits, RunState
 from core.train.step_batch import BatchFacts, BatchRequest, Scoring
 from rollout.experience import Schedule
 

@@ -25,8 +25,7 @@ from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.placement.allocation import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RunState
+from core.recovery.recover import MemoryLimits, RunState
 from core.train.periodic import PeriodicActions, SerialEvaluations, schedule_from_control
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR, ModelOutput, Sequences, sequence_of_token, weigh_tokens

@@ -15,7 +15,7 @@ from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
-from core.recovery.memory import MemoryLimits
+from core.recovery.recover import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.calls import SenderSettings
 from core.weight_sync.push import Trainer, WeightPush

@@ -14,7 +14,7 @@ from allocation import parse
 from core.errors import LaunchError
 from core.launch import generators as launch_generators
 from core.launch.generators import GeneratorPool
-from core.recovery.memory import MemoryLimits
+from core.recovery.recover import MemoryLimits
 from core.weight_sync.calls import SenderSettings
 from core.weight_sync.push import WeightPush
 from rollout.inference.backend import BackendSettings, GeneratorConfig

@@ -33,8 +33,7 @@ from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
 from core.monitoring.screen import Screen
-from core.recovery.memory import MemoryLimits
-from core.recovery.recover import RecoverStore, RunState
+from core.recovery.recover import MemoryLimits, RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
 from core.train.periodic import PeriodicActions
 from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
