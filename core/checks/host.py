@@ -169,7 +169,7 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
         slots = resolve_allocation(config).gpu_slots
     except AllocationError:
         return  # reported with the configuration
-    command = [sys.executable, "-m", "core.launch.connection"]  # in a process of its own: Ray loads for seconds
+    command = [sys.executable, "-m", "core.launch.cluster"]  # in a process of its own: Ray loads for seconds
     env = {**os.environ, "PYTHONPATH": python_path()}
     try:
         asked = subprocess.run(
