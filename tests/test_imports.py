@@ -104,7 +104,7 @@ ORDER = {
         "experiments",
         "load reference",
     ),
-    "core.config.parsing": ("problems", "yaml_tree", "values"),
+    "core.config.parsing": ("problems", "yaml_tree"),
     "config_schema": ("needs", "section"),
     "core.planning": (
         "scene",

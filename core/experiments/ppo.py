@@ -1,4 +1,8 @@
-"""Puts a PPO run together: cluster, trainer ranks, generators, rollout side; then core/trainer.py takes over."""
+"""Puts a job of ppo-math together: cluster, trainer ranks, generators, rollout side; then core/trainer.py takes over.
+
+Jobs without a trainer: explore samples into the store of a train job, with the weights that it publishes; bench
+evaluates models on every evaluation set; serve keeps the generators up behind one address.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +51,6 @@ if TYPE_CHECKING:
     from core.trainer import WeightUpdates
     from core.weight_sync.push import WeightPush
     from rollout.experience import Schedule
-if TYPE_CHECKING:
-    from core.config.experiments import PPOMATHConfig
-    from core.experiments.context import RunContext
-    from core.weight_sync.push import WeightPush
-    from rollout.experience.schedule import Schedule
-
 
 _LOOK_EVERY_SECONDS = 0.2
 """Seconds between two looks for a new version."""

@@ -1,5 +1,11 @@
 """Ray: starts or joins a cluster, places one actor per rank of the device map, and takes them all away again.
 
+As a program (a JoinedCluster as JSON on stdin) it prints the resources of each node as JSON, or exits with a message on
+stderr.
+
+Ray 2.60 guards clusters with a token where it finds one (~/.ray/auth_token, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH), but
+requires RAY_AUTH_MODE=token from processes that join by address. Here the cluster determines the mode.
+
 Only the files of this folder import Ray. The training loop uses the clients (`TrainerGroup`, `RolloutClient`,
 `GeneratorPool`): plain objects with blocking calls.
 """
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from core.placement.allocation import JoinedCluster
 
 
+logger = logging.getLogger(__name__)
 _raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs
 _AUTH_MODE = "RAY_AUTH_MODE"
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -161,12 +168,6 @@ def _print_nodes() -> None:
     json.dump([node["Resources"] for node in ray.nodes() if node["Alive"]], sys.stdout)
     ray.shutdown()
 
-
-if __name__ == "__main__":
-    _print_nodes()
-
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -345,3 +346,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Return the variables with which glibc keeps tensors' memory for the next ones; the user's win. It would give
         larger blocks back at once, and the system fills each page anew: up to a tenth of an update on CPU."""
         return {name: self._envs.get(name, os.environ.get(name, str(size))) for name, size in _KEPT_BYTES.items()}
+
+
+if __name__ == "__main__":
+    _print_nodes()

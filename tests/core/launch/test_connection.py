@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.errors import LaunchError
-from core.launch import cluster
+from core.launch import cluster as connection
 from core.launch.cluster import Options, OwnPackagesFirst, join
 from core.placement.allocation import JoinedCluster
 from rollout.plugins import ROOT
@@ -38,7 +38,7 @@ class Ray:
         answers = iter(requires)
         monkeypatch.setattr(connection, "_raylet", raylet)
         monkeypatch.setattr(connection, "_requires_token", lambda cluster: next(answers))
-        monkeypatch.setattr(cluster.ray, "init", self._init)
+        monkeypatch.setattr(connection.ray, "init", self._init)
         monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is put back afterwards
         monkeypatch.delenv("RAY_AUTH_MODE")
 
