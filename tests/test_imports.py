@@ -152,7 +152,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
         "rollout.inference.sglang": "rollout.inference.sglang.generator",
         "slipstream.cli": "core.config.presets",
-        "tools.chaos.compare": "torch",
+        "tools.chaos.__main__": "torch",
         "tools.chaos.run": "transformers",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",

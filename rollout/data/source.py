@@ -76,7 +76,7 @@ class DataSource:
     prefer: Literal["train", "validation", "test"] = "train"
     """The split to read where none is given."""
     processors: tuple[str, ...] = ()
-    """Import paths of functions that change the rows (rollout/data/processors.py)."""
+    """Import paths of functions that change the rows (rollout/data/rows.py)."""
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.config_inputs import problems, write_run
-from rollout.data.processors import read_records
-from rollout.data.rows import scan_rows
+from rollout.data.rows import read_records, scan_rows
 from rollout.data.source import DatasetError, DataSource
 
 CODE = """

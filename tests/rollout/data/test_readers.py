@@ -16,8 +16,7 @@ import pytest
 
 from rollout.data import files
 from rollout.data.files import data_files
-from rollout.data.processors import read_records
-from rollout.data.rows import read_examples, scan_rows
+from rollout.data.rows import read_examples, read_records, scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
 
 ROWS: list[dict[str, Any]] = [
