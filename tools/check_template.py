@@ -10,9 +10,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 
-from rollout.data.chat_template import ChatTemplate
+from rollout.data.chat_template import ChatTemplate, Message
 from rollout.data.encoder import Encoder, PromptFormat
-from rollout.data.messages import Message
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
 from rollout.sessions.tool_calls import tool_format

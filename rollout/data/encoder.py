@@ -23,8 +23,7 @@ from pathlib import Path
 
 from model_specs.model_folder import ModelFolderError, read_end_token_ids
 from model_specs.untrusted import read_json_object
-from rollout.data.chat_template import ChatTemplate, Tools
-from rollout.data.messages import Messages, is_trained
+from rollout.data.chat_template import ChatTemplate, Messages, Tools, is_trained
 from rollout.data.rows import Example, Row
 from rollout.data.source import DatasetError
 from rollout.types import Tokenizer

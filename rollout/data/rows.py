@@ -35,8 +35,8 @@ from rollout.data.answers import (
     text_of,
     with_options,
 )
+from rollout.data.chat_template import Messages, is_conversation, read_messages, read_tools, split_answer
 from rollout.data.files import Record, stored_records
-from rollout.data.messages import Messages, is_conversation, read_messages, read_tools, split_answer
 from rollout.data.source import PROMPTS, Columns, DatasetError, DataSource, as_source, find_columns, printable, value_of
 from rollout.plugins import PluginError, load_plugin, make_state_folder, state_folder, user_place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rollout.data.messages import Message
+from rollout.data.chat_template import Message
 from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
 

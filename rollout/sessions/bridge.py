@@ -10,9 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 
-from rollout.data.chat_template import Tools
+from rollout.data.chat_template import Message, Messages, Tools
 from rollout.data.encoder import Encoder
-from rollout.data.messages import Message, Messages
 from rollout.data.source import DatasetError
 from rollout.sessions.calls import CallError
 from rollout.sessions.tool_calls import Read, ToolFormat, split_calls, tool_format

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollout.data.chat_template import Tools
-from rollout.data.messages import Message, Messages
+from rollout.data.chat_template import Message, Messages, Tools
 
 Finish = Literal["stop", "length", "tool_calls"]
 Event = tuple[str | None, object]

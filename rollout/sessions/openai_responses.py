@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from rollout.data.messages import Message
+from rollout.data.chat_template import Message
 from rollout.sessions import openai_chat
 from rollout.sessions.calls import Answer, Call, CallError, Event
 from rollout.sessions.reading import messages_of, read, request_name, text_of, tools_of

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, overload
 
-from rollout.data.chat_template import Tools
-from rollout.data.messages import Message, Messages, read_messages
+from rollout.data.chat_template import Message, Messages, Tools, read_messages
 from rollout.sessions.calls import CallError
 
 T = TypeVar("T")

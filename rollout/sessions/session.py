@@ -14,8 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rollout.data.chat_template import Tools
-from rollout.data.messages import Message, Messages
+from rollout.data.chat_template import Message, Messages, Tools
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.calls import Answer, Call, CallError, ToolCall, said
 from rollout.trajectories import TrajectoryBuilder, sample_seed

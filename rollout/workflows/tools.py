@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pydantic import field_validator
 
 from config_schema.section import Section, key
+from rollout.data.chat_template import Messages
 from rollout.data.encoder import Encoder
-from rollout.data.messages import Messages
 from rollout.journal import recorded
 from rollout.rewards.pool import RewardPool
 from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollout.data import chat_template
+from rollout.data.chat_template import read_messages
 from rollout.data.encoder import Encoder, PromptFormat, encode_examples, first_row
-from rollout.data.messages import read_messages
 from rollout.data.rows import Example
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
