@@ -407,7 +407,7 @@ def test_an_optimizer_whose_state_visits_the_device_in_pieces_takes_the_same_ste
 
 def pieces_run(rank: Rank, model: str, offload: bool, target: str) -> dict[str, Any]:
     """Steps, a checkpoint, and the same steps again from it."""
-    from mcore_adapter.optimizer import state as optimizer_state
+    from mcore_adapter.optimizer import training as optimizer_state
 
     optimizer_state.PIECE_BYTES = 40_000
     cut, pieces = optimizer_state._pieces, []

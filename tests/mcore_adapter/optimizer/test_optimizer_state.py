@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mcore_adapter.cpu.device import FusedAdam
-from mcore_adapter.optimizer import state as optimizer_state
-from mcore_adapter.optimizer.state import ALIGNMENT, SLAB_BYTES, HostPages, OptimizerState
+from mcore_adapter.optimizer import training as optimizer_state
+from mcore_adapter.optimizer.training import ALIGNMENT, SLAB_BYTES, HostPages, OptimizerState
 
 SLAB = 1 << 14
 SIZES = [5000, 3, 1, 777, 4096, 2048, 130, 6000]
