@@ -17,8 +17,7 @@ from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.recovery.recover import MemoryLimits
 from core.trainer import EngineRef
-from core.weight_sync.calls import SenderSettings
-from core.weight_sync.push import Trainer, WeightPush
+from core.weight_sync.push import SenderSettings, Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings

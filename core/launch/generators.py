@@ -25,7 +25,7 @@ from core.launch.generator_actor import GeneratorActor
 from core.launch.remote import P, Pending, R, Remote
 from core.processes.stacks import collect_stacks, kill_process
 from core.recovery.recover import reports_out_of_memory
-from core.weight_sync.calls import with_colocated_ranks
+from core.weight_sync.push import with_colocated_ranks
 from rollout.inference.registry import BACKENDS
 from rollout.inference.router import NO_ANSWER
 

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from core.errors import LaunchError, PushFailure, first_line
 from core.processes.signals import raise_if_interrupted
 from core.processes.stacks import FOLDER, collect_stacks
-from core.weight_sync.calls import PushError
+from core.weight_sync.push import PushError
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 

@@ -20,7 +20,7 @@ from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote, fetch, place
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.metrics import split_memory
-from core.weight_sync.calls import Deadline, SendReport, call_all
+from core.weight_sync.push import Deadline, SendReport, call_all
 from rollout.bucket import FlatBucket
 from rollout.inference.gpus import device_names
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
-    from core.weight_sync.calls import SenderSettings
+    from core.weight_sync.push import SenderSettings
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint

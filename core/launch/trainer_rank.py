@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from allocation import Device, ParallelLayout
     from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
     from core.weight_sync.buckets import Sender
-    from core.weight_sync.calls import SenderSettings, SendReport
+    from core.weight_sync.push import SenderSettings, SendReport
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
     from mcore_adapter.settings import EngineModel

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport
+from core.weight_sync.push import Deadline, PushError, SenderSettings, SendReport
 from mcore_adapter.hf.safetensors_folder import dtype_of
 from model_specs.weight_files import BLOCK, SCALE, is_quantized
 from rollout.bucket import FlatBucket

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from core.config.runtime import Changes
 from core.weight_sync.buckets import Buckets, compare_checksums
-from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, call_all
+from core.weight_sync.push import Deadline, PushError, SenderSettings, SendReport, call_all
 from model_specs.untrusted import read_json_object
 from model_specs.weight_files import QUANTIZATION_CONFIG, SCALE
 from rollout.errors import GeneratorCallError

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.weight_sync.buckets import BucketSender, compare_checksums
-from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, call_all
+from core.weight_sync.push import Deadline, PushError, SenderSettings, SendReport, call_all
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import WeightEndpoint

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import Buckets, BucketSender, compare_checksums
-from core.weight_sync.calls import SENDER, Deadline, PushError, SenderSettings, SendReport, call_all, in_background
+from core.weight_sync.push import SENDER, Deadline, PushError, SenderSettings, SendReport, call_all, in_background
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from tracing import add_span

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.weight_sync.buckets import Sender
-from core.weight_sync.calls import SenderSettings
+from core.weight_sync.push import SenderSettings
 from core.weight_sync.senders import SENDERS
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble

@@ -23,7 +23,7 @@ from core.launch.remote import Waiter, as_driver_sees
 from core.monitoring.logs import LineFormatter
 from core.processes import signals
 from core.processes.signals import SIGNALS, EndNow, Interrupts
-from core.weight_sync.calls import PushError
+from core.weight_sync.push import PushError
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.weight_sync.calls import PushError, in_background
+from core.weight_sync.push import PushError, in_background
 from helpers.push_doubles import buckets, holds, paused, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble

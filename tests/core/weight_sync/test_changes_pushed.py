@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.weight_sync.buckets import Sender
-from core.weight_sync.calls import PushError, SendReport
+from core.weight_sync.push import PushError, SendReport
 from helpers.push_doubles import UPDATE_OF, paused, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble

@@ -13,8 +13,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from core.errors import LaunchError, PushFailure
-from core.weight_sync.calls import PushError, SenderSettings, SendReport
-from core.weight_sync.push import WeightPush
+from core.weight_sync.push import PushError, SenderSettings, SendReport, WeightPush
 from helpers.fake_cluster import ALLOCATION, Actor, Cluster, Rollout, clock, make_pool
 from helpers.push_doubles import UPDATE_OF, address, buckets, holds, sender_of
 from helpers.sglang_double import model

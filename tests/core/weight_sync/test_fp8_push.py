@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.weight_sync.buckets import FP8, Buckets, dequantize, wrong_formats
-from core.weight_sync.calls import PushError, SenderSettings, SendReport
+from core.weight_sync.push import PushError, SenderSettings, SendReport
 from core.weight_sync.senders import SENDERS
 from model_specs.weight_files import QUANTIZATION_CONFIG
 from rollout.bucket import FlatBucket

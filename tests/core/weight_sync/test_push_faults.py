@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.weight_sync.calls import PushError, SendReport, in_background
+from core.weight_sync.push import PushError, SendReport, in_background
 from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.updates import UPDATES

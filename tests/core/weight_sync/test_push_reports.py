@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.weight_sync.calls import SenderSettings, SendReport
-from core.weight_sync.push import WeightPush
+from core.weight_sync.push import SenderSettings, SendReport, WeightPush
 from helpers.fake_cluster import ALLOCATION
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from core.weight_sync.calls import PushError, SenderSettings
 from core.weight_sync.ipc import IpcSender
+from core.weight_sync.push import PushError, SenderSettings
 from helpers.mcore_ranks import Rank, RankPool
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError

@@ -20,10 +20,17 @@ from torch import Tensor
 from allocation import parse
 from core.errors import LaunchError
 from core.weight_sync.buckets import Buckets, buckets_to_stage
-from core.weight_sync.calls import Deadline, PushError, SenderSettings, SendReport, in_background, with_colocated_ranks
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
-from core.weight_sync.push import WeightPush
+from core.weight_sync.push import (
+    Deadline,
+    PushError,
+    SenderSettings,
+    SendReport,
+    WeightPush,
+    in_background,
+    with_colocated_ranks,
+)
 from core.weight_sync.senders import SENDERS
 from helpers.mcore_ranks import warm_context
 from helpers.push_receiver import receive

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from allocation import parse
 from core.weight_sync.buckets import Sender
-from core.weight_sync.calls import SenderSettings
+from core.weight_sync.push import SenderSettings
 from core.weight_sync.senders import SENDERS
 from mcore_adapter.device import Device
 from mcore_adapter.engine import MegatronEngine

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.weight_sync.calls import SenderSettings
 from core.weight_sync.disk import DiskSender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
+from core.weight_sync.push import SenderSettings
 from helpers import embedded_models, tiny_models
 from helpers.embedded_models import FAMILIES
 from helpers.sglang_environment import PYTHON, TWO_RANKS, VOCAB, WHY_NOT, environment, running_server, settings_for

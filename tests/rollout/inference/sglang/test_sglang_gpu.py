@@ -26,9 +26,9 @@ pytestmark = [
 ]
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 
-from core.weight_sync.calls import SenderSettings  # noqa: E402
 from core.weight_sync.ipc import IpcSender  # noqa: E402
 from core.weight_sync.nccl import NcclSender  # noqa: E402
+from core.weight_sync.push import SenderSettings  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
 
 PROMPT = list(range(40))

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.runtime import Changes  # noqa: E402
 from core.weight_sync.buckets import Sender  # noqa: E402
-from core.weight_sync.calls import (
+from core.weight_sync.push import (
     PushError,  # noqa: E402
     SenderSettings,  # noqa: E402
 )
