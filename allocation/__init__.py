@@ -6,7 +6,7 @@ Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and 
 """
 
 from allocation.checks import Checks, batch_errors, model_errors, nearest_minibatches
-from allocation.device_mapping import DeviceMapping, parse_device_mappings
+from allocation.resolve import DeviceMapping, parse_device_mappings
 from allocation.layout import (
     CPU,
     GENERATOR_BACKENDS,
