@@ -17,8 +17,8 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.plugins import ROOT
 from slipstream.cli import COMMANDS
 from tools import scratch_model
+from tools.bench import SHAPES
 from tools.bench.__main__ import MEASUREMENTS, find
-from tools.bench.gpu.shapes import SHAPES
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from core.planning.rates import calibration_of, write_calibration
 from helpers.plan_recipe import write_recipe
-from tools.bench.gpu.shapes import SHAPES
+from tools.bench import SHAPES
 from tools.plan import main
 
 

@@ -27,8 +27,7 @@ from pathlib import Path
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
-from tools.bench import Figure, Scene
-from tools.bench.gpu.shapes import DEFAULT_SHAPE, SHAPES
+from tools.bench import DEFAULT_SHAPE, SHAPES, Figure, Scene
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "sglang", "sgl-deep-gemm", "transformer-engine")
 MEASUREMENTS = {

@@ -10,7 +10,7 @@ from core.checks.rules import load_config
 from core.config.parsing.problems import ConfigError
 from core.planning.scene import find_gpu
 from helpers.plan_recipe import write_recipe
-from tools.bench.gpu.shapes import SHAPES
+from tools.bench import SHAPES
 
 
 def test_a_configuration_is_loaded_with_the_best_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

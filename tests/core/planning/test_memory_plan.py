@@ -13,7 +13,7 @@ from core.planning.memory import GIB, advice, cache_bytes_per_token, plan_memory
 from core.planning.scene import GPUS, PlanError, Scene, find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
-from tools.bench.gpu.shapes import SHAPES, SLICE
+from tools.bench import SHAPES, SLICE
 
 
 def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:

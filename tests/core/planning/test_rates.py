@@ -21,7 +21,7 @@ from core.planning.simulation import simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
 from model_specs.families import parse_config
-from tools.bench.gpu.shapes import SHAPES, SLICE, WIDTHS
+from tools.bench import SHAPES, SLICE, WIDTHS
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
 TWELVE = {**SLICE, "num_hidden_layers": 12}

@@ -12,8 +12,8 @@ from mcore_adapter.memory import estimate as estimates
 from mcore_adapter.memory.estimate import UpdateShape, activation_bytes, choose, in_flight, moments
 from mcore_adapter.settings import LEVELS, MLP_TOKENS
 from model_specs.families import parse_config
-from tools.bench.gpu.shapes import SHAPES, SLICE
-from tools.bench.gpu.shapes import WIDTHS as LONG
+from tools.bench import SHAPES, SLICE
+from tools.bench import WIDTHS as LONG
 
 DENSE = SHAPES["1.5B"]
 LATENT: dict[str, Any] = dict(

@@ -28,8 +28,8 @@ from core.planning.memory import engine_peak
 from core.planning.rates import calibration_of, wave_seconds
 from core.planning.scene import Servers
 from model_specs.families import parse_config
+from tools.bench import SHAPES
 from tools.bench.gpu.plan import CASES, Case
-from tools.bench.gpu.shapes import SHAPES
 
 MEASURED = Path(__file__).parents[3] / "benchmarks/predictions"
 _GPU = "H200"

@@ -42,10 +42,9 @@ from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.families import parse_config
 from rollout.inference.gpus import device_names, query_gpus
-from tools.bench import Figure, Scene
+from tools.bench import PLANNED, Figure, Scene
 from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.runs import async_config
-from tools.bench.gpu.shapes import PLANNED
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
 from tools.bench.workload import SIGMA, length_of
 

@@ -43,8 +43,7 @@ from mcore_adapter.parallel import ParallelState, destroy_parallel, initialize_p
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from model_specs.families import parse_config
 from rollout.inference.gpus import query_gpus
-from tools.bench import Figure, Scene
-from tools.bench.gpu.shapes import SLICE, SMALL, SMALL_EXPERTS, WIDTHS
+from tools.bench import SLICE, SMALL, SMALL_EXPERTS, WIDTHS, Figure, Scene
 from tools.demo.data import make_tokenizer
 
 PEAK_FLOPS = 989e12
