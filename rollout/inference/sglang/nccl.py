@@ -8,13 +8,17 @@ begins to arrive, at most one other is being copied.
 
 from __future__ import annotations
 
+import base64
 import math
+import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.multiprocessing import reductions
 
 from rollout.bucket import FlatBucket
 from rollout.inference.sglang.hooks.recorded_copies import Outcome, RecordedCopies, WeightUpdater, outcome_of
@@ -82,3 +86,106 @@ class BroadcastBuckets:
         current.wait_stream(self._stream)
         flat.record_stream(current)  # read by the copies there, after this function's caller has dropped it
         return flat
+
+
+class Payload(TypedDict):
+    """A bucket of which the server has the bytes, or gets them here."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    memory: Tensor | None
+    """Memory that begins with the bucket's bytes. None: the server has it already."""
+    number: int | None
+    """The server keeps the memory under this number."""
+
+
+RELEASE = base64.b64encode(pickle.dumps({})).decode()
+"""A payload that closes all memory that was kept."""
+_DEVICE_ARGUMENT = 6
+"""Place of the device among the arguments of torch's rebuild_cuda_tensor."""
+
+
+def shared_call(payloads: Sequence[str]) -> tuple[str, dict[str, object]]:
+    """Return the call that copies from these payloads, one for each tensor-parallel rank."""
+    body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket", "flush_cache": False}
+    return "/update_weights_from_tensor", body
+
+
+def share(bucket: FlatBucket, memory: Tensor | None, *, number: int) -> str:
+    """Return the payload of a bucket. See rollout.inference.backend.WeightEndpoint.share."""
+    if memory is None:
+        return payload_of(bucket, None, number=number)
+    if memory.device.type != "cuda":
+        return payload_of(bucket, memory[: bucket.num_bytes].clone())
+    return payload_of(bucket, _SharedMemory(memory), number=number)
+
+
+def payload_of(bucket: FlatBucket, memory: object | None, *, number: int | None = None) -> str:
+    """Return a bucket for shared_call(), pickled and base64-coded. `memory`: its bytes, or a handle to device memory
+    that begins with them and that the server keeps as `number`; None: it has that memory."""
+    content = {
+        "names": bucket.names,
+        "dtypes": bucket.dtypes,
+        "shapes": bucket.shapes,
+        "num_bytes": bucket.num_bytes,
+        "memory": memory,
+        "number": number,
+    }
+    return base64.b64encode(pickle.dumps(content)).decode()
+
+
+class _SharedMemory:
+    """Pickles as a handle to a tensor's device memory. The device is named by its UUID: its number differs between
+    processes that see different GPUs, and SGLang's processes look it up that way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[object, ...]]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        uuid = str(torch.cuda.get_device_properties(self._tensor.device).uuid)
+        return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+class SharedBuckets:
+    """The memory that one scheduler process shares with the trainer."""
+
+    def __init__(self, copies: RecordedCopies) -> None:
+        self._copies = copies
+        self._memory: dict[int, Tensor] = {}
+        """Memory by the sender's numbers, until it is released."""
+
+    def copy(self, original: object, updater: WeightUpdater, flattened_tensor_bucket_dict: Payload) -> Outcome:
+        """Copy a bucket in place of WeightUpdater._update_weights_from_flattened_bucket, by its argument's name; return
+        (whether it succeeded, message) when the copies are complete."""
+        content = flattened_tensor_bucket_dict
+        return outcome_of(lambda: self._copy(updater, content) if content else self._memory.clear())
+
+    def _copy(self, updater: WeightUpdater, content: Payload) -> None:
+        memory, number = content["memory"], content["number"]
+        if memory is not None and number is not None:
+            self._memory[number] = memory
+        elif memory is None:
+            if number not in self._memory:
+                raise RuntimeError(f"memory {number} of the trainer was not shared with this server")
+            memory = self._memory[number]
+        bucket = FlatBucket(
+            names=content["names"],
+            dtypes=content["dtypes"],
+            shapes=content["shapes"],
+            flat=memory[: content["num_bytes"]],
+        )
+        try:
+            self._copies.load(updater.get_model(), bucket)
+        finally:
+            # Each rank of the server does so before they meet: the first one answers for all, and the trainer writes
+            # the next bucket but one into this memory then.
+            wait_for_copies(memory)
+
+
+def wait_for_copies(memory: Tensor) -> None:
+    """Return when the copies from it are complete, in whatever stream a model's loader has queued them."""
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)

@@ -25,8 +25,7 @@ from rollout.inference.sglang.hooks.scheduler import (
     gather_of_one,
     many_at_once,
 )
-from rollout.inference.sglang.ipc import SharedBuckets
-from rollout.inference.sglang.nccl import BroadcastBuckets
+from rollout.inference.sglang.nccl import BroadcastBuckets, SharedBuckets
 
 Kind = Literal["before", "after", "around"]
 SOURCE = ("slipstream", None)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.bucket import FlatBucket
-from rollout.inference.sglang import ipc
+from rollout.inference.sglang import nccl
 from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
-from rollout.inference.sglang.ipc import SharedBuckets
+from rollout.inference.sglang.nccl import SharedBuckets
 
 
 class Model(nn.Module):
@@ -51,7 +51,7 @@ def bucket(value: float, name: str = "norm") -> FlatBucket:
 
 
 def payload(value: float, number: int | None = None, name: str = "norm") -> str:
-    return ipc.payload_of(bucket(value, name), None, number=number)
+    return nccl.payload_of(bucket(value, name), None, number=number)
 
 
 def holding(value: float) -> Tensor:
@@ -69,7 +69,7 @@ def test_memory_is_kept_by_its_number_until_it_is_released() -> None:
     assert server.receive(payload(0, 1))[0] and server.model.norm.tolist() == [2] * 3
     larger = holding(7)
     assert server.receive(payload(0, 1), memory=larger)[0] and server.shared[1] is larger
-    assert server.receive(ipc.RELEASE)[0] and not server.shared
+    assert server.receive(nccl.RELEASE)[0] and not server.shared
     succeeded, message = server.receive(payload(0, 1))
     assert not succeeded and "memory 1 of the trainer was not shared with this server" in message
     assert server.model.norm.tolist() == [7] * 3
