@@ -152,7 +152,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
         "rollout.inference.sglang": "rollout.inference.sglang.generator",
         "slipstream.cli": "core.config.presets",
-        "tools.chaos.__main__": "torch",
+        "tools.chaos.compare": "torch",
         "tools.chaos.run": "transformers",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",
@@ -197,7 +197,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.arguments": "sglang",
-        "rollout.inference.sglang.disk": "sglang",
+        "rollout.inference.sglang.nccl": "sglang",
         "rollout.inference.sglang.hooks.compile_ahead": "torch",
         "rollout.inference.sglang.hooks.in_flight": "sglang",
         "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.arguments rollout.inference.sglang.hooks "

@@ -35,10 +35,9 @@ from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import GroupMembership
 from rollout.inference.sglang.arguments import SGLANG
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
-from rollout.inference.sglang.disk import folder_call
 from rollout.inference.sglang.hooks.in_flight import ALIVE, Sampled
 from rollout.inference.sglang.hooks.scheduler import BEGAN_AT, KEPT
-from rollout.inference.sglang.nccl import RELEASE, broadcast_call, share, shared_call
+from rollout.inference.sglang.nccl import RELEASE, broadcast_call, folder_call, share, shared_call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 Call = tuple[str, dict[str, object]]

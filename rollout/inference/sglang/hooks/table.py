@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollout.inference.sglang.arguments import SGLANG
-from rollout.inference.sglang.disk import PushedFolders
 from rollout.inference.sglang.hooks import checksums, models
 from rollout.inference.sglang.hooks.in_flight import InFlight
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
@@ -25,7 +24,7 @@ from rollout.inference.sglang.hooks.scheduler import (
     gather_of_one,
     many_at_once,
 )
-from rollout.inference.sglang.nccl import BroadcastBuckets, SharedBuckets
+from rollout.inference.sglang.nccl import BroadcastBuckets, PushedFolders, SharedBuckets
 
 Kind = Literal["before", "after", "around"]
 SOURCE = ("slipstream", None)
