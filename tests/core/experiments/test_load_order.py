@@ -25,7 +25,7 @@ def calls_of_a_start(monkeypatch: pytest.MonkeyPatch, *, checkpoint: Path | None
     monkeypatch.setattr(ppo, "build_ppo_engines", noted("build engines"))
     trained = SimpleNamespace(load=noted("load checkpoint"), prepare_saves=noted("prepare saves"))
     trainer: Any = SimpleNamespace(trained=trained)
-    config: Any = SimpleNamespace(recovers=True, ppo=SimpleNamespace(ppo_n_minibatches=1))
+    config: Any = SimpleNamespace(recovers=True, num_minibatches=1)
     start = SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=2))
     context: Any = SimpleNamespace(start=start, screen=Screen(Console(), compact=False))
     schedule: Any = SimpleNamespace(total_steps=3)

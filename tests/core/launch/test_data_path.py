@@ -23,6 +23,7 @@ from rich.console import Console
 from allocation import CPU
 from core.algorithms.policy_gradient import PolicyGradient
 from core.config.algorithm import AlgorithmSettings
+from core.config.runtime import DeadlineConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
 from core.launch import remote as object_store
 from core.launch import rollout_client, trainer_group
@@ -192,7 +193,7 @@ def run_steps(
     monkeypatch.setattr(object_store, "ray", fetch_there)
     monkeypatch.setattr(object_store, "SMALL_BYTES", small_bytes)
     monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=store.put))
-    cluster = SimpleNamespace(waiter=store, deadlines=SimpleNamespace(call_seconds=1.0, batch_seconds=1.0))
+    cluster = SimpleNamespace(waiter=store, deadlines=DeadlineConfig(call_seconds=1.0, batch_seconds=1.0))
     rollout, group = RolloutClient.__new__(RolloutClient), TrainerGroup.__new__(TrainerGroup)
     service = Rollout(store, tokens)
     vars(rollout).update(_cluster=cluster, _actor=Remote(store.actor(service)), _announced=[])

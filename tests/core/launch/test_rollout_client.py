@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core.config.runtime import DeadlineConfig
 from core.launch.remote import Remote
 from core.launch.rollout_client import RolloutClient
 
@@ -42,7 +43,7 @@ class Waiter:
 @pytest.fixture
 def client() -> RolloutClient:
     made = RolloutClient.__new__(RolloutClient)
-    deadlines = SimpleNamespace(call_seconds=1.0, batch_seconds=1.0)
+    deadlines = DeadlineConfig(call_seconds=1.0, batch_seconds=1.0)
     cluster = SimpleNamespace(waiter=Waiter(), deadlines=deadlines)
     vars(made).update(_actor=Remote(Handle()), _announced=[], _cluster=cluster)
     return made
