@@ -10,7 +10,7 @@ import pytest
 from core.checks.rules import config_warnings, load_config, unused_keys
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.experiments import workers
-from core.placement.allocation import resolve_allocation
+from core.placement.allocation import resolve_allocation, transport_of
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
 
 SMALLEST_SFT = """\
@@ -188,7 +188,8 @@ def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
     for config, changes in ((colocated, "never"), (apart, "always")):
         allocation = resolve_allocation(config)
         sides: Any = (None, None, None)
-        push = workers.make_push(config, allocation, *sides, requested=config.push.type, folder=tmp_path)
+        transport = transport_of(config, allocation)
+        push = workers.make_push(config, allocation, *sides, transport=transport, folder=tmp_path)
         assert push._plan.changes == changes
 
 
