@@ -6,7 +6,6 @@ Standard library only, no hardware probed: a slot is a GPU on a GPU cluster and 
 """
 
 from allocation.checks import Checks, batch_errors, model_errors, nearest_minibatches
-from allocation.resolve import DeviceMapping, parse_device_mappings
 from allocation.layout import (
     CPU,
     GENERATOR_BACKENDS,
@@ -26,7 +25,7 @@ from allocation.layout import (
     stages_of_layers,
 )
 from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
-from allocation.resolve import parse
+from allocation.resolve import DeviceMapping, parse, parse_device_mappings
 
 __all__ = [
     "CPU",

@@ -11,12 +11,15 @@ every slot of the cluster, gives every role in `ROLES` a layout, and has as many
 """
 
 from __future__ import annotations
+
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias
-from allocation.checks import Checks, make_cluster
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, cast
+
+from allocation.checks import Checks, check_sizes, make_cluster, nearest_to
 from allocation.layout import (
     GENERATOR_BACKENDS,
     GENERATOR_ROLE,
@@ -31,29 +34,8 @@ from allocation.layout import (
     generator_layout_for,
     nearest_layouts,
 )
-from allocation.plan import FALLBACK, Allocation, Cluster, RoleAllocation, Slot, spans
-import logging
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import cast
-from allocation.checks import Checks, check_sizes, make_cluster, nearest_to
-from allocation.layout import (
-    GENERATOR_BACKENDS,
-    GENERATOR_ROLE,
-    MEGATRON_ROLES,
-    ROLES,
-    TRAINER_ROLE,
-    AllocationError,
-    Backend,
-    ParallelLayout,
-    check_generator_layout,
-    chosen_backend,
-    generator_layout_for,
-)
-from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster, Layouts
+from allocation.plan import FALLBACK, SAME_WEIGHTS, Allocation, Cluster, Layouts, RoleAllocation, Slot, spans
 from config_schema import did_you_mean
-
 
 logger = logging.getLogger(__name__)
 

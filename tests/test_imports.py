@@ -104,7 +104,7 @@ ORDER = {
         "experiments",
         "load reference",
     ),
-    "core.config.parsing": ("problems", "yaml_tree"),
+    "core.config.parsing": ("problems", "yaml_tree", "values"),
     "config_schema": ("needs", "section"),
     "core.planning": (
         "scene",
@@ -134,7 +134,7 @@ ORDER = {
         "__main__",
     ),
     "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "experience gpu", "__main__"),
-    "tools.bench.gpu": ("shapes", "trainer", "runs servers", "plan push", "compare"),
+    "tools.bench.gpu": ("trainer", "runs servers", "plan push", "compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14
@@ -197,7 +197,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "sglang: hooks are installed before its modules load": {
         "rollout.inference.sglang.arguments": "sglang",
-        "rollout.inference.sglang.nccl": "sglang",
+        "rollout.inference.sglang.receivers": "sglang",
         "rollout.inference.sglang.hooks.compile_ahead": "torch",
         "rollout.inference.sglang.hooks.in_flight": "sglang",
         "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.arguments rollout.inference.sglang.hooks "

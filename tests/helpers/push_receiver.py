@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rollout.inference.sglang.hooks.checksums import position_checksum
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
-from rollout.inference.sglang.nccl import BroadcastBuckets, SharedBuckets
+from rollout.inference.sglang.receivers import BroadcastBuckets, SharedBuckets
 
 
 class Receiver(nn.Module):

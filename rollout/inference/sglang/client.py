@@ -37,7 +37,7 @@ from rollout.inference.sglang.arguments import SGLANG
 from rollout.inference.sglang.checksums import ExpectedChecksums, ModelShape
 from rollout.inference.sglang.hooks.in_flight import ALIVE, Sampled
 from rollout.inference.sglang.hooks.scheduler import BEGAN_AT, KEPT
-from rollout.inference.sglang.nccl import RELEASE, broadcast_call, folder_call, share, shared_call
+from rollout.inference.sglang.receivers import RELEASE, broadcast_call, folder_call, share, shared_call
 from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 Call = tuple[str, dict[str, object]]

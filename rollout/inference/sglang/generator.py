@@ -35,7 +35,7 @@ from rollout.inference.sglang.client import (
     so_far,
 )
 from rollout.inference.sglang.hooks.in_flight import ALIVE, PATH, Sampled, unpack
-from rollout.inference.sglang.nccl import payload_of, shared_call
+from rollout.inference.sglang.receivers import payload_of, shared_call
 from rollout.inference.sglang.server import SGLangServer
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 

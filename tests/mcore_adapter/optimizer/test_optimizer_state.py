@@ -229,7 +229,7 @@ def test_reserved_slabs_are_those_that_pages_fill(reserved: bool, allocated: lis
 
 def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code() -> None:
     script = (
-        "import sys, torch; from mcore_adapter.optimizer import state as o;"
+        "import sys, torch; from mcore_adapter.optimizer import training as o;"
         "o._page_locked = lambda n: torch.ones(1 << 25, dtype=torch.uint8);"
         "o.HostPages(1000 << 14, 1 << 14).reserve(torch.device('cpu')); sys.exit(3)"
     )

@@ -24,7 +24,7 @@ from rollout.inference.sglang.hooks.scheduler import (
     gather_of_one,
     many_at_once,
 )
-from rollout.inference.sglang.nccl import BroadcastBuckets, PushedFolders, SharedBuckets
+from rollout.inference.sglang.receivers import BroadcastBuckets, PushedFolders, SharedBuckets
 
 Kind = Literal["before", "after", "around"]
 SOURCE = ("slipstream", None)

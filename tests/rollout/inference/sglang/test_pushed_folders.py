@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
-from rollout.inference.sglang import nccl as pushed_folders
-from rollout.inference.sglang.nccl import PushedFolders
+from rollout.inference.sglang import receivers as pushed_folders
+from rollout.inference.sglang.receivers import PushedFolders
 
 
 def load_whole(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:

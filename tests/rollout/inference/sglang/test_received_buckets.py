@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rollout.bucket import FlatBucket
-from rollout.inference.sglang import nccl
+from rollout.inference.sglang import receivers
 from rollout.inference.sglang.client import SGLangEndpoint
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
-from rollout.inference.sglang.nccl import SharedBuckets
+from rollout.inference.sglang.receivers import SharedBuckets
 
 
 class Model(nn.Module):
@@ -51,7 +51,7 @@ def bucket(value: float, name: str = "norm") -> FlatBucket:
 
 
 def payload(value: float, number: int | None = None, name: str = "norm") -> str:
-    return nccl.payload_of(bucket(value, name), None, number=number)
+    return receivers.payload_of(bucket(value, name), None, number=number)
 
 
 def holding(value: float) -> Tensor:
@@ -69,7 +69,7 @@ def test_memory_is_kept_by_its_number_until_it_is_released() -> None:
     assert server.receive(payload(0, 1))[0] and server.model.norm.tolist() == [2] * 3
     larger = holding(7)
     assert server.receive(payload(0, 1), memory=larger)[0] and server.shared[1] is larger
-    assert server.receive(nccl.RELEASE)[0] and not server.shared
+    assert server.receive(receivers.RELEASE)[0] and not server.shared
     succeeded, message = server.receive(payload(0, 1))
     assert not succeeded and "memory 1 of the trainer was not shared with this server" in message
     assert server.model.norm.tolist() == [7] * 3
@@ -83,7 +83,7 @@ def test_bytes_that_come_with_the_bucket_are_not_kept() -> None:
 
 def test_a_bucket_that_cannot_be_loaded_is_a_failure_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Tensor] = []
-    monkeypatch.setattr(ipc, "wait_for_copies", waited.append)
+    monkeypatch.setattr(receivers, "wait_for_copies", waited.append)
     succeeded, message = Server().receive(payload(0, 0, "other"), memory=holding(1))
     assert not succeeded and "other is unknown. Weights are partially updated" in message
     assert len(waited) == 1, "copies that were queued before may still run"
@@ -102,6 +102,6 @@ def test_the_trainers_end_shares_memory_once_and_bytes_of_the_cpu_each_time(monk
     sent = shared(memory, 1)
     assert sent["memory"].equal(memory[:12]) and sent["memory"].untyped_storage().nbytes() == 12
     assert sent["number"] is None
-    monkeypatch.setattr(ipc, "_SharedMemory", lambda memory: "a handle")
+    monkeypatch.setattr(receivers, "_SharedMemory", lambda memory: "a handle")
     opened = shared(SimpleNamespace(device=torch.device("cuda")), 1)
     assert (opened["memory"], opened["number"]) == ("a handle", 1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.sglang.client import SGLangEndpoint
-from rollout.inference.sglang.nccl import payload_of
+from rollout.inference.sglang.receivers import payload_of
 
 
 def mixed_tensors() -> dict[str, Tensor]:

@@ -1,9 +1,14 @@
-"""Buckets of weights by broadcast: the calls that announce one to a SGLang server, and how the server receives it.
+"""How weights come into a SGLang server: by broadcast, in memory that it shares with the trainer, and in a folder. The
+calls that announce them, and what the server does with them.
 
-The sender's loop is core/weight_sync/nccl.py. SGLang itself makes every tensor of a bucket and concatenates them before
-it receives over them, and receives nothing while it copies; here a bucket is received while the one before is copied.
-Read by the server's processes too, so of this project nothing but the bucket is imported. Invariant: when a bucket
-begins to arrive, at most one other is being copied.
+The loops of the senders are core/weight_sync/nccl.py, ipc.py and disk.py. Read by the server's processes too, so of
+this project nothing but the bucket and rollout/inference/changes.py is imported.
+
+- Broadcast: SGLang itself makes every tensor of a bucket and concatenates them before it receives over them, and
+  receives nothing while it copies; here a bucket is received while the one before is copied. Invariant: when a bucket
+  begins to arrive, at most one other is being copied.
+- Shared memory: a payload has types of torch and the standard library alone: SGLang unpickles no others.
+- Folder: it holds all weights, or changes to those of the push before.
 """
 
 from __future__ import annotations
