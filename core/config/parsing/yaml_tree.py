@@ -1,9 +1,8 @@
 """YAML files and `a.b.c=value` overrides as one tree with the location of each value.
 
-Values stay text in the tree: the type of the field that one is meant for decides, not YAML. `1e-6` is a number for a
-float field, and `20250222` a name for a text field. `${a.b.c}` finds a key of the same tree, or its default in the
-schema; `${oc.env:VAR,default}` an environment variable. Invariant: every node of a tree carries `where`, either
-file:line or the override it came from.
+Values stay text here: only the schema determines whether `1e-6` is a number or `20250222` a name
+(core/config/load.py decides). Invariant: every node of a tree carries `where`, either file:line or the override it came
+from.
 """
 
 from __future__ import annotations
