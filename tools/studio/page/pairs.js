@@ -15,7 +15,7 @@ export async function pairsPage({ content, query, run, alive }) {
   content.append(
     h("div", { class: "bar" }, h("h1", {}, "Side by side"), said, h("span", { class: "grow" }),
       field("answers of", choice([...sets, "training"].map((name) => [name, name]), state.of, (of) => { Object.assign(state, { of, left: null, right: null }); load(); })),
-      field("against", choice(runs.map((one) => [one.id, one.id === run.id ? `${one.name} (this run)` : one.name]), state.other, (other) => { Object.assign(state, { other, right: null }); load(); })),
+      field("against", choice(runs.map((one) => [one.id, one.id === run.id ? "this run" : one.name]), state.other, (other) => { Object.assign(state, { other, right: null }); load(); })),
       h("label", { class: "field" }, differ, "different rewards only")),
     table);
 
