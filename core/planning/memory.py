@@ -6,6 +6,7 @@ allocates, but for "context", which the driver holds beside it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -132,22 +133,13 @@ def _rank(scene: Scene, stage: int) -> RankPlan:
 
 
 def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
-    """Yield the phases of a rank of the trainer. All its engines hold their states on the device in every phase."""
-    held: dict[str, float] = {}
-    stages = {engine.name: _stage(engine, rank) for engine in scene.engines}
-    states = {engine.name: states_of(engine, stages[engine.name]) for engine in scene.engines}
+    """Yield the phases of a rank of the trainer."""
+    held, context = _held_by_all(scene, rank)
     for engine in scene.engines:
-        for part, size in _held(engine, states[engine.name]).items():
-            held[part] = held.get(part, 0.0) + size
-    groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
-    context = {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
-    for engine in scene.engines:
-        held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
-    for engine in scene.engines:
-        stage = stages[engine.name]
+        stage = _stage(engine, rank)
         if engine.trains:
             yield _update(scene, engine, stage, held, context)
-            if step := _optimizer_step(engine, states[engine.name]):
+            if step := _optimizer_step(engine, states_of(engine, stage)):
                 parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **context}
                 yield Phase(name=f"{engine.name} optimizer", parts=parts)
         else:
@@ -155,6 +147,24 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
             yield Phase(name=f"{engine.name} log-probs", parts=parts)
     if scene.servers is not None:
         yield Phase(name="weight update", parts={**held, "buckets": float(_BUCKETS * scene.bucket_bytes), **context})
+
+
+def _held_by_all(scene: Scene, rank: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what a rank holds in every phase, of all engines, and the context of its GPU."""
+    held: dict[str, float] = {}
+    for engine in scene.engines:
+        for part, size in _held(engine, states_of(engine, _stage(engine, rank))).items():
+            held[part] = held.get(part, 0.0) + size
+        held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
+    groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
+    return held, {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
+
+
+def usual_level(scene: Scene, engine: Engine) -> Level:
+    """Return what most layers of the first stage recompute."""
+    held, context = _held_by_all(scene, 0)
+    levels, _ = _levels(scene, engine, update_shape(engine, 0), sum(held.values()), context["context"])
+    return Counter(levels).most_common(1)[0][0]
 
 
 def _degrees(engine: Engine) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 
-from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of
+from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of, usual_level
 from core.planning.scene import Engine, PlanError, Scene, Servers
 from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
@@ -154,7 +154,8 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     # Attention grows with the square of the length.
     square = (answers.mean_square + 2 * prompt * answers.mean + prompt**2) / length
     update = sum(
-        e.sample_reuse * update_seconds(scene, e, calibration, tokens=tokens, length=square, level=assumed_level(e))
+        e.sample_reuse
+        * update_seconds(scene, e, calibration, tokens=tokens, length=square, level=usual_level(scene, e))
         for e in scene.engines
         if e.trains
     )
@@ -211,11 +212,6 @@ def running_requests(scene: Scene, servers: Servers, length: float) -> int:
     allowed = scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
     cached = plan_servers(scene, servers).tokens / length if servers.on_gpu else allowed
     return max(1, int(min(servers.max_running, cached, allowed)))
-
-
-def assumed_level(engine: Engine) -> Level:
-    """Return the level whose time is taken for an engine: with auto, that of most of its layers in most runs."""
-    return "linear" if engine.recompute == "auto" else engine.recompute
 
 
 def update_seconds(
