@@ -161,7 +161,7 @@ def _length(history: History) -> Found | None:
     first, now = history.first("answer_length/mean"), history.now("answer_length/mean")
     if now <= 2 * first:
         return None
-    reason = f"Answers have {now:,.0f} tokens, {now / first:.1f} times as many as at the start ({first:,.0f})."
+    reason = f"Answers have {now:,.1f} tokens, {now / first:.1f} times as many as at the start ({first:,.1f})."
     return Found("bad" if now > 4 * first else "warning", reason, now)
 
 
