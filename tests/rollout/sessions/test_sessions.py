@@ -111,7 +111,8 @@ def test_a_conversation_is_continued_with_the_sampled_tokens_and_only_new_messag
             and not t.rollout_logprobs[~t.loss_mask].any()
         )
 
-    talk(lambda _: next(answers), program)
+    generator = talk(lambda _: next(answers), program)
+    assert [r.began_at for r in generator.requests] == [None, 3]
 
 
 def test_an_answer_that_was_cut_off_is_ended_in_the_context() -> None:
@@ -292,6 +293,8 @@ def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
         ("responses", {"include": ["message.output_text.logprobs"]}, "include=['message.output_text.logprobs']"),
         ("responses", {"previous_response_id": "resp_1"}, "id 'resp_1' not found"),
         ("responses", {"conversation": "conv_1"}, "send previous_response_id"),
+        ("responses", {"input": "x" * 2000}, "maximum context length is 2000 tokens"),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 2000}]}, "maximum context length is 2000 tokens"),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not supported"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: type 'any' is not supported"),
         ("messages", {"messages": [{"role": "user", "content": ["?"]}]}, "The request is malformed: AttributeError"),

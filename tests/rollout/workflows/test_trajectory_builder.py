@@ -46,6 +46,15 @@ def test_the_experts_of_a_token_are_those_of_the_pass_that_sampled_it() -> None:
     assert sample.build(1.0).routed_experts.ravel().tolist() == [1, 1, 1, 2, 2, 2, -1]
 
 
+def test_a_turn_knows_the_version_that_its_conversation_began_with() -> None:
+    sample = TrajectoryBuilder(PROMPT, number=0)
+    began_at = [sample.request(SAMPLING, seed=7).began_at]
+    for version in (3, 4):
+        sample.sampled(completion([5], version)).observed([6])
+        began_at.append(sample.request(SAMPLING, seed=7).began_at)
+    assert began_at == [None, 3, 3]
+
+
 def test_a_request_asks_for_the_next_turn_with_a_seed_of_its_own() -> None:
     def seeds() -> list[int]:
         sample, other = TrajectoryBuilder(PROMPT, number=0), TrajectoryBuilder(PROMPT, number=1)

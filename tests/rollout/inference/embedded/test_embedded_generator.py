@@ -138,6 +138,25 @@ def test_after_pause_no_token_of_the_old_version_appears(
     play(script, folder, interrupt=interrupt, version=2)
 
 
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+def test_the_next_turn_after_an_update_is_computed_anew(
+    folder: Path, model: Any, new_model: Any, interrupt: str
+) -> None:
+    async def script(generator: EmbeddedGenerator) -> None:
+        first = await generator.generate(replace(request(0, prompt(6)), is_turn=True))
+        await generator.pause()
+        await generator.update_weights(bucket_of(new_model))
+        await generator.resume(3)
+        ids = [*prompt(6), *first.token_ids.tolist(), *prompt(4)]
+        second = await generator.generate(replace(request(1, ids), is_turn=True, began_at=2))
+        assert (set(first.versions.tolist()), set(second.versions.tolist())) == ({2}, {3})
+        expected = oracle_logprobs(new_model, ids, second.token_ids)
+        np.testing.assert_allclose(second.logprobs, expected, atol=1e-4)
+        assert (await generator.health()).num_old_prefix_tokens == 0
+
+    play(script, folder, interrupt=interrupt, version=2)
+
+
 def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(folder: Path, new_model: Any) -> None:
     tensors = bucket_of(new_model).tensors()
 
