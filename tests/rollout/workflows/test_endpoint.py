@@ -200,3 +200,53 @@ def test_the_unmodified_clients_of_both_vendors_talk_to_the_policy() -> None:
     assert len(group) == 4 and sum(int(t.loss_mask.sum()) for t in group) == sum(
         len(TOKENIZER.encode(answers["<tool_response>" in TOKENIZER.decode(r.prompt_ids)])) for r in generator.requests
     )
+
+
+def trained_by(agent: Any, answer: Any) -> str:
+    """Run a program once; return the text that is trained."""
+    made = workflow(1, program="own_agent:agent")
+    made._program = agent
+    group = asyncio.run(made.run(PROMPT, Scripted(TOKENIZER, answer)))
+    return "".join(TOKENIZER.decode(t.token_ids[t.loss_mask].tolist()) for t in group)
+
+
+@pytest.mark.nightly
+def test_an_agent_of_openai_agents_calls_a_tool() -> None:
+    agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
+
+    async def agent(row: dict[str, Any], endpoint: Any) -> float:
+        agents.set_tracing_disabled(True)
+
+        def add(a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+        async with openai.AsyncOpenAI(**endpoint.openai) as client:
+            model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+            adder = agents.Agent(name="adder", instructions="Add.", model=model, tools=[agents.function_tool(add)])
+            result = await agents.Runner.run(adder, row["prompt"])
+        assert result.final_output == "3"
+        return 1.0
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+    assert trained_by(agent, lambda text: "3<|im_end|>" if "<tool_response>" in text else call) == f"{call}3<|im_end|>"
+
+
+@pytest.mark.nightly
+def test_an_agent_of_smolagents_writes_code() -> None:
+    smolagents = pytest.importorskip("smolagents")
+    pytest.importorskip("openai")
+
+    async def agent(row: dict[str, Any], endpoint: Any) -> float:
+        arguments = endpoint.openai
+        model = smolagents.OpenAIServerModel(
+            "policy", api_base=str(arguments["base_url"]), api_key=arguments["api_key"], max_tokens=100
+        )
+        coder = smolagents.CodeAgent(tools=[], model=model, max_steps=3, verbosity_level=0)
+        assert await asyncio.to_thread(coder.run, row["prompt"]) == 3
+        return 1.0
+
+    code = "Thought: add\n<code>\n{}\n</code>"  # its client stops there: what follows is not trained
+    first, last = code.format("print(1 + 2)"), code.format("final_answer(3)")
+    answer = lambda text: f"{last if 'print(1 + 2)' in text else first}<|im_end|>"  # noqa: E731
+    assert trained_by(agent, answer) == first + last
