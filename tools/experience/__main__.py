@@ -27,7 +27,7 @@ from rich.table import Table
 
 from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import Episode, Experience, StoreError
-from rollout.experience.text import from_row, to_row
+from rollout.experience.stores.files import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
 from tools.arguments import BadRequest, data_file, integer, program
