@@ -17,12 +17,11 @@ from rollout.experience.base import (
     Used,
 )
 from rollout.experience.episode import Episode, Event, Tags, episode_id, without_epoch
-from rollout.experience.filters import SpreadFilter
 from rollout.experience.lessee import Lessee
 from rollout.experience.replay import Replay, make_priority
 from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
-from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst
+from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst, SpreadFilter
 from rollout.experience.stores import check_store, open_store
 from rollout.experience.stores.memory import MemoryExperience
 from rollout.experience.stores.sqlite import SQLiteExperience

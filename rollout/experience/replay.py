@@ -13,7 +13,7 @@ from functools import partial
 
 from rollout.experience.base import Used
 from rollout.experience.episode import Tags
-from rollout.experience.filters import no_spread
+from rollout.experience.selection import no_spread
 from rollout.plugins import PluginError, load_plugin, unknown_name
 from rollout.types import PROMPT_VERSION
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import Admission, OverAge, Selection
-from rollout.experience.filters import SpreadFilter
 from rollout.experience.replay import Replay
 from rollout.experience.schedule import ENDLESS, Schedule
-from rollout.experience.selection import SELECTIONS
+from rollout.experience.selection import SELECTIONS, SpreadFilter
 
 
 @dataclass(frozen=True, kw_only=True)

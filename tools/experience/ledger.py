@@ -23,7 +23,7 @@ from rich.table import Table
 from core.runs.record import CONFIG, settings_of
 from rollout.experience import Experience, StoreError, Tags
 from rollout.experience import open_store as open_by_name
-from rollout.experience.filters import no_spread
+from rollout.experience.selection import no_spread
 from rollout.plugins import PluginError
 from tools.arguments import BadRequest, program, run_with
 
