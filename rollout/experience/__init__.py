@@ -1,6 +1,5 @@
 """Experience between generators and trainer: episodes, the stores that hold them, and the rules of staleness."""
 
-from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import (
     Admission,
     Choose,
@@ -21,7 +20,14 @@ from rollout.experience.lessee import Lessee
 from rollout.experience.replay import Replay, make_priority
 from rollout.experience.rules import Rules, make_rules
 from rollout.experience.schedule import ENDLESS, Schedule
-from rollout.experience.selection import SELECTIONS, FirstFinished, InOrder, OldestFirst, SpreadFilter
+from rollout.experience.selection import (
+    SELECTIONS,
+    FirstFinished,
+    InOrder,
+    OldestFirst,
+    SpreadFilter,
+    StalenessAdmission,
+)
 from rollout.experience.stores import check_store, open_store
 from rollout.experience.stores.memory import MemoryExperience
 from rollout.experience.stores.sqlite import SQLiteExperience

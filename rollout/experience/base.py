@@ -23,7 +23,7 @@ Opened = Literal["open", "known", "full"]
 
 
 class StalenessError(AssertionError):
-    """Admission and selection together failed to keep the staleness bound (rollout/experience/admission.py)."""
+    """Admission and selection together failed to keep the staleness bound (rollout/experience/selection.py)."""
 
 
 class LesseeError(ValueError):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.experience.admission import StalenessAdmission
 from rollout.experience.base import Admission, OverAge, Selection
 from rollout.experience.replay import Replay
 from rollout.experience.schedule import ENDLESS, Schedule
-from rollout.experience.selection import SELECTIONS, SpreadFilter
+from rollout.experience.selection import SELECTIONS, SpreadFilter, StalenessAdmission
 
 
 @dataclass(frozen=True, kw_only=True)

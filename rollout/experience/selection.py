@@ -1,4 +1,4 @@
-"""Which ready episodes a step leases. Terms, admission rule and invariant: rollout/experience/admission.py.
+"""Which ready episodes a step leases. Terms, admission rule and invariant: rollout/experience/selection.py.
 
 OldestFirst: step i leases the b_i oldest ready episodes, as soon as for every deadline d > i the episodes of deadline
 <= d that stay behind fit into the leases of steps i+1..d. This keeps the invariant, because it is the condition that
@@ -22,6 +22,25 @@ from dataclasses import dataclass
 from rollout.experience.base import Lease, Outstanding, Selection, StalenessError
 from rollout.experience.episode import Tags
 from rollout.experience.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StalenessAdmission:
+    """Admits the episodes of the next `max_staleness` steps beside those of the step that trains; ends with the run."""
+
+    schedule: Schedule
+    max_staleness: int
+    """In steps, at least 0. 0: trainer and generators take turns."""
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness} must be 0 (synchronous) or more")
+
+    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
+        """Return whether an episode may be sampled from weights of `version` on, while so many are outstanding and the
+        next lease is that of `next_step`."""
+        due = self.schedule.consumed_before(version + self.max_staleness + 1)
+        return num_outstanding < due - self.schedule.consumed_before(next_step)
 
 
 @dataclass(frozen=True)
