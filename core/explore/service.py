@@ -23,7 +23,7 @@ from rollout.inference.router import NoGeneratorError, Routed, Router, StopTexts
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
 from rollout.sessions.bridge import Bridge
-from rollout.sessions.policy_server import PolicyServer
+from rollout.sessions.server import PolicyServer
 from rollout.sessions.session import Limits
 from rollout.workflow_calls import GroupLimits
 from rollout.workflows import by_task_set, close_workflow, make_workflow

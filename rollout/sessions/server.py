@@ -7,18 +7,22 @@ token or refused; the server listens on the loopback interface.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 from aiohttp import web
 
 from model_specs.untrusted import parse_json
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
+from rollout.sessions.bridge import Bridge
 from rollout.sessions.calls import Answer, Call, CallError, Event
-from rollout.sessions.session import Asked, Session
+from rollout.sessions.session import Asked, Limits, Session
+from rollout.types import Prompt, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -231,3 +235,22 @@ async def _write_events(response: web.StreamResponse, events: Iterable[Event], a
 def _event(name: str | None, data: object) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+class PolicyServer(SessionServer):
+    """Answers every request that has the key. Equal requests get different samples."""
+
+    def __init__(
+        self, bridge: Bridge, sampler: Sampler, *, limits: Limits, host: str, port: int, api_key: str, seed: int
+    ) -> None:
+        """`api_key`: the key that clients must send; empty: none is needed."""
+        super().__init__(host=host, port=port)
+        self._bridge, self._sampler, self._limits, self._api_key = bridge, sampler, limits, api_key
+        self._seed, self._numbers = seed, itertools.count()
+
+    def _session_of(self, request: web.Request) -> Session:
+        if self._api_key and self._api_key != key_of(request):
+            raise CallError("Incorrect API key; it is serve.api_key.", code="invalid_api_key", status=401)
+        empty, number = np.empty(0, np.int32), next(self._numbers)
+        prompt = Prompt(query_id="served", index=number, task="", text="", token_ids=empty, solutions=())
+        return Session(self._bridge, self._sampler, prompt, number=number, seed=self._seed, limits=self._limits)
