@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rollout.data.chat_template import Message
-from rollout.sessions.calls import Answer, Call, CallError, Event
-from rollout.sessions.reading import messages_of, read, request_name, stop_of, text_of, tools_of
+from rollout.sessions.calls import (
+    Answer,
+    Call,
+    CallError,
+    Event,
+    messages_of,
+    read,
+    request_name,
+    stop_of,
+    text_of,
+    tools_of,
+)
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DROPPED = ("thinking", "redacted_thinking")

@@ -5,12 +5,13 @@ Messages are {role, content, tool_calls?, tool_call_id?}: contents are texts, ar
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar, overload
 
-from rollout.data.chat_template import Message, Messages, Tools
+from rollout.data.chat_template import Message, Messages, Tools, read_messages
 
 Finish = Literal["stop", "length", "tool_calls"]
 Event = tuple[str | None, object]
@@ -89,3 +90,80 @@ def said(message: Message) -> str:
     """Return what identifies a message: clients drop thoughts, order keys anew and strip blanks."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
     return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, default=str)
+
+
+T = TypeVar("T")
+D = TypeVar("D")
+_REQUIRED = object()
+
+
+@overload
+def read(body: Mapping[str, object], name: str, kind: type[T]) -> T: ...
+
+
+@overload
+def read(body: Mapping[str, object], name: str, kind: type[T], default: D) -> T | D: ...
+
+
+def read(body: Mapping[str, object], name: str, kind: type, default: object = _REQUIRED) -> object:
+    """Return a parameter of a request, which must have the type `kind`; null is the default."""
+    value = body.get(name)
+    if value is None and default is not _REQUIRED:
+        return default
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        found = "nothing" if value is None else type(value).__name__
+        raise CallError(f"{name} must be of type {kind.__name__}, got {found}.", param=name)
+    return value
+
+
+def messages_of(messages: Iterable[Message]) -> Messages:
+    """Check messages of any dialect that are in the form of chat templates already."""
+    try:
+        found = read_messages(list(messages), "messages", may_be_empty=True)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CallError(f"messages: {error}", param="messages") from error
+    for message in found:
+        if message["role"] not in ("system", "user", "assistant", "tool"):
+            raise CallError(f"messages: there is no role {message['role']!r}.", param="messages")
+    return found
+
+
+def text_of(content: object, kinds: Sequence[str]) -> str:
+    """Return the text of a content: text, or a list of parts {type, ...} of `kinds`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping) or kind not in kinds:
+            raise CallError(f"content of type {kind!r} is not supported, only text.", param="messages")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def stop_of(value: object, name: str) -> tuple[str, ...]:
+    """Return texts that end an answer."""
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise CallError(f"{name} must be a text or a list of texts, got {value!r}.", param=name)
+    return tuple(found)
+
+
+def tools_of(body: Mapping[str, object]) -> Tools:
+    """Return the tools of a request, {type: function, function: {name, description, parameters}} or flat."""
+    found = []
+    for tool in read(body, "tools", list, []):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise CallError(f"tools: only functions are supported, got {str(tool)[:80]}.", param="tools")
+        function = tool.get("function", {k: v for k, v in tool.items() if k not in ("type", "strict")})
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise CallError(f"tools: a function needs a name, got {str(tool)[:80]}.", param="tools")
+        known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+        found.append({"type": "function", "function": known})
+    return tuple(found) or None
+
+
+def request_name(body: Mapping[str, object]) -> str:
+    """Return the same text for equal requests."""
+    same = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(same.encode(errors="surrogatepass"), digest_size=16).hexdigest()

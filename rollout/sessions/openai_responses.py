@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from rollout.data.chat_template import Message
 from rollout.sessions import openai_chat
-from rollout.sessions.calls import Answer, Call, CallError, Event
-from rollout.sessions.reading import messages_of, read, request_name, text_of, tools_of
+from rollout.sessions.calls import Answer, Call, CallError, Event, messages_of, read, request_name, text_of, tools_of
 from rollout.sessions.session import Asked
 
 error_of = openai_chat.error_of
