@@ -213,7 +213,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "an optional extra": {
         "core.monitoring.trackers": "mlflow wandb",
-        "rollout.sandbox.interpreter": "pydantic_monty",
+        "rollout.sandbox.pool": "pydantic_monty",
         "tools.studio.__main__": "tools.studio.server",
     },
     "matplotlib loads for a second: only where a picture is drawn": {
