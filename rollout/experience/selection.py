@@ -1,4 +1,22 @@
-"""Which ready episodes a step leases. Terms, admission rule and invariant: rollout/experience/selection.py.
+"""The staleness rule: how far ahead of the trainer episodes may be opened, which ready episodes a step leases, and why
+no episode is ever late.
+
+Step i (from 0) trains at version i and leases b_i episodes. With max_staleness S, an episode opened at version v must
+be leased by step v + S, its deadline; every token of it is sampled at v or later.
+
+Rule: while i is the step of the next lease, an episode may be opened at version v only if fewer than
+b_i + ... + b_(v+S) episodes are outstanding.
+
+Invariant (Hall's condition): before the lease of step i, for every d >= i, the outstanding episodes of deadline <= d
+are at most b_i + ... + b_d. Then the episodes due at i fit into the lease of step i, and as the oldest are leased first
+no episode is ever late.
+- Opening an episode at v keeps it, in whatever order and by whichever process episodes are opened: for d < v + S the
+  episode does not count, and for d >= v + S all that are outstanding, this one included, are at most
+  b_i + ... + b_(v+S). Opening an episode again, later, only moves its deadline back.
+- Dropping or skipping an episode keeps it: there is one fewer.
+- Leasing a batch keeps it: see OldestFirst.
+- Returning the lease of step i - 1, when its trainer has failed, keeps it: for d >= i the step i - 1 has room for the
+  b_(i-1) episodes that come back, and of deadline i - 1 there are no others, as the oldest were leased.
 
 OldestFirst: step i leases the b_i oldest ready episodes, as soon as for every deadline d > i the episodes of deadline
 <= d that stay behind fit into the leases of steps i+1..d. This keeps the invariant, because it is the condition that
@@ -11,6 +29,12 @@ many as the invariant needs.
 InOrder: step i leases the b_i outstanding episodes that were opened first. By the rule of admission the j-th episode
 that was opened and not dropped was opened at i - S or later, where i is the step that leases it, so the bound holds;
 and every run has the same batches.
+
+Dynamic sampling: finished episodes whose rewards are all equal are dropped, and other prompts take their place.
+
+Every advantage of such a group is 0. Dropping an episode makes room for the next prompt of the stream, so that steps
+keep their size and the staleness bound its proof. Nothing is dropped silently: each lease reports what was drawn since
+the one before, by reason, beside what the step trains on. Source: Yu et al. 2025 (DAPO), section 3.2.
 """
 
 from __future__ import annotations
