@@ -678,7 +678,7 @@ def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_ones_is_
     asyncio.run(main())
     stats = lessee.stats()
     assert (stats["rollout/num_late"], stats["rollout/num_missing"]) == (1.0, 1.0)
-    assert stats["rollout/length_bias"] == pytest.approx(2 / ((1 + 2 + 3 + 9) / 4))
+    assert stats["rollout/length_bias"] == pytest.approx(2 / ((1 + 2 + 3 + 9) / 4)), "what it has sampled"
     (late,) = [tags for tags in store.tags() if tags.fate == "late"] if stores.are_durable else [None]
     assert late is None or late.lengths == [9]
 
