@@ -186,7 +186,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "the library of the hub loads for 0.3 s: only for ids": {"model_specs.hub": "huggingface_hub"},
     "pyarrow and datasets load for seconds: only for their formats": {
-        "rollout.data.files": "datasets pyarrow",
+        "rollout.data.files": "datasets huggingface_hub pyarrow",
     },
     "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.elementwise",

@@ -18,6 +18,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from glob import glob, has_magic
@@ -244,6 +245,8 @@ _READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Record]]] = {
 """The formats by suffix."""
 
 
+_HUB_SECONDS = 2.0
+"""Time limit of the first answer of the hub; then the cache is used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PARTS = re.compile(r"[-_.\d]|of")
 """What stands beside the name of a split in file names: train-00000-of-00002.parquet."""
@@ -399,15 +402,41 @@ def _hub_records(source: DataSource) -> Iterator[Record]:
             "datasets: pip install datasets"
         ) from error
     datasets.disable_progress_bars()
-    try:
-        loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
-    except Exception as error:  # noqa: BLE001 - the library raises errors of requests, of hub, of arrow and its own
-        raise DatasetError(_hub_problem(source.path, error)) from error
+    with _cache_alone_if_unreachable(source.path) as reason:
+        try:
+            loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+        except Exception as error:  # noqa: BLE001 - the library raises errors of requests, of hub, of arrow and its own
+            cause = reason if reason is not None and isinstance(error, ConnectionError) else error
+            raise DatasetError(_hub_problem(source.path, cause)) from error
     rows = loaded if source.split is not None else loaded[choose_split(source, list(loaded))]
     if not len(rows):
         raise DatasetError(f"{source.path}: no rows; a data set needs at least one")
     for number, values in enumerate(rows, start=1):
         yield Record(f"{source.path}: row {number}", number, dict(values))
+
+
+@contextmanager
+def _cache_alone_if_unreachable(name: str) -> Iterator[Exception | None]:
+    """Ask the hub once whether it answers; if not, yield why, and let the libraries look into their cache alone
+    meanwhile: they would try again for half a minute."""
+    import datasets
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    reason: Exception | None = None
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+    except HfHubHTTPError:  # it answers: the library finds out what is wrong
+        pass
+    except Exception as error:  # noqa: BLE001 - errors of the network are those of httpx
+        reason = error
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if reason is not None:
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield reason
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _hub_problem(name: str, error: Exception) -> str:
