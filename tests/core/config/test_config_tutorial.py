@@ -62,7 +62,8 @@ def test_the_sections_of_models_that_a_tutorials_run_does_not_have_are_named_as_
     assert list(config_warnings(load(tmp_path, PPO_7B_128_GPUS).config)) == [
         "critic, critic_train, critic_inf: not used by this run (ppo.disable_value=true: it has no critic); "
         "remove them",
-        "ref, ref_inf: not used by this run (ppo.kl_ctl=0.0: it has no reference model); remove them",
+        "ref, ref_inf: not used by this run (ppo.kl_ctl=0.0, algorithm.demonstration_weight=0.0: it has no reference "
+        "model); remove them",
     ]
 
 
