@@ -65,7 +65,7 @@ class Result(TypedDict):
     sampled: list[float]
     """Tokens that were sampled until each evaluation."""
     accuracy: list[float]
-    """On the held-out problems, at each evaluation; the first one is of the warm-up."""
+    """On the held-out problems, at each evaluation; the first one is of the start."""
 
 
 def uncertain(candidates: Sequence[Candidate]) -> Sequence[float]:
@@ -112,11 +112,12 @@ def _results(file: Path) -> list[Result]:
 def measure(way: str, output: Path, *, seed: int, steps: int, gpus: int) -> Result:
     """Train one way of one seed, after its warm-up. Raises DemoError where a run fails."""
     folder = output / str(seed)
-    start, warm_accuracy = _warm_up(folder, seed=seed, gpus=gpus)
+    start = _warm_up(folder, seed=seed, gpus=gpus)
     environment = {"SLIPSTREAM_DEMO": str(folder)}
     run_quickstart(
         "ppo-math", *ppo_changes(start, seed=seed, gpus=gpus, steps=steps), *WAYS[way], f"trial_name={way}",
-        f"exp_ctrl.eval_freq_steps={max(1, steps // 12)}", "exp_ctrl.save_freq_steps=null", log=folder / f"{way}.log",
+        f"exp_ctrl.eval_freq_steps={max(1, steps // 12)}",
+        "exp_ctrl.save_freq_steps=null", log=folder / f"{way}.log",
         environment=environment,
     )  # fmt: skip
     (metrics,) = folder.glob(f"logs/*/demo-ppo/{way}/metrics.jsonl")
@@ -127,23 +128,22 @@ def measure(way: str, output: Path, *, seed: int, steps: int, gpus: int) -> Resu
     return Result(
         way=way,
         seed=seed,
-        sampled=[0.0, *(sampled[int(step)] for step, _ in evaluated)],
-        accuracy=[warm_accuracy, *(found for _, found in evaluated)],
+        sampled=[sampled[int(step)] for step, _ in evaluated],
+        accuracy=[found for _, found in evaluated],
     )
 
 
-def _warm_up(folder: Path, *, seed: int, gpus: int) -> tuple[Path, float]:
-    """Return the model of the warm-up and its accuracy; run it where it is missing."""
-    chosen = folder / "warm-up.json"
+def _warm_up(folder: Path, *, seed: int, gpus: int) -> Path:
+    """Return the model of the warm-up; run it where it is missing."""
+    chosen = folder / "warm-up.txt"
     if not chosen.exists():
         files = make_demo_data(folder, seed=seed)
         environment = {"SLIPSTREAM_DEMO": str(folder)}
         run_quickstart("sft", f"seed={seed}", *PLACES[gpus][0], log=folder / "sft.log", environment=environment)
         measured = partial(accuracy, data=files.held_out)
-        model, right = first_at_least(saved_models(folder, "demo-sft"), WARM_UP_TARGET, measured)
-        chosen.write_text(json.dumps([str(model), right]))
-    model_path, right = json.loads(chosen.read_text())
-    return Path(model_path), float(right)
+        model, _ = first_at_least(saved_models(folder, "demo-sft"), WARM_UP_TARGET, measured)
+        chosen.write_text(str(model))
+    return Path(chosen.read_text())
 
 
 def table(results: Sequence[Result]) -> Table:
