@@ -1,9 +1,9 @@
 """device_mapping per role, as an expression: what it may say, and the failures that such mappings are known for."""
 
 import pytest
-from allocation.device_mapping import parse_devices
 
 from allocation import AllocationError, ParallelLayout, parse, parse_device_mappings
+from allocation.resolve import parse_devices
 
 
 def error_of(mappings: dict, n_nodes: int = 1, n_gpus_per_node: int = 8) -> AllocationError:
