@@ -6,6 +6,7 @@ import importlib.util
 import json
 import netrc
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from rollout.inference.registry import BACKENDS
 from rollout.plugins import python_path
 
 _ANSWER_SECONDS = 60.0
+_FEWEST_FILES = 512
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a recover checkpoint, at least: its value and the two moments of Adam."""
 
@@ -101,6 +103,18 @@ def _temporary(config: ExperimentConfig) -> Iterator[Problem]:
     """Yield a folder for temporary files that a run which starts Ray cannot use."""
     if not joined_cluster(config) and (message := unusable_temporary()):
         yield Problem(key="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR", message=message)
+
+
+def _limits(config: ExperimentConfig) -> Iterator[Problem]:
+    """Yield limits of this shell with which Ray's processes end without a message."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _FEWEST_FILES:
+        message = f"{files} open files per process; Ray and torch need at least {_FEWEST_FILES}: run `ulimit -n 65536`"
+        yield Problem(key="ulimit -n", message=message)
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY:
+        message = f"files of at most {size / 2**20:,.0f} MiB; Ray's object store is one file: run `ulimit -f unlimited`"
+        yield Problem(key="ulimit -f", message=message)
 
 
 def _ray(config: ExperimentConfig) -> Iterator[Problem]:
@@ -193,7 +207,7 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
 def host_problems(config: ExperimentConfig, *, connections: bool, nodes: bool) -> Iterator[Problem]:
     """Yield the problems of this host. `connections`: of --dry-run and --preflight as well; a start connects and starts
     servers anyway. `nodes`: those of the Ray cluster too, of --preflight."""
-    for check in (_monitors, _fileroot, _temporary, _ray, _gpus):
+    for check in (_monitors, _fileroot, _temporary, _limits, _ray, _gpus):
         yield from check(config)
     if connections:
         yield from _connection(config)

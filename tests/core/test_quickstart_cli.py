@@ -279,6 +279,16 @@ def test_a_folder_for_temporary_files_that_does_not_exist_is_an_error(
     assert done.returncode == 2 and "RAY_TMPDIR: no folder for temporary files: " in done.stderr
 
 
+def test_limits_of_the_shell_that_end_ray_are_named(tmp_path: Path) -> None:
+    command = (
+        f"ulimit -n 64; ulimit -f 1000; {sys.executable} -m core.quickstart ppo-math --config {write_run(tmp_path)}"
+    )
+    done = subprocess.run(["bash", "-c", command + " --preflight"], cwd=ROOT, capture_output=True, text=True)
+    assert (
+        done.returncode == 2 and "run `ulimit -n 65536`" in done.stderr and "run `ulimit -f unlimited`" in done.stderr
+    )
+
+
 def test_the_driver_of_a_run_imports_torch_and_ray_but_not_megatron() -> None:
     script = (
         "import sys, core.experiments.ppo, core.experiments.sft\n"
