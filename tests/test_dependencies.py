@@ -40,6 +40,7 @@ DISTRIBUTION = {
     "pydantic_monty": "pydantic-monty",
     "uplot": "uplot-python",
     "ruamel": "ruamel-yaml",
+    "markdown_it": "markdown-it-py",
     "deep_gemm": "sglang",  # which requires sgl-deep-gemm
 }
 """Where the name to import and the name to install differ."""

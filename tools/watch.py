@@ -68,9 +68,7 @@ def view(logs: Path, width: int) -> RenderableType:
     table = StepTable(rows[-1], total_steps=None, width=width)
     steps = [table.line(int(row["step"]), row) for row in rows[-_STEPS:]]
     found = judge(history_of(logs, Rows(metrics)))
-    health = [
-        Text(f"{one.rule.title}: {one.reason}", style="yellow") for one in found if one.light in ("bad", "warning")
-    ]
+    health = [Text(f"{one.title}: {one.reason}", style="yellow") for one in found if one.is_problem]
     return Group(title, Text(curve), *health, Text(""), table.header(), *steps, *_answers(logs, width))
 
 

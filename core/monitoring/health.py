@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from config_schema.needs import as_yaml
 from core.monitoring.samples import Sample, shortened
 from rollout.data.source import printable
 
@@ -20,6 +21,8 @@ RECENT = 10
 """Steps in the mean of History.now() and first(), at most a quarter of the run."""
 _FEW = 4
 """Values of a metric that a rule needs at least."""
+_LEAST_FLAT = 30
+"""Steps of a run of which it can be said that its reward does not rise."""
 
 
 class Metrics(Protocol):
@@ -51,6 +54,14 @@ class History:
         """Return the values of a metric [N], oldest first."""
         return self._metrics.column(name)[1]
 
+    def steps(self, name: str) -> np.ndarray:
+        """Return the steps that have a metric [N]."""
+        return self._metrics.column(name)[0]
+
+    def until(self, step: float) -> History:
+        """Return the history as it was after a step."""
+        return History(_Until(self._metrics, step), self.settings, self.limits)
+
     def has(self, name: str) -> bool:
         """Return whether enough steps have a metric for a judgement."""
         return len(self.values(name)) >= _FEW
@@ -71,6 +82,19 @@ class History:
         return float(values[-1] - values[-_some(values) - 1])
 
 
+class _Until(NamedTuple):
+    """Metrics up to a step."""
+
+    metrics: Metrics
+    last_step: float
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps [N], values [N])."""
+        steps, values = self.metrics.column(name)
+        number = int(np.searchsorted(steps, self.last_step, side="right"))
+        return steps[:number], values[:number]
+
+
 def _some(values: np.ndarray) -> int:
     return max(1, min(RECENT, len(values) // 4))
 
@@ -87,6 +111,14 @@ class Rule:
     """Metrics that the check reads; the answer is unknown where one has too few values."""
     check: Callable[[History], Found | None]
     """None: healthy."""
+    problem: str = ""
+    """What is wrong where the rule found something, in a few words."""
+    healthy: str = ""
+    """What was checked where the rule found nothing, in one sentence."""
+    actions: Sequence[str] = ()
+    """What to do. Keys of the configuration are shown with their present value."""
+    is_share: bool = False
+    """Whether the figure is a share of 1, shown in percent."""
 
 
 class Judgement(NamedTuple):
@@ -96,6 +128,20 @@ class Judgement(NamedTuple):
     light: Light
     reason: str
     figure: float | None
+    since: int | None = None
+    """Step since which the rule finds something without a break, as far as it was asked."""
+    actions: Sequence[str] = ()
+    """Actions of the rule, with the values of the run."""
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether the rule found something."""
+        return self.light in ("bad", "warning")
+
+    @property
+    def title(self) -> str:
+        """The problem; the name of the check where there is none."""
+        return (self.is_problem and self.rule.problem) or self.rule.title
 
 
 def judge(history: History, rules: Iterable[Rule] | None = None) -> list[Judgement]:
@@ -116,8 +162,59 @@ def _asked(rule: Rule, history: History) -> Judgement:
     except Exception as error:  # noqa: BLE001 (the rule of a user)
         return Judgement(rule, "unknown", f"the rule failed: {type(error).__name__}: {error}", None)
     if found is None:
-        return Judgement(rule, "good", "", None)
-    return Judgement(rule, *found)
+        return Judgement(rule, "good", rule.healthy, None)
+    if found.light not in ("bad", "warning"):
+        return Judgement(rule, *found)
+    actions = [text for action in rule.actions if (text := _with_values(action, history.settings))]
+    return Judgement(rule, *found, since=_since(rule, history), actions=actions)
+
+
+def _with_values(action: str, settings: Mapping[str, object]) -> str:
+    """Return an action with the present values of its keys; empty where it sets a key to the value that it has."""
+    words = []
+    for word in action.split():
+        name = word.rstrip(",:;")
+        key, _, wanted = name.partition("=")
+        if key in settings:
+            shown = as_yaml(settings[key])
+            if shown == wanted:
+                return ""
+            word = f"{name} (now {shown}){word[len(name) :]}"
+        words.append(word)
+    return " ".join(words)
+
+
+def _since(rule: Rule, history: History) -> int | None:
+    """Return the step since which a rule finds something: double the distance to the last step until it finds
+    nothing, then halve it."""
+    if not rule.needs:
+        return None
+    steps = history.steps(rule.needs[0])
+
+    def finds(index: int) -> bool:
+        before = history.until(steps[index])
+        if not all(before.has(name) for name in rule.needs):
+            return False
+        try:
+            found = rule.check(before)
+        except Exception:  # noqa: BLE001 (the rule of a user)
+            return False
+        return found is not None and found.light in ("bad", "warning")
+
+    last = len(steps) - 1
+    high, low, distance = last, last - 1, 1
+    while low >= _FEW - 1 and finds(low):
+        distance *= 2
+        high, low = low, last - distance
+    if low < _FEW - 1:
+        low = _FEW - 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if finds(middle):
+            high = middle
+        else:
+            low = middle
+    return int(steps[0 if high < _FEW else high])
 
 
 def _above(name: str, warning: float, bad: float, reason: str) -> Callable[[History], Found | None]:
@@ -165,6 +262,25 @@ def _length(history: History) -> Found | None:
     return Found("bad" if now > 4 * first else "warning", reason, now)
 
 
+def _flat(history: History) -> Found | None:
+    """Return a finding where the mean reward does not rise in the last third of a run, and better answers exist."""
+    values = history.values("reward/mean")
+    if len(values) < _LEAST_FLAT:
+        return Found("unknown", f"fewer than {_LEAST_FLAT} steps", float(len(values)))
+    third = values[-(len(values) // 3) :]
+    half = len(third) // 2
+    before, now = float(third[:half].mean()), float(third[half:].mean())
+    best = float(history.values("reward/max").max())
+    left = best - now
+    if left <= 0.05 * max(1.0, abs(best)) or now - before > 0.02 * left:
+        return None
+    reason = (
+        f"The mean reward went from {before:.3g} to {now:.3g} in the last third of the run; the best answers get "
+        f"{best:.3g}."
+    )
+    return Found("warning", reason, now)
+
+
 def _evaluation(history: History) -> Found | None:
     """Return a finding where the reward of training rises and that of an evaluation has fallen below its best."""
     name = max(("eval/accuracy", "eval/reward"), key=lambda name: len(history.values(name)))
@@ -207,13 +323,10 @@ def _waiting(history: History) -> Found | None:
     share = history.now("time/wait_for_rollout") / max(history.now("time/step"), 1e-9)
     busy = history.now("rollout/generators_busy") if history.has("rollout/generators_busy") else 0.0
     if share > 0.5:
-        reason = (
-            f"The trainer waits for answers {share:.0%} of a step: give generation more GPUs, or bound the answers."
-        )
+        reason = f"The trainer waits for answers {share:.0%} of a step: generation is the slower side."
         return Found("bad" if share > 0.8 else "warning", reason, share)
     if 0 < busy < 0.3:
-        reason = f"The generators use {busy:.0%} of their slots: give the trainer more GPUs, or raise max_staleness."
-        return Found("warning", reason, busy)
+        return Found("warning", f"The generators use {busy:.0%} of their slots: training is the slower side.", busy)
     return None
 
 
@@ -255,68 +368,107 @@ def _gradients(history: History) -> Found | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="entropy", title="Entropy", docs="algorithms.md#kl-divergence-and-entropy",
-        needs=("sampled_entropy",), check=_entropy,
+        name="entropy", title="Entropy", problem="Answers become alike",
+        healthy="The entropy is at least a quarter of that of the first steps.",
+        actions=("raise algorithm.entropy_coeff", "set algorithm.clip_high=0.28"),
+        docs="algorithms.md#kl-divergence-and-entropy", needs=("sampled_entropy",), check=_entropy,
     ),
     Rule(
-        name="kl", title="Divergence from the reference", docs="algorithms.md#kl-divergence-and-entropy",
-        needs=("ref_kl",), check=_kl,
+        name="kl", title="Divergence from the reference", problem="The policy is far from the reference model",
+        healthy="The divergence is at most 0.1 nats a token, or 5 times that of the first steps.",
+        actions=("raise ppo.kl_ctl", "lower actor.optimizer.lr"),
+        docs="algorithms.md#kl-divergence-and-entropy", needs=("ref_kl",), check=_kl,
     ),
     Rule(
-        name="ratio", title="Importance ratio", docs="algorithms.md#off-policy-corrections",
-        needs=("importance_weight",), check=_ratio,
+        name="ratio", title="Importance ratio", problem="The policy moves far within a step",
+        healthy="The mean importance ratio is within 0.1 of 1.",
+        actions=("lower actor.optimizer.lr", "lower ppo.ppo_n_minibatches"),
+        docs="algorithms.md#off-policy-corrections", needs=("importance_weight",), check=_ratio,
     ),
     Rule(
-        name="clipped", title="Clipped tokens", docs="monitoring.md#terminal", needs=("actor_clip_ratio",),
+        name="clipped", title="Clipped tokens", problem="Many tokens are clipped", is_share=True,
+        healthy="At most 30% of the tokens are clipped.",
+        actions=("lower actor.optimizer.lr", "lower ppo.ppo_n_minibatches"),
+        docs="monitoring.md#terminal", needs=("actor_clip_ratio",),
         check=_above("actor_clip_ratio", 0.3, 0.6, "{value:.0%} of the tokens are clipped: they train nothing."),
     ),
     Rule(
-        name="spread", title="Groups with different rewards", docs="algorithms.md#dynamic-sampling",
-        needs=("groups/equal",),
+        name="spread", title="Groups with different rewards", problem="Nearly all groups have equal rewards",
+        is_share=True, healthy="At most 80% of the groups have equal rewards.",
+        actions=("set algorithm.dynamic_sampling=true", "raise group_size"),
+        docs="algorithms.md#dynamic-sampling", needs=("groups/equal",),
         check=_above(
             "groups/equal", 0.8, 0.95,
             "{value:.0%} of the groups have equal rewards: they have no advantage, and nothing is learned from them.",
         ),
     ),
     Rule(
-        name="length", title="Length of answers", docs="monitoring.md#metrics-to-watch", needs=("answer_length/mean",),
-        check=_length,
+        name="length", title="Length of answers", problem="Answers have become much longer",
+        healthy="Answers are at most twice as long as in the first steps.",
+        actions=("set algorithm.overlong_share=0.2", "lower ppo.gen.max_new_tokens"),
+        docs="monitoring.md#metrics-to-watch", needs=("answer_length/mean",), check=_length,
     ),
     Rule(
-        name="cut_off", title="Answers that end", docs="data.md#length", needs=("no_eos_ratio",),
-        check=_above(
-            "no_eos_ratio", 0.2, 0.5, "{value:.0%} of the answers are cut off at max_new_tokens."
-        ),
+        name="cut_off", title="Answers that end", problem="Answers are cut off", is_share=True,
+        healthy="At most 20% of the answers are cut off.",
+        actions=("raise ppo.gen.max_new_tokens", "set algorithm.overlong_share=0.2"),
+        docs="data.md#length", needs=("no_eos_ratio",),
+        check=_above("no_eos_ratio", 0.2, 0.5, "{value:.0%} of the answers are cut off at max_new_tokens."),
     ),
     Rule(
-        name="evaluation", title="Reward and evaluation", docs="evaluation.md#evaluation-during-training",
-        needs=("reward/mean",), check=_evaluation,
+        name="flat", title="Rise of the reward", problem="The reward does not rise",
+        healthy="The mean reward rises in the last third of the run, or is near that of the best answers.",
+        actions=("solve the other problems on this page first", "raise actor.optimizer.lr"),
+        docs="monitoring.md#metrics-to-watch", needs=("reward/mean", "reward/max"), check=_flat,
     ),
     Rule(
-        name="mismatch", title="Trainer and servers", docs="algorithms.md#off-policy-corrections",
-        needs=("behave_approx_kl",), check=_mismatch,
+        name="evaluation", title="Reward against evaluation", problem="The reward rises, the evaluation falls",
+        healthy="No evaluation fell while the reward of training rose.",
+        actions=("read the answers with the best rewards on the page Samples", "raise ppo.kl_ctl"),
+        docs="evaluation.md#evaluation-during-training", needs=("reward/mean",), check=_evaluation,
     ),
     Rule(
-        name="staleness", title="Staleness", docs="algorithms.md#staleness", needs=("staleness/mean",),
-        check=_staleness,
+        name="mismatch", title="Trainer and servers", problem="Trainer and servers compute different probabilities",
+        healthy="Their log-probabilities differ by at most 0.05 nats a token in the mean.",
+        actions=("lower staleness.max_staleness", "set algorithm.correction=tis"),
+        docs="algorithms.md#off-policy-corrections", needs=("behave_approx_kl",), check=_mismatch,
     ),
     Rule(
-        name="waiting", title="Balance of the two sides", docs="monitoring.md#metrics-to-watch",
-        needs=("time/wait_for_rollout", "time/step"), check=_waiting,
+        name="staleness", title="Staleness", problem="Tokens are as old as they may be",
+        healthy="The mean age of tokens is below staleness.max_staleness.",
+        actions=("give the trainer more GPUs in allocation_mode", "lower staleness.max_staleness"),
+        docs="algorithms.md#staleness", needs=("staleness/mean",), check=_staleness,
     ),
     Rule(
-        name="memory", title="Memory", docs="reliability.md#out-of-memory", needs=("memory/driver_gib",), check=_memory
+        name="waiting", title="Balance of the two sides", problem="One side waits for the other", is_share=True,
+        healthy="The trainer waits for answers at most half of a step, and generators use at least 30% of their slots.",
+        actions=("give the slower side more GPUs in allocation_mode", "raise staleness.max_staleness"),
+        docs="monitoring.md#metrics-to-watch", needs=("time/wait_for_rollout", "time/step"), check=_waiting,
     ),
     Rule(
-        name="rewards", title="Rewards", docs="customization.md#reward", needs=("reward/num_scored",), check=_failing
+        name="memory", title="Memory", problem="Memory is nearly full", is_share=True,
+        healthy="Less than 90% of the memory is used, where its size is known.",
+        actions=("trainer: lower actor_train.mb_spec.max_tokens_per_mb", "rollout: lower staleness.max_staleness"),
+        docs="reliability.md#out-of-memory", needs=("memory/driver_gib",), check=_memory,
     ),
     Rule(
-        name="generators", title="Generators", docs="reliability.md#generator-failures",
+        name="rewards", title="Rewards", problem="Rewards cannot be computed", is_share=True,
+        healthy="At most 2% of the rewards of the last steps failed.",
+        actions=("read the errors in the log on the page Processes", "after timeouts raise reward.timeout_seconds"),
+        docs="customization.md#reward", needs=("reward/num_scored",), check=_failing,
+    ),
+    Rule(
+        name="generators", title="Generators", problem="One generator is slow", is_share=True,
+        healthy="The slowest generator samples at least half as fast as the fastest.",
+        actions=("look for other programs on the host and the GPU of the slowest generator",),
+        docs="reliability.md#generator-failures",
         needs=("router/slowest_share", "router/num_generators"), check=_slow,
     ),
     Rule(
-        name="gradients", title="Gradients", docs="monitoring.md#metrics-to-watch", needs=("update_skipped",),
-        check=_gradients,
+        name="gradients", title="Gradients", problem="Updates have no finite gradient", is_share=True,
+        healthy="All updates of the last steps had finite gradients.",
+        actions=("lower actor.optimizer.lr",),
+        docs="monitoring.md#metrics-to-watch", needs=("update_skipped",), check=_gradients,
     ),
 )  # fmt: skip
 

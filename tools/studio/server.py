@@ -10,18 +10,21 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from html import escape
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import orjson
 from aiohttp import web
+from markdown_it import MarkdownIt
 
 from core.monitoring.health import RULES, Rule, judge
 from core.runs.record import CONFIG
@@ -39,6 +42,11 @@ from tools.studio.tokens import answer_tokens, explain, saved_steps
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_DOCUMENT = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title><link rel="stylesheet" href="/static/style.css"></head>
+<body><main class="document">{body}</main></body></html>
+"""
 _MOST_POINTS = 2000
 _FRESH_SECONDS, _LOOK_SECONDS = 0.25, 0.01
 """How long a request waits for new rows, and the interval of its checks."""
@@ -239,14 +247,15 @@ class Studio:
         return self._file(request.match_info["name"])
 
     async def docs(self, request: web.Request) -> web.StreamResponse:
-        """Send a page of the documentation as text, where the installation is a checkout."""
+        """Send a page of the documentation, where the installation is a checkout."""
         pages = {path.name: path for path in (ROOT / "docs").glob("*.md")}
         path = pages.get(request.match_info["name"])
         if path is None:
             raise web.HTTPNotFound(
                 text="the documentation is not in this installation; see the folder docs/ of the source"
             )
-        return web.Response(body=path.read_bytes(), content_type="text/plain", charset="utf-8")
+        html = await asyncio.to_thread(rendered, path.read_text(encoding="utf-8"), title=path.name)
+        return web.Response(text=html, content_type="text/html")
 
     def _file(self, name: str) -> web.StreamResponse:
         path = self._files.get(name)
@@ -278,7 +287,7 @@ class Studio:
         if self._lights.get(run.id, ("",))[0] != revision:
             self._lights[run.id] = revision, health(run, series, self._rules)[0]
         first = self._lights[run.id][1]
-        return {"light": first["light"], "reason": first["reason"]}
+        return {name: first[name] for name in ("light", "title", "reason")}
 
     async def run(self, request: web.Request) -> object:
         """Return the row of a run in the list, its metrics, and the state of its index."""
@@ -449,8 +458,11 @@ def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, ob
     return [
         {
             "name": one.rule.name,
-            "title": one.rule.title,
+            "title": one.title,
             "docs": one.rule.docs,
+            "actions": one.actions,
+            "since": one.since,
+            "is_share": one.rule.is_share,
             "metrics": [(name, now(name)) for name in one.rule.needs],
             "light": one.light,
             "reason": one.reason,
@@ -458,6 +470,17 @@ def health(run: Run, series: Series, rules: Sequence[Rule]) -> list[dict[str, ob
         }
         for one in judge(history, rules)
     ]
+
+
+def rendered(text: str, *, title: str) -> str:
+    """Return a page in Markdown as HTML. Headings have ids as on GitHub; HTML in the text is shown as text, and
+    pictures as links."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    tokens = parser.parse(text)
+    for token, inline in zip(tokens, tokens[1:], strict=False):
+        if token.type == "heading_open":
+            token.attrSet("id", re.sub(r"[^\w -]", "", inline.content.lower()).strip().replace(" ", "-"))
+    return _DOCUMENT.format(title=escape(title), body=parser.renderer.render(tokens, parser.options, {}))
 
 
 async def body_of(request: web.Request) -> dict[str, object]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from config_schema.section import all_keys
+from core.config.experiments import EXPERIMENTS
 from core.monitoring.health import RULES, Found, History, Judgement, Light, Rows, Rule, judge
 from helpers.source import ROOT
 from helpers.studio_runs import healthy
@@ -36,6 +38,7 @@ FAULTS: Sequence[tuple[str, Light, Fault]] = [
     ("length", "bad", {"answer_length/mean": (200, 1800)}),
     ("cut_off", "warning", {"no_eos_ratio": (0.0, 0.4)}),
     ("cut_off", "bad", {"no_eos_ratio": (0.0, 0.6)}),
+    ("flat", "warning", {"reward/mean": (0.2, 0.5)}),
     ("evaluation", "warning", {"eval/accuracy": (0.6, 0.52)}),
     ("evaluation", "bad", {"eval/accuracy": (0.6, 0.3)}),
     ("mismatch", "warning", {"behave_approx_kl": (-0.01, -0.1)}),
@@ -82,6 +85,33 @@ def test_a_fault_is_found_by_its_rule_alone_with_a_figure(name: str, light: Ligh
     assert (wrong(answers), answers[0].light) == ([name], light)
     assert answers[0].figure is not None
     assert any(character.isdigit() for character in answers[0].reason)
+
+
+def test_a_problem_has_the_step_since_which_it_is_found_without_a_break() -> None:
+    values = [1.0] * 10 + [0.0] * 20 + [1.0] * 30
+    found = [{"step": step, "groups/equal": value} for step, value in enumerate(values, 1)]
+    (spread,) = (rule for rule in RULES if rule.name == "spread")
+    (late,) = judge(History(Rows(found)), [spread])
+    (always,) = judge(History(Rows(found[:9])), [spread])
+    (healthy_run,) = judge(History(Rows(found[:30])), [spread])
+    assert late.since is not None and 30 < late.since <= 40
+    assert (always.since, healthy_run.since) == (1, None)
+
+
+def test_actions_name_keys_with_their_present_values_and_leave_out_what_is_set() -> None:
+    settings = {"algorithm.dynamic_sampling": False, "group_size": 8}
+    (answer, *_) = judge(History(rows({"groups/equal": (0.3, 0.97)}), settings))
+    assert answer.actions == ["set algorithm.dynamic_sampling=true (now false)", "raise group_size (now 8)"]
+    (answer, *_) = judge(History(rows({"groups/equal": (0.3, 0.97)}), {**settings, "algorithm.dynamic_sampling": True}))
+    assert answer.actions == ["raise group_size (now 8)"]
+
+
+def test_every_rule_says_what_is_wrong_what_was_checked_and_which_keys_to_change() -> None:
+    keys = set(all_keys(EXPERIMENTS["ppo-math"]))
+    for rule in RULES:
+        assert rule.problem and rule.healthy and 1 <= len(rule.actions) <= 2, rule.name
+        named = {name for action in rule.actions for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\w+_\w+", action)}
+        assert named <= keys, rule.name
 
 
 def test_each_rule_has_a_fault() -> None:

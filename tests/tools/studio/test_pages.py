@@ -107,8 +107,10 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     first = page.locator(".lights article.bad").first
     first.wait_for()
     assert "equal rewards" in first.inner_text()
-    first.get_by_role("button", name="what to do").click()
-    assert page.locator("dialog pre").inner_text().startswith("## Dynamic sampling")
+    assert "since step" in first.inner_text()
+    assert texts(page, ".lights article.bad .actions li") == ["set algorithm.dynamic_sampling=true", "raise group_size"]
+    first.get_by_role("button", name="documentation").click()
+    assert page.locator("dialog .document h2").inner_text() == "Dynamic sampling"
     page.get_by_role("button", name="Close").click()
     first.get_by_role("link", name="groups/equal").click()
     page.locator(".chart canvas").first.wait_for()

@@ -19,6 +19,7 @@ from tools.studio.folders import Folders
 from tools.studio.guard import same_user
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
+from tools.studio.server import rendered
 
 
 def get(base: str, path: str, **headers: str) -> Any:
@@ -288,8 +289,15 @@ def test_health_of_a_bad_run_is_in_the_list_and_in_words(start: Callable[..., st
     assert (run["light"]["light"], "equal rewards" in run["light"]["reason"]) == ("bad", True)
     answers = get(base, f"api/run/{run['id']}/health")["answers"]
     assert [(one["name"], one["light"]) for one in answers[:2]] == [("spread", "bad"), ("own", "warning")]
+    assert answers[0]["actions"] == ["set algorithm.dynamic_sampling=true", "raise group_size"]
     with urlopen(base + "docs/" + answers[0]["docs"].partition("#")[0]) as page:
-        assert page.headers["Content-Type"].startswith("text/plain")
+        assert '<h2 id="dynamic-sampling">' in page.read().decode()
+
+
+def test_markup_in_a_document_is_text() -> None:
+    html = rendered("# A <b>\n\n<script>alert(1)</script> [x](javascript:alert(1))\n\n| a |\n|---|\n| 1 |", title="<i>")
+    assert "<title>&lt;i&gt;</title>" in html
+    assert ("<table>" in html, "<script" in html, "<b>" in html, 'href="javascript' in html) == (True, *[False] * 3)
 
 
 def test_the_list_follows_new_rows_and_queries_the_gpus_of_the_host_once(
