@@ -299,6 +299,7 @@ class Studio:
             **series.status(),
             "sampled": samples.status(),
             "questions": answers_questions(run),
+            "saved": bool(saved_steps(run, {})["steps"]),
         }
 
     async def curves(self, request: web.Request) -> object:
@@ -401,6 +402,7 @@ def overview(run: Run) -> dict[str, object]:
         "state": state,
         "step": row.get("step", 0),
         "reward": row.get("reward/mean", row.get("loss")),
+        "measure": "reward" if "reward/mean" in row else "loss",
         "tokens_per_second": _tokens_per_second(row),
         "staleness": row.get("staleness/mean"),
         "warning": warning,

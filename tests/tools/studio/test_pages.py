@@ -57,7 +57,7 @@ def compare(page: Any, base: str, first: str, second: str, *, by: str) -> None:
 
 
 def test_from_the_list_to_the_curves_of_two_runs(page: Any, base: str) -> None:
-    compare(page, base, "sums/second", "sums/good", by="Compare 2 runs")
+    compare(page, base, "sums/second", "sums/good", by="Compare curves")
     page.locator(".chart canvas").first.wait_for()
     assert sorted(text.rstrip("×") for text in texts(page, ".legend span")) == ["sums/good", "sums/second"]
     page.get_by_label("filter metrics").fill("reward/mean")
@@ -138,6 +138,18 @@ def test_the_key_that_differs_between_two_runs_is_found_by_clicks_alone(page: An
     compare(page, base, "sums/good", "sums/second", by="Compare configurations")
     page.locator("dialog td code").first.wait_for()
     assert texts(page, "dialog tbody td") == ["staleness.max_staleness", "2", "5"]
+    assert texts(page, "dialog th") == ["key", "sums/good", "sums/second"]
+    page.get_by_role("button", name="Close").click()
+    assert page.get_by_label("choose sums/second").is_checked(), "the list is as it was"
+
+
+def test_the_configuration_of_a_run_is_checked_from_its_first_change_on(page: Any, base: str) -> None:
+    page.goto(base + "#/configure")
+    page.get_by_label("open").select_option(label="run: sums/good")
+    page.get_by_text("A run was started with this configuration.").wait_for()
+    assert page.locator(".problem").count() == 0
+    page.get_by_label("configuration as YAML").fill("seed: -1\n")
+    page.locator(".problem", has_text="seed").wait_for()
 
 
 def test_a_wrong_value_is_marked_at_its_field_and_boxes_follow_the_text(page: Any, base: str) -> None:
@@ -200,6 +212,9 @@ def test_two_checkpoints_stand_side_by_side_on_the_same_prompts(page: Any, base:
 def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, base: str, allowed: str) -> None:
     open_page(page, base, "sums/good", "Explain")
     page.get_by_text("This run saved no batch.").wait_for()
+    titles = {text for text in texts(page, "nav a.dim")}
+    assert titles == {"Explain", "Ask"}
+    assert "save_batches" in page.locator("nav a.dim").first.get_attribute("title")
     open_page(page, allowed, "sums/agent", "Explain")
     first = page.locator("tbody tr").first
     first.wait_for()

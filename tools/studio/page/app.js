@@ -10,7 +10,7 @@ import { timelinePage } from "./timeline.js";
 import { processesPage } from "./processes.js";
 import { explainPage } from "./explain.js";
 import { pairsPage } from "./pairs.js";
-import { askPage } from "./ask.js";
+import { askPage, whyNoQuestions } from "./ask.js";
 
 const RUN_PAGES = {
   metrics: ["Metrics", metricsPage],
@@ -59,13 +59,18 @@ function navigation(parts, run = null) {
   if (run) {
     const page = parts[2] || "metrics";
     links.push(h("span", { class: "crumb", title: run.logs }, run.name));
-    links.push(...Object.entries(RUN_PAGES).map(([name, [title]]) => link(["run", run.id, name], title, page === name)));
+    const nothing = {
+      explain: run.saved ? null : "this run saved no batch (monitor.save_batches)",
+      ask: run.questions ? null : whyNoQuestions(run),
+    };
+    links.push(...Object.entries(RUN_PAGES).map(([name, [title]]) => link(["run", run.id, name], title, page === name, nothing[name])));
   }
   document.getElementById("nav").replaceChildren(...links);
 }
 
-function link(parts, title, current) {
-  return h("a", { href: address(parts), "aria-current": current ? "page" : null }, title);
+/** Return a link of the navigation. `nothing`: why its page has nothing for this run. */
+function link(parts, title, current, nothing = null) {
+  return h("a", { href: address(parts), "aria-current": current ? "page" : null, class: nothing ? "dim" : null, title: nothing }, title);
 }
 
 function setTheme(name) {

@@ -7,8 +7,7 @@ export async function askPage({ content, run, alive, studio }) {
   const talk = h("div", { class: "talk", "aria-live": "polite" });
   content.append(h("div", { class: "bar" }, h("h1", {}, "Ask the current weights"), said), talk);
   if (!run.questions) {
-    const why = run.state === "running" ? "This run answers no questions: it was started without monitor.questions=true." : "This run has ended. Questions are answered while a run with monitor.questions=true is under way.";
-    talk.append(message(why));
+    talk.append(message(whyNoQuestions(run)));
     return null;
   }
   if (!studio.may_run) {
@@ -46,4 +45,11 @@ export async function askPage({ content, run, alive, studio }) {
   }
   text.focus();
   return null;
+}
+
+/** Return why a run answers no questions. */
+export function whyNoQuestions(run) {
+  return run.state === "running"
+    ? "This run answers no questions: it was started without monitor.questions=true."
+    : "This run has ended. Questions are answered while a run with monitor.questions=true is under way.";
 }

@@ -1,15 +1,15 @@
 // A configuration: its text, its keys as fields, what is wrong with it, and what it would run.
 
-import { api, choice, dialog, duration, facts, figure, h, keepInAddress, later, message, table } from "./ui.js";
+import { api, choice, configurations, dialog, duration, facts, figure, h, later, message, table } from "./ui.js";
 import { legendEntry, runColour } from "./charts.js";
 
 const COMMANDS = { "ppo-math": "train", sft: "sft", dpo: "dpo" };
 const KEPT = "studio-configuration";
 
-export async function configurePage({ content, query, alive, studio }) {
+export async function configurePage({ content, alive, studio }) {
   const [sources, { runs }] = await Promise.all([api("configure/sources"), api("runs")]);
   if (!alive()) return null;
-  const state = { experiment: "ppo-math", text: "", name: "run.yaml", schema: null, answer: null, saved: "", gpu: "H100", changedOnly: false, find: "" };
+  const state = { experiment: "ppo-math", text: "", name: "run.yaml", schema: null, answer: null, saved: "", started: "", gpu: "H100", changedOnly: false, find: "" };
   Object.assign(state, JSON.parse(sessionStorage.getItem(KEPT) || "{}"));
 
   const status = h("span", { class: "muted", role: "status" });
@@ -74,6 +74,7 @@ export async function configurePage({ content, query, alive, studio }) {
   async function take(value) {
     try {
       const got = await read(value);
+      state.started = value.startsWith("run\n") ? got.text : "";
       await begin(got.experiment, got.text, got.name);
       state.saved = value.startsWith("file\n") ? got.name : "";
       status.textContent = `opened ${got.name}`;
@@ -82,14 +83,15 @@ export async function configurePage({ content, query, alive, studio }) {
 
   let latest = 0;
   async function check() {
-    sessionStorage.setItem(KEPT, JSON.stringify({ experiment: state.experiment, text: state.text, name: state.name, gpu: state.gpu }));
+    sessionStorage.setItem(KEPT, JSON.stringify({ experiment: state.experiment, text: state.text, name: state.name, started: state.started, gpu: state.gpu }));
     const mine = ++latest;
     let answer;
     try {
       answer = await api("configure/check", {}, { experiment: state.experiment, text: state.text, gpu: state.gpu });
     } catch (error) { status.textContent = error.message; return; }
     if (!alive() || mine !== latest) return;
-    state.answer = answer;
+    state.asStarted = Boolean(state.text) && state.text === state.started;
+    state.answer = state.asStarted ? { ...answer, problems: [], warnings: [] } : answer;
     showProblems();
     markFields();
     showAllocation();
@@ -128,10 +130,16 @@ export async function configurePage({ content, query, alive, studio }) {
     const { problems, warnings } = state.answer;
     lines.replaceChildren(
       state.answer.system ? h("p", { class: "note" }, `This is a recipe of ${state.answer.system}. `, h("button", { type: "button", onclick: migrate }, "Migrate it")) : "",
-      problems.length ? h("p", { class: "error" }, problems.length === 1 ? "1 problem" : `${problems.length} problems`) : h("p", { class: "fine" }, "All rules of the configuration hold."),
+      verdict(problems.length),
       ...problems.map((one) => h("button", { type: "button", class: "problem", onclick: () => go(one) },
         h("b", {}, one.key || "text"), one.line ? h("span", { class: "muted" }, ` line ${one.line}`) : null, ` ${one.message}`)),
       ...warnings.map((one) => h("p", { class: "note" }, one)));
+  }
+
+  function verdict(number) {
+    if (state.asStarted) return h("p", { class: "muted" }, "A run was started with this configuration. It is checked as soon as you change it.");
+    if (!number) return h("p", { class: "fine" }, "All rules of the configuration hold.");
+    return h("p", { class: "error" }, number === 1 ? "1 problem" : `${number} problems`);
   }
 
   function go(problem) {
@@ -246,22 +254,12 @@ export async function configurePage({ content, query, alive, studio }) {
   async function compare(value) {
     try {
       const other = await read(value);
-      const { rows } = await api("configure/compare", {}, { first: state.text, second: other.text });
-      output.hidden = true;
-      dialog(`${state.name} and ${other.name}`, rows.length
-        ? table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: state.name, cell: (one) => one.first ?? "–" }, { title: other.name, cell: (one) => one.second ?? "–" }], rows)
-        : message("Both set the same keys to the same values."));
+      dialog(`${state.name} and ${other.name}`, await configurations(state.name, state.text, other.name, other.text));
     } catch (error) { status.textContent = error.message; }
   }
 
-  if (query.get("run")) {
-    await take(`run\n${query.get("run")}`);
-    if (query.get("against")) await compare(`run\n${query.get("against")}`);
-    keepInAddress({ run: null, against: null });
-  } else {
-    await begin(state.experiment, state.text, state.name);
-    if (!state.text) status.textContent = `Open a recipe, a file of ${sources.folder} or the configuration of a run; or set keys on the left.`;
-  }
+  await begin(state.experiment, state.text, state.name);
+  if (!state.text) status.textContent = `Open a recipe, a file of ${sources.folder} or the configuration of a run; or set keys on the left.`;
   return null;
 }
 

@@ -8,7 +8,8 @@ export async function explainPage({ content, query, run, alive, studio }) {
   content.append(h("div", { class: "bar" }, h("h1", {}, "Explain a step"),
     steps.length ? choice(steps.map((step) => [String(step), `step ${step}`]), query.get("step") || String(steps[steps.length - 1]), explain, { "aria-label": "step" }) : null), result);
   if (!steps.length) {
-    result.append(message("This run saved no batch. With monitor.save_batches=N it saves that of every N-th step, and this page computes its loss and the gradient of each token."));
+    result.append(message("This run saved no batch. With monitor.save_batches=N it saves that of every N-th step, and this page computes its loss and the gradient of each token."),
+      h("p", {}, "What the metrics of this run say: ", h("a", { href: address(["run", run.id, "health"]) }, "Health"), "."));
     return null;
   }
   if (!studio.may_run) {

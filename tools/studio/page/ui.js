@@ -151,6 +151,13 @@ export function table(columns, rows, properties = {}) {
   return h("table", { class: properties.class || "" }, h("thead", {}, head), h("tbody", {}, body));
 }
 
+/** Return the keys that differ between two configurations as a table. */
+export async function configurations(name, text, otherName, otherText) {
+  const { rows } = await api("configure/compare", {}, { first: text, second: otherText });
+  return rows.length ? table([{ title: "key", cell: (one) => h("code", {}, one.key) }, { title: name, cell: (one) => one.first ?? "–" },
+    { title: otherName, cell: (one) => one.second ?? "–" }], rows) : message("Both set the same keys to the same values.");
+}
+
 /** Return the notes on damaged files as one line. */
 export function notes(texts) {
   return texts && texts.length ? h("p", { class: "note", role: "note" }, texts.join(" · ")) : null;
