@@ -76,10 +76,13 @@ def test_the_longest_answer_of_step_7_is_found_by_clicks_alone(page: Any, base: 
     page.get_by_role("link", name="Samples").click()
     page.get_by_label("step", exact=True).fill("7")
     page.get_by_role("button", name="tokens").click()
-    wait(page, lambda: texts(page, ".samples tbody tr:first-child td:nth-child(3)") == ["512"])
+    wait(page, lambda: texts(page, ".samples tbody tr:first-child td:nth-child(3)") == ["512 cut off"])
     page.locator(".samples tbody tr").first.click()
     page.locator(".group article").nth(3).wait_for()
     assert "cut off" in texts(page, ".group article.chosen")[0]
+    shown = texts(page, ".detail .facts div")
+    assert {"answer\n3 of 4", "weights version\n5 to 6"} <= set(shown), shown
+    assert texts(page, ".samples tr.chosen td:nth-child(4)") == ["5 to 6"]
     page.locator("h1").click()
     page.keyboard.press("j")
     page.locator(".turn.environment").or_(page.locator(".answer")).first.wait_for()

@@ -30,7 +30,7 @@ export async function samplesPage({ content, query, run, alive }) {
   const sets = run.sampled.sets;
   const noted = new Map((await api(`run/${run.id}/notes`)).notes.map((note) => [keyOf(note), note]));
   const save = h("a", { class: "button", download: "samples.jsonl" }, "Export jsonl");
-  const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"], ["oldest_version", "weights"]].map(([name, title]) =>
+  const heads = [["step", "step"], ["reward", "reward"], ["answer_tokens", "tokens"], ["oldest_version", "version"]].map(([name, title]) =>
     h("th", { class: "right", scope: "col", "aria-sort": "none", "data-sort": name }, h("button", { type: "button", class: "quiet", onclick: () => {
       given.order = (given.sort || "step") === name && given.order !== "up" ? "up" : "down";
       given.sort = name;
@@ -43,21 +43,21 @@ export async function samplesPage({ content, query, run, alive }) {
     notes(run.sampled.notes) || "",
     h("div", { class: "filters" },
       typed("text", { type: "search", placeholder: "search texts", "aria-label": "search" }),
-      field("step", between("first_step", "last_step", "5 to 9")),
+      field("step", between("first_step", "last_step", "7 or 5 to 9")),
       field("reward", between("least_reward", "most_reward", "0.5 to 1")),
-      field("weights", between("least_version", "most_version", "any")),
-      field("end", choice([["", "any"], ...Object.entries(ENDS)], given.finish, change("finish"))),
+      field("weights version", between("least_version", "most_version", "any")),
+      field("how it ended", choice([["", "any"], ...Object.entries(ENDS)], given.finish, change("finish"))),
       field("only", choice([["", "all"], ["best", "best"], ["worst", "worst"], ["longest", "longest"], ["starred", "starred or noted"]], given.notable, change("notable"))),
       run.sampled.tasks.length > 1 ? field("task", choice([["", "all"], ...run.sampled.tasks.map((name) => [name, name])], given.task, change("task"))) : null,
       given.episode ? h("button", { type: "button", onclick: (event) => { event.target.remove(); change("episode")(""); } }, "one prompt ×") : null,
-      field("of", choice([["", "all"], ["training", "training"], ["evaluation", "evaluation"], ...sets.map((name) => [name, name])], given.of, change("of"))),
+      field("data set", choice([["", "all"], ["training", "training"], ["evaluation", "evaluation"], ...sets.map((name) => [name, name])], given.of, change("of"))),
     ),
     h("div", { class: "split" },
       h("div", { class: "scroll" }, h("table", { class: "samples" }, h("thead", {}, h("tr", {}, heads, h("th", {}, "prompt"), h("th", {}, "answer"))), body), more),
       detail),
   );
   if (!run.sampled.samples && run.sampled.read >= 1) detail.append(message("This run has no samples (samples.share=0), or no step has finished yet."));
-  else detail.append(message("Choose an answer. Keys: j and k."));
+  else detail.append(message("Choose an answer. j / k: next / previous answer."));
 
   async function load(start) {
     const mine = ++latest;
@@ -105,8 +105,8 @@ export async function samplesPage({ content, query, run, alive }) {
       onkeydown: (event) => { if (event.key === "Enter") open(row.at); } },
       h("td", { class: "right" }, figure(row.step)),
       h("td", { class: "right" }, figure(row.reward)),
-      h("td", { class: `right ${row.finish_reason === "length" ? "warn" : ""}`, title: ENDS[row.finish_reason] ?? row.finish_reason }, figure(row.answer_tokens)),
-      h("td", { class: "right" }, figure(row.oldest_version)),
+      h("td", { class: "right", title: ENDS[row.finish_reason] ?? row.finish_reason }, figure(row.answer_tokens), row.finish_reason === "length" ? h("span", { class: "warn" }, " cut off") : null),
+      h("td", { class: "right" }, versions(row)),
       h("td", {}, h("div", { class: "cell" }, row.prompt)),
       h("td", {}, h("div", { class: "cell" }, noted.get(keyOf(row))?.star ? "★ " : null, tags(row), row.answer)));
     return element;
@@ -186,10 +186,15 @@ function marks(sample, run, noted) {
   return h("div", { class: "marks" }, star, note, said);
 }
 
+/** Return the versions of the weights that sampled an answer. */
+function versions({ oldest_version: oldest, newest_version: newest }) {
+  return oldest === newest ? figure(oldest) : `${figure(oldest)} to ${figure(newest)}`;
+}
+
 function whole(sample, run, open, noted) {
-  const versions = sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`;
-  const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["end", ENDS[sample.finish_reason] ?? sample.finish_reason],
-    ["weights", versions], ["step", figure(sample.step)], ["prompt id", sample.query_id], ["answer", sample.index],
+  const answer = sample.group.findIndex((one) => one.at === sample.at) + 1;
+  const figures = [["reward", figure(sample.reward)], ["tokens", figure(sample.answer_tokens)], ["how it ended", ENDS[sample.finish_reason] ?? sample.finish_reason],
+    ["weights version", versions(sample)], ["step", figure(sample.step)], ["prompt id", sample.query_id], ["answer", answer ? `${answer} of ${sample.group.length}` : figure(sample.index)],
     ...Object.entries(sample.metrics || {}).map(([name, value]) => [name, figure(value)])];
   return [
     facts(figures),
