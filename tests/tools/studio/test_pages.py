@@ -75,6 +75,7 @@ def test_the_longest_answer_of_step_7_is_found_by_clicks_alone(page: Any, base: 
     page.get_by_role("link", name="sums/good").click()
     page.get_by_role("link", name="Samples").click()
     page.get_by_label("step", exact=True).fill("7")
+    wait(page, lambda: page.locator(".samples tbody tr").count() == 8)
     page.get_by_role("button", name="tokens").click()
     wait(page, lambda: texts(page, ".samples tbody tr:first-child td:nth-child(3)") == ["512 cut off"])
     page.locator(".samples tbody tr").first.click()
@@ -118,6 +119,9 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     first.get_by_role("link", name="groups/equal").click()
     page.locator(".chart canvas").first.wait_for()
     assert texts(page, ".chart .name") == ["groups/equal"]
+    page.get_by_label("filter metrics").fill("")
+    wait(page, lambda: texts(page, "section:first-child .chart.problem .name") == ["groups/equal"])
+    assert texts(page, "section:first-child .chart .mark") == ["Nearly all groups have equal rewards"]
 
 
 def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:

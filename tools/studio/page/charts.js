@@ -74,9 +74,10 @@ function ticks(values) {
   return values.map((value) => value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
 }
 
-/** Return the range of an axis: some room above and below, also of a constant. */
+/** Return the range of an axis: from 0 where no value is negative, with some room, also for a constant. */
 function flat(low, high) {
   if (low === null || high === null) return [0, 1];
+  if (low >= 0) return [0, high > 0 ? high * 1.06 : 1];
   const room = high > low ? (high - low) * 0.06 : Math.max(Math.abs(low) * 0.1, 0.01);
   return [low - room, high + room];
 }

@@ -23,6 +23,7 @@ export async function metricsPage({ content, query, run, alive }) {
   if (!alive()) return null;
   const histograms = new Set(run.histograms);
   const boxes = new Map();
+  const problems = new Map();  // first metric of a rule that found something -> its answer
   const waiting = new Set();
   let revision = run.revision;
 
@@ -71,10 +72,11 @@ export async function metricsPage({ content, query, run, alive }) {
 
   function arrange() {
     const wanted = filter.value.toLowerCase();
-    const shown = ordered([...names]).filter((name) => name.toLowerCase().includes(wanted));
+    const fitting = ordered([...names]).filter((name) => name.toLowerCase().includes(wanted));
+    const shown = [...fitting.filter((name) => problems.has(name)), ...fitting.filter((name) => !problems.has(name))];
     const groups = new Map();
     for (const name of shown) {
-      const group = groupOf(name);
+      const group = problems.has(name) ? "problems" : groupOf(name);
       if (!groups.has(group)) groups.set(group, []);
       groups.get(group).push(name);
     }
@@ -89,8 +91,9 @@ export async function metricsPage({ content, query, run, alive }) {
     if (!boxes.has(name)) {
       const value = h("span", { class: "value" });
       const plot = h("div", { class: "plot" });
-      const card = h("figure", { class: "chart", "data-metric": name }, h("figcaption", {}, h("span", { class: "name", title: name }, name), value), plot);
-      boxes.set(name, { card, plot, value, remove: null });
+      const mark = h("span", { class: "mark" });
+      const card = h("figure", { class: "chart", "data-metric": name }, h("figcaption", {}, h("span", { class: "name", title: name }, name), mark, value), plot);
+      boxes.set(name, { card, plot, mark, value, remove: null });
     }
     return boxes.get(name).card;
   }
@@ -139,7 +142,26 @@ export async function metricsPage({ content, query, run, alive }) {
     }
   }
 
+  /** Put the metrics of problems first, and mark them. */
+  async function judge() {
+    const { answers } = await api(`run/${run.id}/health`);
+    if (!alive()) return;
+    const before = [...problems.keys()].join();
+    problems.clear();
+    for (const one of answers.filter(({ light }) => light === "bad" || light === "warning").reverse()) {
+      const name = one.metrics[0]?.[0];
+      if (names.has(name)) problems.set(name, one);
+    }
+    for (const [name, { card, mark }] of boxes) {
+      const found = problems.get(name);
+      card.classList.toggle("problem", Boolean(found));
+      mark.replaceChildren(...(found ? [h("a", { href: address(["run", run.id, "health"]), title: found.reason }, found.title)] : []));
+    }
+    if ([...problems.keys()].join() !== before) arrange();
+  }
+
   arrange();
+  judge().catch(() => {});
   document.addEventListener("theme", redraw);
   const timer = setInterval(async () => {
     if (document.hidden) return;
@@ -153,6 +175,7 @@ export async function metricsPage({ content, query, run, alive }) {
         now.metrics.forEach((name) => names.add(name));
         now.histograms.forEach((name) => { names.add(name); histograms.add(name); });
         if (names.size !== before) arrange();
+        await judge();
         if (!view.from) redraw();
       }
     } catch (error) {
