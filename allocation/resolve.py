@@ -148,6 +148,8 @@ def _side(text: str) -> tuple[Backend | None, ParallelLayout] | Spec:
     seen: set[str] = set()
     for entry in entries:
         name, rest = _prefix(entry)
+        if name is None and entry.strip() in _all_backends():
+            raise AllocationError(f"a dot stands between a backend and its layout: {text.replace(',', '.', 1)}")
         if name is None:
             raise AllocationError(
                 f"every part of a per-role list is role:layout, got {entry.strip()!r}", f"actor_train:{entry.strip()}"

@@ -171,6 +171,7 @@ def test_vllm_is_answered_with_sglang(text: str) -> None:
         ("sglan.d4+d4", "did you mean 'sglang'?", None),
         ("acter_train:d8", "did you mean 'actor_train'?", None),
         ("actor_train:d8,d4", "role:layout", "actor_train:d4"),
+        ("sglang,d4+d4", "a dot stands between a backend and its layout: sglang.d4", None),
         ("actor_train:d8,actor_train:d8", "given twice", None),
         ("ref_inf:d8", "actor_train has no layout", None),
         ("actor_train:sglang.d8", "runs on megatron", "actor_train:d8m1p1"),

@@ -306,7 +306,7 @@ HINTS: Mapping[str, str] = {
     "cluster.node_num": "write n_nodes at the top level",
     "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
     "data": "write dataset.*",
-    "data_processor": "rows are read as they are; prepare the file of dataset.path",
+    "data_processor": "write dataset.processors for rows, experience.processors for what was sampled",
     "dataset.fields": "write dataset.prompt_field, chosen_field and rejected_field",
     "enable_ray_timeline": _TIMELINE,
     "evaluator": "write exp_ctrl.eval_freq_*",
