@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,13 +95,20 @@ class Cluster:
         return [r.result for r in refs]
 
 
+_SHORTEST_WAIT = 0.05
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Seconds, which pass when somebody sleeps."""
+    """Seconds, which pass when somebody sleeps. Who looks for an answer of a real server every few milliseconds really
+    waits, and no second passes."""
     now = SimpleNamespace(seconds=1000.0)
 
     def sleep(seconds: float) -> None:
-        now.seconds += seconds
+        if seconds < _SHORTEST_WAIT:
+            time.sleep(seconds)
+        else:
+            now.seconds += seconds
 
     fake = SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=lambda: now.seconds, sleep=sleep)
     monkeypatch.setattr(launch_generators, "time", fake)

@@ -20,7 +20,7 @@ from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajecto
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
-from rollout.experience import Episode, Tags
+from rollout.experience import Episode, Patience, Tags
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 
@@ -779,7 +779,7 @@ def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
         workflow = Slow()
         async with make_producer(workflow, 2, batch_size=2, max_staleness=0) as producer:
             selection = producer._rules.selection
-            lease = await producer.experience.lease(selection, 0, "trainer", timeout_seconds=5.0)
+            lease = await producer.experience.lease(selection, 0, "trainer", patience=Patience(2, seconds=0.1))
             assert ([tags.row for tags in lease.tags], [tags.fate for tags in lease.dropped]) == (["q0"], ["late"])
             assert workflow.ended == 0 and producer.stats()["rollout/num_in_flight"] == 1
             workflow.version = 1

@@ -100,8 +100,8 @@ def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
 
     def start(mode: str) -> Start:
         config = SimpleNamespace(
-            recovers=mode != "disabled", must_recover=mode == "resume", recover_mode=mode,
-            recover_ignore_changes=False, resume_from=None,
+            recovers=mode != "disabled", must_recover=mode == "resume", recover_setting=f"recover_mode={mode}",
+            recover_ignore_changes=False, earlier_checkpoint=None,
         )  # fmt: skip
         return find_start(store, config, paths.recover)  # type: ignore[arg-type]
 
@@ -125,11 +125,11 @@ def start_of(folder: Path, *, resume_from: Path | None = None, ignore_changes: b
     config = SimpleNamespace(
         recovers=True,
         must_recover=False,
-        recover_mode="auto",
+        recover_setting="recover_mode=auto",
         recover_ignore_changes=ignore_changes,
-        resume_from=resume_from and str(resume_from),
+        earlier_checkpoint=resume_from,
         identity=RunIdentity(**{**IDENTITY, **identity}),
-        exp_ctrl=SimpleNamespace(total_train_steps=None),
+        exp_ctrl=SimpleNamespace(length=(1, None)),
     )
     return find_start(RecoverStore(folder, config.identity), config, folder)  # type: ignore[arg-type]
 
