@@ -284,7 +284,8 @@ def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> St
 def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | None, answers: Lengths) -> str:
     """Return the time of a step in words."""
     if calibration is None:
-        return f"No calibration for {scene.gpu.name}: memory only. slipstream plan --calibrate FILE measures a host."
+        name = scene.gpu.name if scene.on_gpu else "a CPU"
+        return f"No calibration for {name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
         return "No time: it needs generators, and both sides on GPUs or both on the CPU."
     parts = (

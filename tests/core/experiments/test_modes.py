@@ -177,6 +177,7 @@ def test_weights_are_published_as_the_style_says_and_the_bound_holds(
     assert len(ages) == NUM_STEPS * BATCH_SIZE and max(age for (age,) in ages) <= 2
 
 
+@pytest.mark.nightly
 def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
