@@ -30,6 +30,7 @@ from rollout.plugins import python_path
 
 _ANSWER_SECONDS = 60.0
 _FEWEST_FILES = 512
+_LARGEST_FILE = 1 << 40
 _CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a recover checkpoint, at least: its value and the two moments of Adam."""
 
@@ -106,13 +107,15 @@ def _temporary(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _limits(config: ExperimentConfig) -> Iterator[Problem]:
-    """Yield limits of this shell with which Ray's processes end without a message."""
+    """Yield limits of this shell with which Ray's processes end without a message; a cluster that runs has its own."""
+    if joined_cluster(config):
+        return
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _FEWEST_FILES:
         message = f"{files} open files per process; Ray and torch need at least {_FEWEST_FILES}: run `ulimit -n 65536`"
         yield Problem(key="ulimit -n", message=message)
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size != resource.RLIM_INFINITY:
+    if size != resource.RLIM_INFINITY and size < _LARGEST_FILE:
         message = f"files of at most {size / 2**20:,.0f} MiB; Ray's object store is one file: run `ulimit -f unlimited`"
         yield Problem(key="ulimit -f", message=message)
 

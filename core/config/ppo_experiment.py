@@ -158,6 +158,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def _store_rules(self) -> Iterator[Violation]:
         yield from self.experience.job_rules(self.mode, self.synchronizer)
+        if self.staleness.in_order and self.experience.over_rollout.ratio:
+            message = (
+                "in_order trains prompts in their order, so a step cannot leave out its slowest; write one of them"
+            )
+            yield Violation(("experience.over_rollout.ratio", "staleness.in_order"), message)
         if self.job == "train" and not self.recovers:
             yield Violation(
                 ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),

@@ -568,3 +568,8 @@ def test_an_environment_variable_that_is_empty_is_an_empty_text(
         tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"
     )
     assert (config.wandb.name, config.wandb.project) == ("", "ab")
+
+
+def test_a_step_cannot_leave_out_its_slowest_prompts_where_they_are_trained_in_order(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="over_rollout.ratio.*in_order trains prompts in their order"):
+        load(tmp_path, SMALLEST_PPO, "staleness.in_order=true", "experience.over_rollout.ratio=0.1")

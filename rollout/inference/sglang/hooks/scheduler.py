@@ -137,6 +137,8 @@ def drop_prefixes(scheduler: _Scheduler, *, not_used_since: float) -> None:
         size = cache.evictable_size()
     except NotImplementedError:  # several kinds of memory; such a cache makes room by itself
         return
+    if not size:  # nothing is kept, as with disable_radix_cache
+        return
     if not_used_since < math.inf:  # the cache evicts the oldest first
         size = sum(len(node.key) for node in _nodes(cache.root_node) if node.last_access_time < not_used_since)
     memory.free_group_begin()
