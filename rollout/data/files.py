@@ -245,7 +245,7 @@ _READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Record]]] = {
 """The formats by suffix."""
 
 
-_HUB_SECONDS = 2.0
+_HUB_SECONDS = 4.0
 """Time limit of the first answer of the hub; then the cache is used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PARTS = re.compile(r"[-_.\d]|of")
