@@ -237,7 +237,7 @@ def test_slots_of_prompts_are_a_chart_and_logs_and_stacks_of_processes_text(page
     open_page(page, allowed, "sums/agent", "Timeline")
 
     def pointed_at() -> str:
-        page.locator("canvas").hover(position={"x": 300, "y": 50})
+        page.get_by_role("img", name="timeline of the processes").hover(position={"x": 300, "y": 50})
         return page.locator(".what").inner_text()
 
     wait(page, lambda: "rollout · generator-0: request" in pointed_at())
