@@ -13,7 +13,7 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.memory import plan_memory, plan_servers, states_of
+from core.planning.memory import plan_memory, plan_servers, states_of, usual_level
 from core.planning.rates import Lengths, calibration_of, decoding, pass_seconds, step_time, update_seconds, wave_seconds
 from core.planning.scene import GPUS, Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, proposals, search
@@ -180,6 +180,17 @@ def test_a_simulated_run_trains_about_as_fast_as_was_measured(
     steps = simulate(world, 18).steps[8:]
     trained = sum(step.tokens - 480 * world.prompt_tokens for step in steps) / (steps[-1].end - steps[0].begin)
     assert trained == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("raw", "tokens", "level"), [(SHAPES["1.5B"], 4096, "none"), (WIDTHS, 65536, "linear")])
+def test_an_update_with_auto_takes_the_time_of_what_most_layers_recompute(
+    raw: dict[str, Any], tokens: int, level: Level
+) -> None:
+    scene = make_scene(raw, tokens=tokens)
+    automatic, given = (scene.with_engines(recompute=recompute) for recompute in ("auto", level))
+    assert usual_level(automatic, automatic.actor) == level
+    times = [step_time(one, CALIBRATION, Lengths(mean=3000, longest=7168)) for one in (automatic, given)]
+    assert times[0] is not None and times[0] == times[1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
