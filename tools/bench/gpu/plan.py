@@ -413,7 +413,7 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
         return
     seconds = sum(row["time/step"] for row in rows)
     rate = sum(row["n_valid_tokens"] for row in rows) / seconds
-    computes = 100 * sum(row["time/update"] + row.get("time/inference", 0.0) for row in rows) / seconds
+    computes = 100 * sum(row["time/update"] + row.get("time/old_log-probs", 0.0) for row in rows) / seconds
     staleness = statistics.fmean(row["staleness/mean"] for row in rows)
     yield Figure(f"run.{run}, tokens", rate, "tokens/s", guess.get("tokens/s"), "within 10 %")
     yield Figure(f"run.{run}, simulated tokens", rate, "tokens/s", guess.get("simulated tokens/s"), "within 10 %")
