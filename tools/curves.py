@@ -3,8 +3,8 @@
     python -m tools.curves record before.json [--cases 'grpo-*' sft-tp2] [--root DIR] [--steps 20]
     python -m tools.curves compare before.json [--cases ...] [--root DIR]
 
-Each case runs `python -m core.quickstart` in the checkout DIR, on the CPU: PPO with a critic, GRPO or SFT, with the
-trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothing of DIR is imported here. The exit code is
+Each case runs `python -m core.quickstart` in the checkout DIR, on the CPU: PPO with a critic, GRPO, SFT or DPO, with
+the trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothing of DIR is imported here. The exit code is
 1 if a case fails or any number differs. A recording holds for one machine: another CPU rounds differently.
 """
 
@@ -60,8 +60,15 @@ POLICY: dict[str, object] = {
     "staleness": {"max_staleness": 0, "in_order": True},
     # Answers that are sampled together round differently from those that are not.
     "generator": {"max_running": 1},
-    "reward": {"num_workers": 1, "timeout_seconds": 600},
+    "reward": {"function": "curve_reward:even", "num_workers": 1, "timeout_seconds": 600},
 }
+REWARD = '''"""Reward of the recorded runs: a part of the recording, so that no change of the judge changes a curve."""
+
+
+def even(prompt, text):
+    """Return 1 if the sum of the characters is even, else -1."""
+    return 1.0 - 2.0 * (sum(map(ord, text)) % 2)
+'''
 EXPERIMENTS: dict[str, dict[str, object]] = {
     "ppo": POLICY
     | {
@@ -87,9 +94,15 @@ EXPERIMENTS: dict[str, dict[str, object]] = {
         "ppo": {"gen": GENERATION | {"temperature": 0.8}, "ppo_n_minibatches": 2, "kl_ctl": 0.1, "disable_value": True},
     },
     "sft": {"model": MODEL, "allocation": MICROBATCHES, "dataset": PAIRS},
+    "dpo": {
+        "model": MODEL,
+        "allocation": MICROBATCHES,
+        "dataset": PAIRS | {"train_path": "${oc.env:CURVES}/preferences.jsonl"},
+    },
 }
 CASES = [f"{experiment}-{layout}" for experiment in EXPERIMENTS for layout in LAYOUTS]
 METRICS: dict[str, tuple[str, ...]] = {"sft": ("loss", "grad_norm")}
+METRICS["dpo"] = METRICS["sft"]
 METRICS["grpo"] = (*METRICS["sft"], "actor_loss", "ppo_approx_kl", "task_reward", "advantage")
 METRICS["ppo"] = (*METRICS["grpo"], "kl_reward", "critic_loss", "critic_grad_norm")
 ATTEMPTS, BAD_INPUT = 3, 2
@@ -183,11 +196,13 @@ def make_inputs(folder: Path) -> dict[str, str]:
     disable_progress_bar()
     save_model(folder / "model", seed=1)
     sums = [(a, b) for a in range(10, 18) for b in range(20, 25)]
-    # All digits as even or odd as the sum are right, so that a random model earns rewards that differ.
-    prompts = [{"prompt": f"{a}+{b}=", "solutions": [str(n) for n in range((a + b) % 2, 10, 2)]} for a, b in sums]
+    (folder / "curve_reward.py").write_text(REWARD)
+    prompts = [{"prompt": f"{a}+{b}=", "solutions": [str(a + b)]} for a, b in sums]
     write_jsonl(folder / "prompts.jsonl", prompts)
     write_jsonl(folder / "pairs.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums])
-    files = sorted([*folder.glob("*.jsonl"), *folder.glob("model/*.safetensors")])
+    preferences = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a - b)} for a, b in sums]
+    write_jsonl(folder / "preferences.jsonl", preferences)
+    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.py"), *folder.glob("model/*.safetensors")])
     cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
     return {
         "torch": torch.__version__,
@@ -201,7 +216,7 @@ def make_inputs(folder: Path) -> dict[str, str]:
 def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[int], object]) -> Curve:
     """Run a case in the checkout `root` and read its curve. Raises CaseFailed."""
     experiment, layout = case.split("-")
-    generator = "" if experiment == "sft" else "embedded.d1m1p1+"
+    generator = "" if experiment in ("sft", "dpo") else "embedded.d1m1p1+"
     config = EXPERIMENTS[experiment] | {
         "experiment_name": "curves",
         "trial_name": case,
@@ -215,9 +230,9 @@ def run_case(case: str, folder: Path, root: Path, steps: int, show: Callable[[in
     }
     path, log = folder / f"{case}.yaml", folder / f"{case}.log"
     path.write_text(json.dumps(config), encoding="utf-8")
-    command = [sys.executable, "-m", "core.quickstart", "ppo-math" if generator else "sft", "--config", str(path)]
+    command = [sys.executable, "-m", "core.quickstart", "ppo-math" if generator else experiment, "--config", str(path)]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path(root)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([_path(root), str(folder)])}
     environment |= {"CURVES": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(ATTEMPTS):
         with (
