@@ -4,8 +4,8 @@
     python -m tools.curves compare before.json [--cases ...] [--root DIR]
 
 Each case runs `python -m core.quickstart` in the checkout DIR, on the CPU: PPO with a critic, GRPO, SFT or DPO, with
-the trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothing of DIR is imported here. The exit code is
-1 if a case fails or any number differs. A recording holds for one machine: another CPU rounds differently.
+the trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothing of DIR is imported here. The exit
+code is 1 if a case fails or any number differs. A recording holds for one machine: another CPU rounds differently.
 """
 
 from __future__ import annotations
