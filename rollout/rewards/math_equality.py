@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import pairwise
 from operator import and_, or_, sub
 from typing import Any
 
@@ -66,12 +65,10 @@ def is_same(gold: Answer, answer: Answer) -> bool:
             return _is_same_quantity(gold, answer)
         case ("group", "group"):
             return _is_same_group(gold, answer)
-        case ("date", "date") | ("clock", "clock") | ("based", "based") | ("congruence", "congruence"):
+        case ("clock", "clock") | ("based", "based") | ("congruence", "congruence"):
             return all(None in pair or pair[0] == pair[1] for pair in zip(gold.parts, answer.parts, strict=True))
         case ("ratio" | "clock", "ratio" | "clock" | "quantity") | ("quantity", "ratio"):
             return _is_same_ratio(gold, answer)
-        case ("series", "series"):
-            return all(map(_are_same, _simplified(gold), _simplified(answer)))
         case ("based" | "congruence" | "words", "quantity") | ("quantity", "congruence"):
             return bool(gold.parts[0].lower() == answer.parts[0].lower())
     return False
@@ -183,14 +180,6 @@ def _formulas_of_ratio(answer: Answer) -> list[str]:
     if answer.kind == "quantity":
         return [answer.parts[0], "1"]
     return [] if answer.parts[2] else [str(term) for term in answer.parts[:2]]
-
-
-def _simplified(series: Answer) -> tuple[Sequence[Answer], Sequence[Answer]]:
-    """Return a series with two terms of an arithmetic progression before the dots, and one behind them."""
-    before, behind = series.parts
-    values: list[Any] = [value_of(term.parts[0]) if term.kind == "quantity" else None for term in before]
-    steps = {later - earlier for earlier, later in pairwise(values)} if None not in values else set()
-    return (before[:2], behind[-1:]) if len(steps) == 1 else (before, behind)
 
 
 def _as_relation(answer: Answer) -> Answer:

@@ -24,9 +24,8 @@ class Answer:
     unread, words: text. quantity: formula, Unit, words before it. choice: letters, Answer or None.
     relation: formulas (the first is "" in "> 7"), signs between them, Answer of the last or None. ratio: Answers.
     group: brackets such as "(]" ("" for none, "M" for a matrix of rows), Answers. named: names, Answers.
-    series: Answers before the dots, Answers behind. sets: Answers, signs between them (\cup, "or", "and").
-    clock: hour, minute, half of the day. date: year, month, day. congruence: residue, modulus, name. based: digits,
-    base.
+    sets: Answers, signs between them (\cup, "or", "and"). clock: hour, minute, half of the day.
+    congruence: residue, modulus, name. based: digits, base.
     """
 
     kind: str
@@ -55,14 +54,6 @@ _MATRIX = re.compile(
     r"[(\[]?\s*\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}\s*[)\]]?(?:\^\{?(T|\\top)\}?)?"
 )
 _CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J])(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))")
-_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-_MONTH = rf"((?i:{'|'.join(_MONTHS)})[a-z]*)\.?"
-_DAY = r"(\d\d?) ?(?:st|nd|rd|th)?"
-_DATES = (
-    (re.compile(r"(\d{4})-(\d\d)-(\d\d)|(\d{4})/(\d\d?)/(\d\d?)|(\d{4}) ?年 ?(\d\d?) ?月 ?(\d\d?) ?日"), "ymd"),
-    (re.compile(rf"(\d\d?)/(\d\d?)/(\d{{4}})|{_MONTH} {_DAY}(?:,? (\d{{4}}))?"), "mdy"),
-    (re.compile(rf"{_DAY}(?: of)? {_MONTH}(?:,? (\d{{4}}))?"), "dmy"),
-)
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d)|(?=\s*[AaPp]))\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
@@ -82,7 +73,8 @@ _KNOWN = re.compile(
     r"|xi|rho|sigma|tau|phi|varphi|chi|psi|omega|Delta|Omega|vec|hat|mathbb\{[A-Z]\}|[|]|mp|ell|zeta|eta|kappa)(?![a-zA-Z])"
     r"|[0-9A-Za-z+\-*/^_{}()|!\[\], ]|\.(?=\d)|(?<=\d)\.|=(?=[^{}]*\}))+"
 )
-_ADJACENT = re.compile(r"\d\s+\d|[|)]\s*\d|\d\s*_")
+_ADJACENT = re.compile(r"\d\s+\d|[|)]\s*\d|\d\s*_|\d/\d+/\d|\d-0\d")
+"""Two numbers without a sign between them, or a date."""
 
 
 @lru_cache(maxsize=1024)
@@ -134,16 +126,6 @@ def _clock(text: str) -> Answer | None:
     return Answer("clock", (hour % 12 or 12 if half else hour, int(match[2] or 0), half))
 
 
-def _date(text: str) -> Answer | None:
-    for pattern, order in _DATES:
-        if match := pattern.fullmatch(_flat(text)):
-            found = dict(zip(order, (group for group in match.groups() if group), strict=False))
-            name, day = found["m"].lower(), int(found["d"])
-            month = int(name) if name.isdigit() else _MONTHS.index(name[:3]) + 1
-            return Answer("date", (found.get("y"), *((day, month) if month > 12 else (month, day))))
-    return None
-
-
 def _congruence(text: str) -> Answer | None:
     match = re.fullmatch(r"(?:([^=<>]*?)\s*(?:\\equiv|=))?\s*(.*?),?\s*\\pmod\{([^{}]+)\}", text)
     if match is None:
@@ -179,9 +161,6 @@ def _listed(text: str) -> Answer | None:
 def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
     """Return the structure of several parts in or without brackets."""
     texts = [part for part in parts if part]
-    if r"\ldots" in texts:
-        dots = texts.index(r"\ldots")
-        return Answer("series", tuple(tuple(map(_read, some)) for some in (texts[:dots], texts[dots + 1 :])))
     items = [_read(part) for part in texts]
     kinds = {item.kind for item in items}
     if len(items) == 1 and brackets in {"", "()", "[]", "{}"}:
@@ -332,6 +311,6 @@ def _flat(text: str) -> str:
 
 
 _READERS: tuple[Callable[[str], Answer | None], ...] = (
-    *(_choice, _clock, _date, _congruence, _matrix, _builder, _based),
+    *(_choice, _clock, _congruence, _matrix, _builder, _based),
     *(_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity),
 )
