@@ -35,7 +35,7 @@ _TAIL_CHARS = 1_000
 """Without a mark only this much of the end of a text is searched: regular expressions over a whole chain of thought
 find numbers that are no answer, and take their time."""
 _PROSE_WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
-_MAX_PROSE_WORDS = 3
+_MAX_PROSE_WORDS = 5
 """More words than this after "the answer is" are a sentence, to be searched and not to be read as one answer."""
 _FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|`+[^`]+`+"
 _NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])[-+]?\.?\d[\d.,]*(?<![.,])"

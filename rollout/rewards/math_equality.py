@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 from math_verify.parser import LatexExtractionConfig, latex2sympy, normalize_latex
 from sympy import Float, I, Rational, floor
+from sympy.logic.boolalg import Boolean
 
 from rollout.rewards.math_reading import Answer
 from rollout.rewards.math_spelling import Unit, unit_of
@@ -32,7 +33,6 @@ _POINTS = (("7/19", "11/13", "29/17"), ("-13/23", "5/7", "-3/11"), ("31/11", "-1
 _PERCENT = ("%", 1)
 _LETTERS = re.compile(r"(.*?[\d})])\s*((?:[b-zA-Z](?:\^\{?-?\d\}?)?\s*)+)")
 _ORDERED = ({"()"}, {"<>"}, {"[]"}, {"[)"}, {"(]"}, {"()", "<>"}, {"()", ""}, {"<>", ""})
-_SYMPY_SIGNS = {r"\le": "<=", r"\ge": ">=", "=": "==", r"\ne": "!="}
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
 
@@ -207,14 +207,9 @@ def _gives(equation: Answer, other: Answer) -> bool:
 
 
 def _is_curve(equation: Answer) -> bool:
-    """Return whether an equation is one of a curve, as x^2/2 - y^2/2 = 1, and not another way to write its right side.
-
-    x + y = 5 and x^2 + 1/x^2 = 7 are: they name the value that was asked for.
-    """
-    sides = [value for value in map(value_of, equation.parts[0]) if value is not None]
-    powers = {power for side in sides for power in side.atoms(sympy.Pow)}
-    is_curved = any(power.exp.is_Integer and power.exp > 1 for power in powers)
-    return {"x", "y"} <= _names(equation.parts[0]) and is_curved
+    """Return whether an equation is one of a curve, as x^2/2 - y^2/2 = 1; x + y = 5 names the value that was asked
+    for."""
+    return {"x", "y"} <= _names(equation.parts[0]) and "^" in equation.text
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:
@@ -243,34 +238,19 @@ def _names(formulas: Sequence[str]) -> set[str]:
 
 def _as_set(answer: Answer) -> Any | None:
     """Return an answer as a set of sympy, None where it is none."""
+    if answer.kind == "sets" and answer.parts[1]:
+        sets = [*map(_as_set, answer.parts[0])]
+        return None if None in sets else _joined(sets, answer.parts[1])
+    if answer.kind in {"unread", "choice", "words"} or re.search(r"\[\s*-\\infty|\\infty\s*\]", answer.text):
+        return None
+    value = _parsed(f"x{answer.text}" if re.match(r"[<>]|\\[lgn]e(?![a-z])", answer.text) else answer.text)
+    if value is None:
+        return None
     try:
-        match answer.kind, answer.parts:
-            case "sets", ((str() as name,), ()):
-                return {r"\mathbb{R}": sympy.Reals, r"\emptyset": sympy.EmptySet}.get(name)
-            case "sets", (parts, signs):
-                sets = [_as_set(part) for part in parts]
-                return None if None in sets else _joined(sets, signs)
-            case "relation", (sides, signs, _):
-                values = [value_of(side) if side else sympy.Symbol("x", real=True) for side in sides]
-                pairs = zip(values, [_SYMPY_SIGNS.get(sign, sign) for sign in signs], values[1:], strict=False)
-                conditions = sympy.And(*(sympy.Rel(left, right, sign) for left, sign, right in pairs))
-                return conditions.as_set() if len(_names(sides)) < 2 else None
-            case "named", (_, (value,)):
-                return sympy.FiniteSet(value_of(value.parts[0]))
-            case "quantity", (formula, _, _):
-                return sympy.FiniteSet(value_of(formula))
-            case "group", ("{}", items):
-                return sympy.FiniteSet(*(value_of(item.parts[0]) for item in items))
-            case "group", ("", items):
-                return _joined([_as_set(item) for item in items], ["or"] * (len(items) - 1))
-            case "group", (brackets, (left, right)) if brackets != "M":
-                start, end = value_of(left.parts[0]), value_of(right.parts[0])
-                if (start.is_infinite and brackets[0] != "(") or (end.is_infinite and brackets[1] != ")"):
-                    return None
-                return sympy.Interval(start, end, left_open=brackets[0] == "(", right_open=brackets[1] == ")")
+        value = value.as_set() if isinstance(value, Boolean) else value
+        return value if isinstance(value, sympy.Set) else sympy.FiniteSet(value)
     except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers
         return None
-    return None
 
 
 def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
@@ -299,17 +279,19 @@ def is_same_formula(gold: str, answer: str) -> bool:
     return bool(pairs) and all(_is_close(*pair, has_decimals=has_decimals) for pair in pairs)
 
 
-@lru_cache(maxsize=1024)
 def value_of(formula: str) -> Any:
     """Return a formula as a sympy expression with exact numbers; None where it cannot be parsed."""
-    if _NUMBER.fullmatch(formula):
-        return Rational(formula)
+    value = Rational(formula) if _NUMBER.fullmatch(formula) else _parsed(formula)
+    return value if isinstance(value, sympy.Expr) else None
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Any:
     try:
-        value = _parser()(_with_imaginary_unit(formula))
+        value = _parser()(_with_imaginary_unit(text))
         value = value.xreplace({number: Rational(str(number)) for number in value.atoms(Float)})
         lazy = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative, sympy.UnevaluatedExpr)
-        value = value.doit() if value.has(*lazy) else value
-        return value if isinstance(value, sympy.Expr) else None
+        return value.doit() if value.has(*lazy) else value
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the parser and sympy raise anything for what they cannot read

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,7 @@ class Answer:
 
     kind: str
     parts: tuple[Any, ...]
+    text: str = field(default="", compare=False)
 
 
 _MAX_CHARS = 2_000
@@ -91,7 +92,7 @@ def _read(text: str) -> Answer:
     for reader in _READERS:
         answer = reader(text)
         if answer is not None:
-            return answer
+            return replace(answer, text=answer.text or text)
     return Answer("unread", (text,))
 
 

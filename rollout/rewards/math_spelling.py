@@ -96,27 +96,17 @@ _CONJUNCTION = re.compile(r"(\b(?:and|or|to)\b|,)(?! more| less| fewer| greater|
 _TEXT_OPENING = r"(?:\\(?:text\w*|mathrm|mbox)\s*\{)?"
 _DEGREES = r"\^ *\{? *\\circ *\}?|\\text\{degrees?\}"
 _INNER = r"((?:[^(){}]|\([^()]*\))*)"
-_UP_TO_19 = """
+_UP_TO_90 = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
-nineteen
+nineteen twenty thirty forty fifty sixty seventy eighty ninety
 """
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_COUNTS = dict(zip(_UP_TO_19.split() + _TENS, [*range(20), *range(20, 100, 10)], strict=True))
-_COUNT = "|".join(_COUNTS)
-_SCALES = {"hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}"}
-_SCALES |= {"dozen": "12"}
-_PARTS = {
-    "half": 2,
-    "halve": 2,
-    "third": 3,
-    "quarter": 4,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "eighth": 8,
-    "tenth": 10,
-}
-
+_COUNTS = dict(zip(_UP_TO_90.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4}
+_STEMS = ("four", "fif", "six", "seven", "eigh", "nin", "ten")
+_PARTS |= {f"{stem}th": number for number, stem in enumerate(_STEMS, start=4)}
+_COUNT = rf"(?:{'|'.join(_COUNTS | _SCALES)})\b"
+_COUNTED = rf"(?:an? )?{_COUNT}(?:[ -](?:and )?{_COUNT})*"
 _PHRASES = {
     "at least|no less than|no fewer than|not less than": r"\ge ",
     "at most|no more than|not more than": r"\le ",
@@ -134,14 +124,13 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
     (
-        rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({_COUNT}|\d+)[ -]and[ -])?(?:({_COUNT}|an?)[ -]|(?=half\b))"
+        rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({_COUNTED}|\d+)[ -]and[ -])?(?:({_COUNTED}|an?)[ -]|(?=half\b))"
         rf"({'|'.join(_PARTS)})s?\b",
         lambda m: rf"{_count(m[2])}\frac{{{_count(m[3]) or 1}}}{{{_PARTS[m[4].lower()]}}} {m[1]}",
     ),
     (
-        rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({'|'.join(_TENS)})[ -])?({_COUNT})"
-        rf"(?![\w-]| (?:{_COUNT}|point)\b)",
-        lambda m: f"{sum(_COUNTS[word.lower()] for word in m.groups()[1:] if word)} {m[1]}",
+        rf"(?i)^\s*({_TEXT_OPENING})\s*({_COUNTED})(?![\w-]| point\b)",
+        lambda m: f"{_count(m[2])} {m[1]}" if _count(m[2]) else m[0],
     ),
     (r"^\s*=", ""),
     (r"(?<![\d)])\s*!=", r"\\ne "),
@@ -226,9 +215,20 @@ def spelled(content: str) -> str:
     return " ".join(content.split()).rstrip(". ")
 
 
-def _count(word: str | None) -> str:
-    """Return a number in words or digits as digits, nothing for an article."""
-    return str(_COUNTS.get((word or "").lower(), word if word and word.isdigit() else ""))
+def _count(words: str | None) -> str:
+    """Return the digits of a number in words or digits; "" for an article, and for words that are no number."""
+    counted = re.findall(_COUNT, (words or "").lower())
+    total = group = 0
+    for word in counted:
+        if word in _SCALES:
+            group = (group or 1) * _SCALES[word]
+            if group >= 1000:
+                total, group = total + group, 0
+        elif group % (10 if _COUNTS[word] < 10 else 100):  # four five
+            return ""
+        else:
+            group += _COUNTS[word]
+    return str(total + group) if counted else re.sub(r"\D", "", words or "")
 
 
 def _as_text(match: re.Match[str]) -> str:
