@@ -40,6 +40,7 @@ DISTRIBUTION = {
     "pydantic_monty": "pydantic-monty",
     "uplot": "uplot-python",
     "ruamel": "ruamel-yaml",
+    "data_juicer": "py-data-juicer",
     "markdown_it": "markdown-it-py",
     "deep_gemm": "sglang",  # which requires sgl-deep-gemm
 }

@@ -141,7 +141,11 @@ MOST_FILES = 14
 """Python files of one folder, at most."""
 
 LATE_IMPORTS: dict[str, dict[str, str]] = {
-    "an optional library": {"rollout.experience.stores.postgres": "psycopg", "tools.chaos.postgres": "psycopg"},
+    "an optional library": {
+        "rollout.data.data_juicer": "data_juicer",
+        "rollout.experience.stores.postgres": "psycopg",
+        "tools.chaos.postgres": "psycopg",
+    },
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
         "rollout.experience.processors",

@@ -36,6 +36,7 @@ from rollout.data.answers import (
     with_options,
 )
 from rollout.data.chat_template import Messages, is_conversation, read_messages, read_tools, split_answer
+from rollout.data.data_juicer import Recipe, is_recipe, load_recipe
 from rollout.data.files import Record, stored_records
 from rollout.data.source import PROMPTS, Columns, DatasetError, DataSource, as_source, find_columns, printable, value_of
 from rollout.plugins import PluginError, load_plugin, make_state_folder, state_folder, user_place
@@ -62,8 +63,8 @@ def read_records(source: DataSource) -> Iterator[Record]:
 
 def _processed(source: DataSource, rows: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
     try:
-        processors = {spec: load_plugin(spec, kind="processor", arguments=("rows",)) for spec in source.processors}
-    except PluginError as error:
+        processors = {spec: _processor(spec) for spec in source.processors}
+    except (PluginError, OSError) as error:
         raise DatasetError(str(error), setting="processors") from error
     kept = _place_of(rows, processors)
     if kept is not None and kept.is_file():
@@ -79,6 +80,14 @@ def _processed(source: DataSource, rows: Sequence[dict[str, object]]) -> Sequenc
     written.write_text("".join(lines), encoding="utf-8")
     written.rename(kept)
     return [json.loads(line) for line in lines]  # the same rows as the next time, where JSON changes a type
+
+
+def _processor(spec: str) -> Processor:
+    """Return a function by its import path, or what runs a recipe of Data-Juicer by its file."""
+    if is_recipe(spec):
+        return load_recipe(spec)
+    found: Processor = load_plugin(spec, kind="processor", arguments=("rows",))
+    return found
 
 
 def _run(spec: str, processor: Processor, path: str, rows: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
@@ -121,7 +130,9 @@ def _place_of(rows: Sequence[dict[str, object]], processors: Mapping[str, Proces
 
 
 def _source_of(processor: Processor) -> str:
-    """Return the text of the module that a processor is from; empty where it has none."""
+    """Return the text of the module that a processor is from, or of its recipe; empty where it has none."""
+    if isinstance(processor, Recipe):
+        return processor.text
     try:
         return inspect.getsource(inspect.getmodule(inspect.unwrap(processor)) or processor)
     except (OSError, TypeError):

@@ -111,3 +111,33 @@ def test_a_processor_that_cannot_be_used_is_one_problem_of_its_key(name: str, sa
     run = write_run(data.parent / "run")
     (problem,) = problems(run, f"dataset.path={data}", f"dataset.processors=[made_rows:{name}]")
     assert "dataset.processors: " in problem and said in problem
+
+
+@pytest.mark.slow
+def test_a_recipe_of_data_juicer_filters_deduplicates_and_scores_rows(data: Path) -> None:
+    pytest.importorskip("data_juicer", reason="the extra data-juicer is not installed")
+    recipe = data.parent / "rows.yaml"
+    operators = [{"text_length_filter": {"min_len": 1, "max_len": 6}}, {"document_deduplicator": {}}]
+    recipe.write_text(json.dumps({"text_keys": ["prompt"], "process": operators}))
+    both = DataSource(path=str(data), processors=(str(recipe), "made_rows:scored"))
+    assert [record.values for record in read_records(both)] == [
+        {"prompt": "1+1=", "solutions": ["2"], "text_len": 4, "level": 2},
+        {"prompt": "1+2=", "solutions": ["3"], "text_len": 4, "level": 3},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("process: {}", "has no list `process` of operators"),
+        ("process: [{a: {}, b: {}}]", "has no list"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_problem_of_its_key(text: str | None, said: str, data: Path) -> None:
+    if text is not None:
+        (data.parent / "rows.yaml").write_text(text)
+    (problem,) = problems(
+        write_run(data.parent / "run"), f"dataset.path={data}", f"dataset.processors=[{data.parent}/rows.yaml]"
+    )
+    assert "dataset.processors: " in problem and said in problem
