@@ -23,10 +23,11 @@ from typing import Any
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy
 from rollout.experience import Episode, Experience, Rules, Tags, episode_id
+from rollout.experience.episode import SLOW
 from rollout.experience.processors import Processor, is_dropped, make_episode
 from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
-from rollout.time_limit import within
+from rollout.time_limit import DynamicLimit, within
 from rollout.types import Prompt, ReportingSampler, Workflow
 from rollout.workflow_calls import CUT_TOKENS, GroupLimits, as_failure, check_group, check_sampled, outcome_of
 
@@ -48,6 +49,7 @@ class RolloutProducer:
         group_size: int | Mapping[str, int] = 1,
         max_retries: int = 3,
         timeout_seconds: float | None = None,
+        dynamic_timeout: float | None = None,
         limits: GroupLimits | None = None,
         errors: ErrorPolicy | None = None,
         processors: Sequence[Processor] = (),
@@ -59,7 +61,8 @@ class RolloutProducer:
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
         with the same seeds, and so is one that takes `timeout_seconds` beside generation and scoring; then `errors`
-        decides: the episode is skipped, or the store fails. None: it fails. `limits`: what else than `group_size` a
+        decides: the episode is skipped, or the store fails. None: it fails. A prompt that takes `dynamic_timeout` times
+        the mean of those of the last batch is late, and not run again. `limits`: what else than `group_size` a
         group must keep. `processors`: get every finished episode. `stats_sources` are added to stats(): a reward
         pool's, a router's.
         """
@@ -78,6 +81,9 @@ class RolloutProducer:
         self._load = _Load()  # of all episodes
         self._max_retries, self._timeout_seconds = max_retries, timeout_seconds
         self._limits = limits or GroupLimits()
+        self._slow = None if dynamic_timeout is None else DynamicLimit(dynamic_timeout, rules.schedule.batch_size)
+        self._next_look: asyncio.TimerHandle | None = None  # for episodes that exceed it
+        self._began: dict[str, float] = {}  # by id, in this order
         self._processors = processors
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
@@ -100,6 +106,8 @@ class RolloutProducer:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._running = False
+        if self._next_look is not None:
+            self._next_look.cancel()
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -118,9 +126,37 @@ class RolloutProducer:
         """Stop the episodes that a step has given up, which nothing trains on."""
         running = self._tasks.keys() & self._journals.keys()
         for id in running - {tags.id for tags in self._experience.in_flight()}:
-            logger.debug("prompt %s is late: its sampling ends", id)
-            self._tasks[id].cancel()
-            self._journals.pop(id).end()
+            self._stop(id)
+
+    def _stop(self, id: str) -> None:
+        logger.debug("prompt %s is late: its sampling ends", id)
+        self._began.pop(id, None)
+        self._tasks[id].cancel()
+        self._journals.pop(id).end()
+
+    def _end_slow(self) -> None:
+        """Stop the episodes that exceed the dynamic time limit. Look again when the next one may."""
+        if self._slow is None or not self._running:
+            return
+        loop, limit = asyncio.get_running_loop(), self._slow.seconds
+        for id, began in [*self._began.items()]:
+            if loop.time() < began + limit:
+                break
+            if id in self._journals:
+                self._experience.drop(id, reason=SLOW)
+                self._stop(id)
+        self._start_prompts()
+        if self._next_look is not None:
+            self._next_look.cancel()
+        if self._began and limit < math.inf:
+            self._next_look = loop.call_at(next(iter(self._began.values())) + limit, self._look_again)
+
+    def _look_again(self) -> None:
+        try:
+            self._end_slow()
+        except Exception as error:  # noqa: BLE001 - the store failed: without its error, leases would wait forever
+            self._running = False
+            self._fail(error)
 
     @property
     def num_finished(self) -> int:
@@ -210,6 +246,7 @@ class RolloutProducer:
                 self._dataset.seek(self._dataset.position + 1)
             task = asyncio.create_task(self._run_episode(tags, prompt, self._open_journal(tags.id, prompt)))
             self._tasks[tags.id] = task
+            self._began[tags.id] = asyncio.get_running_loop().time()
             task.add_done_callback(partial(self._on_task_end, tags.id))
 
     def _is_full(self) -> bool:
@@ -287,12 +324,16 @@ class RolloutProducer:
         drops = is_dropped if tags.reason else None if spread is None else spread.drops
         self._experience.put(episode, drops)
         self._journals.pop(tags.id).end()
+        if self._slow is not None:
+            self._slow.add(asyncio.get_running_loop().time() - self._began.pop(tags.id))
+            self._end_slow()  # starts others, too
         self._start_prompts()
 
     def _on_task_end(self, id: str, task: asyncio.Task[None]) -> None:
         """Fail the store when the task of an episode has ended in any other way than _run_episode has planned:
         otherwise its step would wait for the episode forever."""
         del self._tasks[id]
+        self._began.pop(id, None)
         if task.cancelled():
             if not self._running or id not in self._journals:
                 return

@@ -7,6 +7,8 @@ is not the fault of a tool.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +45,25 @@ class _Clock:
     def leave(self) -> None:
         self._num_waits -= 1
         self._since = _now()
+
+
+class DynamicLimit:
+    """A time limit of prompts that follows those before: `ratio` times the mean of the last `count` that have
+    finished. None before so many have."""
+
+    def __init__(self, ratio: float, count: int) -> None:
+        self._ratio, self._count, self._finished = ratio, count, deque[float](maxlen=count)
+
+    def add(self, seconds: float) -> None:
+        """Count a prompt that has finished."""
+        self._finished.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """The limit; infinity: there is none yet."""
+        if len(self._finished) < self._count:
+            return math.inf
+        return self._ratio * sum(self._finished) / self._count
 
 
 @contextmanager

@@ -40,7 +40,9 @@ class PlaceSection(Section):
     subset: str | None = key(None, "Subset (configuration) of a folder or Hugging Face data set", needs=_FOLDER)
 
     processors: list[str] = key(
-        [], "Functions package.module:name that filter, change or add rows before anything reads them, in this order"
+        [],
+        "Functions package.module:name, or files FILE.yaml with operators of Data-Juicer, that filter, change or add "
+        "rows before anything reads them, in this order",
     )
 
     @property
@@ -139,7 +141,13 @@ class PromptOnlyDatasetConfig(DataSection):
 
     path: str = key("", f"Prompts: {PATH}. Required without task_sets")
     max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
-    train_bs_n_seqs: int = key(256, "Prompts per training step, with group_size completions each", ge=1, le=10**9)
+    train_bs_n_seqs: int = key(
+        256,
+        "Prompts per training step, with group_size completions each. With experience.train_batch_size: prompts per "
+        "step of explore jobs, which synchronizer.interval counts",
+        ge=1,
+        le=10**9,
+    )
 
 
 class TrainAndValidSection(PlaceSection):

@@ -163,6 +163,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 "in_order trains prompts in their order, so a step cannot leave out its slowest; write one of them"
             )
             yield Violation(("experience.over_rollout.ratio", "staleness.in_order"), message)
+        yield from self._train_batch_rules()
         if self.job == "train" and not self.recovers:
             yield Violation(
                 ("mode", "recover_mode", "exp_ctrl.benchmark_steps"),
@@ -174,7 +175,27 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
                 ("bench.models", "evaluation.path"), "required with mode=bench: models, and sets to evaluate them on"
             )
         if self.job in APART:
-            yield from self.synchronizer.rules_within(self.staleness.max_staleness + 1)
+            yield from self.synchronized.rules_within(self.staleness.max_staleness + 1)
+
+    def _train_batch_rules(self) -> Iterator[Violation]:
+        given = self.experience.train_batch_size
+        if given is None:
+            return
+        if given % self.group_size:
+            below = given - given % self.group_size
+            near = " or ".join(str(size) for size in (below, below + self.group_size) if size)
+            yield Violation(
+                ("experience.train_batch_size", "group_size"),
+                f"a step trains on whole groups, and {given} answers are no multiple of group_size={self.group_size}; "
+                f"nearest: {near}",
+            )
+        for name, one in self.task_sets.items():
+            if one.group_size not in (None, self.group_size):
+                yield Violation(
+                    ("experience.train_batch_size", f"task_sets.{name}.group_size"),
+                    f"counts answers of groups of group_size={self.group_size}, and task_sets.{name} has groups of "
+                    f"{one.group_size}; remove it, and write the prompts of a step as dataset.train_bs_n_seqs",
+                )
 
     def _replay_rules(self) -> Iterator[Violation]:
         bound, of_new, key = self.replay_max_age, self.staleness.max_staleness, "experience.replay.max_age"
@@ -224,7 +245,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     @property
     def steps_ahead(self) -> int:
         """How many steps after the version that samples it a prompt may be due."""
-        fixed = self.synchronizer.steps_ahead if self.job in APART else None
+        fixed = self.synchronized.steps_ahead if self.job in APART else None
         return self.staleness.max_staleness if fixed is None else fixed
 
     @property
@@ -414,7 +435,16 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     @property
     def batch_size(self) -> int:
-        return self.dataset.train_bs_n_seqs
+        answers = self.experience.train_batch_size
+        return self.dataset.train_bs_n_seqs if answers is None else max(1, answers // self.group_size)
+
+    @property
+    def synchronized(self) -> SynchronizerConfig:
+        """The section `synchronizer` with its counts in training steps, rounded up, in place of those of explore
+        jobs."""
+        given, prompts = self.synchronizer, self.dataset.train_bs_n_seqs
+        steps = {name: -(-getattr(given, name) * prompts // self.batch_size) for name in ("interval", "offset")}
+        return given.model_copy(update=steps)
 
     @property
     def batch_shape(self) -> dict[str, int]:

@@ -160,6 +160,12 @@ class WorkflowConfig(Section):
         "environments. null: none",
         gt=0,
     )
+    dynamic_timeout: float | None = key(
+        None,
+        "End the sampling of a prompt that takes so many times the mean duration of the last batch of prompts: it is "
+        "late, and another one takes its place. null: no limit",
+        gt=1,
+    )
     max_retries: int = key(
         3, "Further runs, with the same seeds, of a workflow that raised or exceeded its limit", ge=0
     )
@@ -478,6 +484,12 @@ class ExperienceConfig(Section):
         ge=0,
         needs=unlike("experience.store", "memory"),
     )
+    train_batch_size: int | None = key(
+        None,
+        "Answers that a training step trains on, in whole groups, however many prompts are explored per step "
+        "(dataset.train_bs_n_seqs). null: those of these prompts",
+        ge=1,
+    )
     max_read_timeout: float | None = key(
         None,
         "Train what is ready of a batch, at least one prompt, after waiting so many seconds for the rest. What cannot "
@@ -529,7 +541,8 @@ class SynchronizerConfig(Section):
     )
     interval: int = key(
         1,
-        "Publish weights every N steps, and after the last one; at most staleness.max_staleness + 1",
+        "Publish weights every N steps, and after the last one; at most staleness.max_staleness + 1. With "
+        "experience.train_batch_size, interval and offset count N times the prompts of dataset.train_bs_n_seqs",
         ge=1,
         needs=_APART,
     )

@@ -133,7 +133,7 @@ def _explore(config: PPOMATHConfig, context: RunContext) -> None:
                 if (newer := follow(subscription, weights, push)) is None:
                     push.sync_rejoined()
                     if config.synchronizer.on_request and version is not None:
-                        wanted = config.synchronizer.interval * schedule.batch_size
+                        wanted = config.synchronizer.interval * config.dataset.train_bs_n_seqs
                         if rollout.call(RolloutActor.has_explored, wanted):
                             folder.request(version)
                     time.sleep(_LOOK_EVERY_SECONDS)
@@ -306,7 +306,7 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         weights = Publisher(
             lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.model_folder),
             VersionFolder(config.weights_folder),
-            interval=config.synchronizer.interval,
+            interval=config.synchronized.interval,
             on_request=config.synchronizer.on_request,
             last_step=schedule.total_steps,
         )

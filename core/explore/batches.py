@@ -71,6 +71,7 @@ class BatchService:
             until_saved=config.experience.is_durable and config.recovers,
             keep_steps=config.experience.keep_steps,
             patience=_patience(config.experience),
+            counts_late=config.workflow.dynamic_timeout is not None,
             right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
         )
         self._demonstrations = data.demonstrations()

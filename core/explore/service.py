@@ -120,6 +120,7 @@ class RolloutService(BatchService):
             group_size={name: one.group_size or config.group_size for name, one in config.sets.items()},
             max_retries=workflow.max_retries,
             timeout_seconds=workflow.timeout_seconds,
+            dynamic_timeout=workflow.dynamic_timeout,
             limits=GroupLimits(
                 vocab_size=read_config(Path(config.model_folder)).vocab_size,
                 max_tokens=min(config.max_tokens_per_mb(role) for role in config.roles),

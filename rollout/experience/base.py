@@ -195,8 +195,9 @@ class Experience(Protocol):
         an episode that is not in flight, has no effect."""
         ...
 
-    def drop(self, id: str) -> None:
-        """Skip an episode in flight, whose sampling keeps failing: another one takes its place."""
+    def drop(self, id: str, *, reason: str = "") -> None:
+        """Skip an episode in flight, whose sampling keeps failing: another one takes its place. With a `reason`, it is
+        late, and keeps the lengths of what it has sampled. Only runs with a dynamic time limit pass one."""
         ...
 
     def settle(self, key: str, make: Callable[[], Any]) -> Any:

@@ -16,7 +16,11 @@ from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
 """open: it is sampled. ready: it is finished. leased: a trainer has it. trained: its lease is acknowledged. dropped: no
 trainer gets it, as all its rewards are equal, or for its `reason`. skipped: its workflow kept failing. late: it was not
-finished when its step had waited long enough."""
+finished when its step had waited long enough, or with a `reason`, in time."""
+
+
+SLOW = "slow"
+"""The reason of a late episode that exceeded the dynamic time limit."""
 
 
 def episode_id(prompt: Prompt) -> str:
@@ -60,7 +64,7 @@ class Tags:
     """Steps that train on it: that of its lease, and those that replay it."""
     fate: Fate = "open"
     reason: str = ""
-    """Why a processor dropped it. Empty: none did."""
+    """Why a processor dropped it, or SLOW. Empty: neither."""
     step: int | None = None
     """Of its lease; in a SQL store also that of the first lease after it was dropped."""
 

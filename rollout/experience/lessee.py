@@ -29,12 +29,15 @@ class Lessee:
         self, experience: Experience, rules: Rules, *,
         name: str = "trainer", until_saved: bool = False, keep_steps: int = 0,
         right_at: Mapping[str, float | None] | None = None, patience: Callable[[int], Patience] | None = None,
+        counts_late: bool = False,
     ) -> None:  # fmt: skip
         """`name`: of this trainer, for the error of another one. `until_saved`: acknowledge leases when a recover
         checkpoint has their steps, for a store that is not part of checkpoints. `keep_steps`: steps whose episodes keep
         their values when they are trained. `right_at`: task sets with the reward from which an answer is right, for
-        figures of each; None: there is one set. `patience`: with the episodes of a step, how long it waits for them."""
+        figures of each; None: there is one set. `patience`: with the episodes of a step, how long it waits for them.
+        `counts_late`: report late episodes without it, too."""
         self._right_at, self._patience = right_at or {}, patience
+        self._counts_late = counts_late or patience is not None
         self._experience, self._rules, self._name = experience, rules, name
         self._leases: list[Lease] = []
         self._until_saved = until_saved
@@ -62,7 +65,7 @@ class Lessee:
         if self._rules.over_age == "mask":
             episodes = [self._masked_episode(episode, step) for episode in episodes]
         self._figures = waits | self._ages(episodes, step) | self._of_task_sets(lease.tags)
-        if self._patience is not None:
+        if self._counts_late:
             self._figures |= self._of_late(lease, size)
         reasons = Counter(tags.reason for tags in lease.dropped if tags.reason)
         self._figures |= {f"dropped/{reason}": float(number) for reason, number in reasons.items()}

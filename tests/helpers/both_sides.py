@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.data.task_sets import TaskSets
-from rollout.experience import Experience, Lessee, MemoryExperience, make_rules
+from rollout.experience import Experience, Lessee, MemoryExperience, Tags, make_rules
 from rollout.producer import RolloutProducer
 from rollout.types import Generator, Trajectory
 
@@ -29,10 +29,12 @@ class BothSides(RolloutProducer):
         self.experience = experience or MemoryExperience()
         self.lessee = Lessee(self.experience, rules)
         self.taken: list[str] = []
+        self.dropped: list[Tags] = []
         super().__init__(dataset, workflow, generator, self.experience, rules, **settings)
 
     async def take(self, step: int) -> list[list[Trajectory]]:
         episodes = await self.lessee.take(step)
+        self.dropped = [tags for lease in self.lessee._leases for tags in lease.dropped]
         self.taken = [short(episode.tags.id) for episode in episodes]
         return [list(episode.trajectories) for episode in episodes]
 

@@ -792,6 +792,55 @@ def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
     run_virtual(main())
 
 
+def test_prompts_that_take_a_multiple_of_the_mean_are_late_and_others_take_their_places() -> None:
+    """Batches of 4 that take 1 s, but every sixth prompt 100 s. The limit is 3 times the mean of those that finish."""
+
+    class Workflow(CallWorkflow):
+        seconds: list[float] = []
+
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            self._seconds = 100.0 if int(prompt.query_id[1:]) % 6 == 5 else 1.0
+            began = asyncio.get_running_loop().time()
+            try:
+                return await super().run(prompt, generator)
+            finally:
+                self.seconds.append(asyncio.get_running_loop().time() - began)
+
+    async def main() -> None:
+        workflow = Workflow()
+        async with make_producer(workflow, dynamic_timeout=3.0, max_staleness=0, num_epochs=4) as producer:
+            late = []
+            for step in range(10):
+                await train(producer, workflow, range(step, step + 1))
+                late += producer.dropped
+            producer.check()
+        assert {(tags.fate, tags.reason) for tags in late} == {("late", "slow")} and len(late) >= 6
+        assert {int(tags.row[1:]) % 6 for tags in late} == {5} and max(workflow.calls.values()) <= 4, "no second run"
+        assert set(workflow.seconds) == {1.0, 3.0}
+
+    run_virtual(main())
+
+
+def test_a_store_that_fails_at_a_late_prompt_ends_the_run() -> None:
+    class Lost(CallWorkflow):
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            self._seconds = 100.0 if prompt.query_id == "q3" else 1.0
+            return await super().run(prompt, generator)
+
+    async def main() -> None:
+        async with make_producer(Lost(), 4, dynamic_timeout=2.0, batch_size=3, max_staleness=1) as producer:
+
+            def full(id: str, *, reason: str = "") -> None:
+                raise OSError(f"no room for {id}: {reason}")
+
+            producer.experience.drop = full
+            await producer.take(0)
+            with pytest.raises(OSError, match="no room for train/q3/0: slow"):
+                await producer.take(1)
+
+    run_virtual(main())
+
+
 def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
     def shaped(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
         return [replace(t, reward=t.reward - 0.25) for t in trajectories]

@@ -43,7 +43,7 @@ model: {model_path: model, max_prompt_tokens: 64, max_response_tokens: 128}
 cluster: {node_num: 1, gpu_per_node: 4}
 buffer:
   batch_size: 16
-  train_batch_size: 64
+  train_batch_size: 96
   total_epochs: 2
   explorer_input:
     default_reward_fn_type: math_reward
@@ -52,7 +52,8 @@ buffer:
     eval_tasksets: []
   trainer_input:
     experience_buffer: {storage_type: queue, max_read_timeout: 60, replay_buffer: {enable: false}}
-explorer: {max_timeout: 100, max_retry_times: 2, rollout_model: {engine_num: 2}, eval_interval: 10}
+explorer: {max_timeout: 100, max_retry_times: 2, dynamic_timeout: {enable: true, ratio: 2.5},
+           rollout_model: {engine_num: 2}, eval_interval: 10}
 synchronizer: {sync_method: nccl, sync_interval: 2, sync_style: fixed}
 trainer: {save_interval: 10, grad_clip: 1.0, trainer_config: {actor_rollout_ref: {actor: {shuffle: false}}}}
 monitor: {monitor_type: tensorboard}
@@ -190,6 +191,8 @@ def check_values(name: str, config: PPOMATHConfig) -> None:
         assert (config.ppo.ppo_n_minibatches, config.ppo.kl_ctl) == (2, 0.0), "use_kl_loss is off"
     if name == "Trinity-RFT":
         assert config.experience.max_read_timeout == 60.0 and config.workflow.timeout_seconds == 100.0
+        assert (config.workflow.dynamic_timeout, config.experience.train_batch_size) == (2.5, 96)
+        assert (config.dataset.train_bs_n_seqs, config.batch_size) == (16, 24), "explored and trained per step"
 
 
 @pytest.mark.parametrize(

@@ -205,15 +205,16 @@ def _workflow(trial: Trial) -> dict:
 
 
 def _job(trial: Trial) -> dict:
+    batch = {"train_batch_size": 8}
     if trial.mode == "both":
-        return {}
+        return {"experience": batch}
     run = trial.name.removesuffix("-explore")
     shared = trial.folder / "shared" / run
     if not trial.postgres:
-        return {"mode": trial.mode, "experience": {"store": "sqlite", "path": str(shared / "experience.db")}}
+        return {"mode": trial.mode, "experience": {**batch, "store": "sqlite", "path": str(shared / "experience.db")}}
     return {
         "mode": trial.mode,
-        "experience": {"store": "postgres", "path": trial.postgres},
+        "experience": {**batch, "store": "postgres", "path": trial.postgres},
         "synchronizer": {"folder": str(shared / "weights")},
     }
 
@@ -244,7 +245,7 @@ def _sampling(trial: Trial) -> dict:
         "allocation_mode": "mock.d1m1p1+d1m1p1",
         "n_gpus_per_node": 2,
         "actor": _model(trial),
-        "dataset": {"path": str(trial.folder / "prompts.jsonl"), "train_bs_n_seqs": 4, "max_prompt_len": 8},
+        "dataset": {"path": str(trial.folder / "prompts.jsonl"), "train_bs_n_seqs": 6, "max_prompt_len": 8},
         "group_size": 2,
         "group_adv_norm": True,
         "ppo": {

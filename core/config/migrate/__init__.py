@@ -168,7 +168,8 @@ def _row(system: System, recipe: Recipe, key: str, value: object) -> tuple[Row, 
     experiment = system.experiment_of(recipe)
     if key == system.experiment and experiment != "ppo-math":
         return Row(key=key, value=value, fate="renamed", note=f"core.quickstart {experiment}"), {}
-    target = _found(key, {**system.experiments.get(experiment, {}), **system.keys})
+    own = system.experiments.get(experiment, {})
+    target = _found(key, {**own, **system.keys, **own})  # its own come first, and count
     if target == "":
         return Row(key=key, value=value, fate="no meaning here", note="this run samples nothing"), {}
     if target is not None:

@@ -130,9 +130,12 @@ class MemoryExperience:
         rows = self._success.get(task_set, {})
         return {row: (count, total / count) for row, (count, total) in rows.items() if count}
 
-    def drop(self, id: str) -> None:
+    def drop(self, id: str, *, reason: str = "") -> None:
         if id in self._in_flight:
-            self._end(id, replace(self._in_flight[id], fate="skipped"))
+            self._end(id, self._late(id, reason) if reason else replace(self._in_flight[id], fate="skipped"))
+
+    def _late(self, id: str, reason: str = "") -> Tags:
+        return replace(self._in_flight[id], fate="late", reason=reason, lengths=sampled_lengths(self.events(id)))
 
     def _end(self, id: str, tags: Tags) -> None:
         _decrease(self._by_version, self._in_flight.pop(id).version)
@@ -190,8 +193,7 @@ class MemoryExperience:
     def _lease_part(self, selection: Selection, step: int) -> Lease | None:
         ids, late = selection.partial(self, step)
         for id in late:
-            lengths = sampled_lengths(self.events(id))
-            self._end(id, replace(self._in_flight[id], fate="late", lengths=lengths))
+            self._end(id, self._late(id))
         return self._lease(ids, step) if ids else None
 
     def _lease(self, ids: Sequence[str], step: int) -> Lease:

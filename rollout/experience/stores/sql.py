@@ -278,9 +278,18 @@ class SQLExperience(ABC):
         (number,) = self._execute("SELECT number FROM episodes WHERE id = ?", (id,)).fetchone()
         return int(number - (self._meta("behind_leased") or 0))
 
-    def drop(self, id: str) -> None:
+    def drop(self, id: str, *, reason: str = "") -> None:
         with self._transaction():
-            self._end(id, "skipped")
+            if not reason:
+                self._end(id, "skipped")
+            elif self._is_in_flight(id):
+                self._end_late(id, reason)
+
+    def _end_late(self, id: str, reason: str = "") -> None:
+        (tags,) = self._tags("id = ?", (id,))
+        known = replace(tags, reason=reason, lengths=sampled_lengths(self.events(id)))
+        self._execute("UPDATE episodes SET tags = ? WHERE id = ?", (_tags_to_text(known), id))
+        self._end(id, "late")
 
     def _end(self, id: str, fate: Fate) -> None:
         self._execute("UPDATE episodes SET fate = ? WHERE id = ? AND fate = 'open'", (fate, id))
@@ -410,10 +419,7 @@ class SQLExperience(ABC):
         elif in_part:
             ids, late = selection.partial(self, step)
             for id in late:
-                (tags,) = self._tags("id = ?", (id,))
-                known = _tags_to_text(replace(tags, lengths=sampled_lengths(self.events(id))))
-                self._execute("UPDATE episodes SET tags = ? WHERE id = ?", (known, id))
-                self._end(id, "late")
+                self._end_late(id)
         else:
             return None
         if not ids:

@@ -570,6 +570,30 @@ def test_an_environment_variable_that_is_empty_is_an_empty_text(
     assert (config.wandb.name, config.wandb.project) == ("", "ab")
 
 
+def test_a_training_step_has_answers_of_its_own_number_and_jobs_synchronize_by_explored_prompts(tmp_path: Path) -> None:
+    """Six prompts of two answers are explored per step; a step trains on eight answers, four prompts."""
+    batches = (
+        "group_size=2",
+        "dataset.train_bs_n_seqs=6",
+        "experience.train_batch_size=8",
+        "staleness.max_staleness=5",
+    )
+    apart = ("mode=train", "recover_mode=auto", "experience.store=sqlite", "experience.path=a.db")
+    fixed = ("synchronizer.style=fixed", "synchronizer.interval=2", "synchronizer.offset=1")
+    config = load(tmp_path, SMALLEST_PPO, *batches, *apart, *fixed)
+    assert config.batch_size == 4
+    assert (config.synchronized.interval, config.synchronized.offset, config.steps_ahead) == (3, 2, 4)
+    with pytest.raises(ConfigError, match=r"interval \+ offset = 5 must be at most max_staleness \+ 1 = 4"):
+        load(tmp_path, SMALLEST_PPO, *batches, *apart, *fixed, "staleness.max_staleness=3")
+    with pytest.raises(
+        ConfigError, match="train_batch_size.*9 answers are no multiple of group_size=2; nearest: 8 or 10"
+    ):
+        load(tmp_path, SMALLEST_PPO, *batches, "experience.train_batch_size=9")
+    sets = ("dataset.path=''", "task_sets.a.path=a.jsonl", "task_sets.a.group_size=3")
+    with pytest.raises(ConfigError, match="group_size=2, and task_sets.a has groups of 3"):
+        load(tmp_path, SMALLEST_PPO, *batches, *sets)
+
+
 def test_a_step_cannot_leave_out_its_slowest_prompts_where_they_are_trained_in_order(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="over_rollout.ratio.*in_order trains prompts in their order"):
         load(tmp_path, SMALLEST_PPO, "staleness.in_order=true", "experience.over_rollout.ratio=0.1")

@@ -683,6 +683,24 @@ def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_ones_is_
     assert late is None or late.lengths == [9]
 
 
+def test_an_episode_that_takes_too_long_is_late_and_the_bias_counts_it(stores: Stores) -> None:
+    store, rules = stores.new(), make_rules(num_prompts=99, batch_size=2, max_staleness=0)
+    lessee = Lessee(store, rules, counts_late=True)
+    for number in range(2):
+        begin(store, number, version=0)
+    finish(store, 0, 0)
+    store.drop("q1", reason="slow")
+    store.drop("q0", reason="slow")  # it is ready: no effect
+    begin(store, 2, version=0)
+    finish(store, 2, 0, 0, 0)
+    assert names(asyncio.run(lessee.take(0))) == ["q0", "q2"]
+    stats = lessee.stats()
+    assert (stats["dropped/slow"], stats["rollout/num_late"], stats["rollout/num_missing"]) == (1.0, 1.0, 0.0)
+    assert stats["rollout/length_bias"] == pytest.approx(2 / ((1 + 3 + 3) / 3)), "as long as the longest, at least"
+    (late,) = [tags for tags in store.tags() if tags.fate == "late"] if stores.are_durable else [None]
+    assert late is None or late.reason == "slow"
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12), st.integers(0, 2), st.integers(1, 4))
 def test_a_partial_lease_keeps_the_bound_and_drops_no_more_than_it_needs(
