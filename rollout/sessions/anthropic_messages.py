@@ -24,13 +24,6 @@ _DROPPED = ("thinking", "redacted_thinking")
 
 def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
-    choice = read(body, "tool_choice", dict, {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        message = f"tool_choice: type {choice!r} is not supported, only auto or none: the policy decides."
-        raise CallError(message, param="tool_choice")
-    for name in ("output_format", "output_config"):
-        if body.get(name):
-            raise CallError(f"{name} is not supported: answers are text and calls of tools.", param=name)
     system = body.get("system")
     messages: list[Message] = [{"role": "system", "content": text_of(system, ("text",))}] if system else []
     for message in read(body, "messages", list):
@@ -38,7 +31,7 @@ def read_call(body: Mapping[str, object]) -> Call:
     tools = [_tool(tool) for tool in read(body, "tools", list, [])]
     return Call(
         messages=messages_of(messages),
-        tools=None if choice == "none" else tools_of({"tools": tools}),
+        tools=tools_of({**body, "tools": tools}),
         max_tokens=read(body, "max_tokens", int, None),
         stop=stop_of(body.get("stop_sequences"), "stop_sequences"),
         name=request_name(body),

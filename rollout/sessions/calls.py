@@ -13,6 +13,18 @@ from typing import Literal, TypeVar, overload
 
 from rollout.data.chat_template import Message, Messages, Tools, read_messages
 
+POLICY = "policy"
+"""Name of the model; other names are aliases of it."""
+_OPTIONS: Mapping[str, tuple[Sequence[object], str]] = {
+    "n": ((1,), "ask once for each answer"),
+    "top_logprobs": ((0,), "only the sampled tokens have log-probabilities"),
+    "tool_choice": (("auto", "none"), "the policy decides whether it calls a tool"),
+    "frequency_penalty presence_penalty logit_bias": ((0, {}), "the policy is sampled as it is trained"),
+    "response_format text.format output_format output_config": (("text", {}), "answers are text and calls of tools"),
+    "background include": ((False, []), "answers are sent once, as they are"),
+    "conversation": ((), "send previous_response_id"),
+}
+"""Names of options: what they may be beside null, and why nothing else."""
 Finish = Literal["stop", "length", "tool_calls"]
 Event = tuple[str | None, object]
 """Of a stream: its name, where the dialect has one, and its data, a text or what is sent as JSON."""
@@ -116,15 +128,33 @@ def read(body: Mapping[str, object], name: str, kind: type, default: object = _R
     return value
 
 
-def messages_of(messages: Iterable[Message]) -> Messages:
-    """Check messages of any dialect that are in the form of chat templates already."""
+def refuse_unsupported(body: Mapping[str, object]) -> None:
+    """Raise CallError for options of any dialect that change the answer and are not supported."""
+    text = body.get("text")
+    asked = {**body, "text.format": text.get("format") if isinstance(text, Mapping) else None}
+    for names, (allowed, why) in _OPTIONS.items():
+        for name in names.split():
+            if (value := _type_of(asked.get(name))) not in (None, *allowed):
+                raise CallError(f"{name}={value!r} is not supported: {why}.", param=name)
+    if body.get("logprobs") and body.get("model", POLICY) != POLICY:
+        message = f"log-probabilities are those of the policy: ask for model={POLICY!r}, not {body['model']!r}."
+        raise CallError(message, param="model")
+
+
+def _type_of(value: object) -> object:
+    """Return the type of an option {type, ...}, or the option."""
+    return value.get("type", value) if isinstance(value, Mapping) else value
+
+
+def messages_of(messages: Iterable[Message], name: str = "messages") -> Messages:
+    """Check messages of any dialect that are in the form of chat templates already. `name`: of the parameter."""
     try:
-        found = read_messages(list(messages), "messages", may_be_empty=True)
+        found = read_messages(list(messages), name, may_be_empty=True)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CallError(f"messages: {error}", param="messages") from error
+        raise CallError(f"{name}: {error}", param=name) from error
     for message in found:
         if message["role"] not in ("system", "user", "assistant", "tool"):
-            raise CallError(f"messages: there is no role {message['role']!r}.", param="messages")
+            raise CallError(f"{name}: there is no role {message['role']!r}.", param=name)
     return found
 
 
@@ -151,6 +181,8 @@ def stop_of(value: object, name: str) -> tuple[str, ...]:
 
 def tools_of(body: Mapping[str, object]) -> Tools:
     """Return the tools of a request, {type: function, function: {name, description, parameters}} or flat."""
+    if _type_of(body.get("tool_choice")) == "none":
+        return None
     found = []
     for tool in read(body, "tools", list, []):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":

@@ -8,7 +8,6 @@ from rollout.data.chat_template import Message
 from rollout.sessions.calls import (
     Answer,
     Call,
-    CallError,
     Event,
     messages_of,
     read,
@@ -18,47 +17,16 @@ from rollout.sessions.calls import (
     tools_of,
 )
 
-POLICY = "policy"
-"""Name of the model; other names are aliases of it."""
-
 
 def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
-    refuse_unsupported(body)
     return Call(
         messages=messages_of(map(_message, read(body, "messages", list))),
-        tools=None if body.get("tool_choice") == "none" else tools_of(body),
+        tools=tools_of(body),
         max_tokens=read(body, "max_completion_tokens", int, None) or read(body, "max_tokens", int, None),
         stop=stop_of(body.get("stop"), "stop"),
         name=request_name(body),
     )
-
-
-def refuse_unsupported(body: Mapping[str, object]) -> None:
-    """Raise CallError for options that change the answer and are not supported."""
-    for name, allowed, why in (
-        ("n", (None, 1), "ask once for each answer"),
-        ("top_logprobs", (None, 0), "only the sampled tokens have log-probabilities"),
-        ("tool_choice", (None, "auto", "none"), "the policy decides whether it calls a tool"),
-    ):
-        if body.get(name) not in allowed:
-            shown = " or ".join(str(value) for value in allowed if value is not None)
-            raise CallError(f"{name}={body[name]!r} is not supported, only {shown}: {why}.", param=name)
-    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-        if body.get(name):
-            raise CallError(f"{name} is not supported: the policy is sampled as it is trained.", param=name)
-    for name, form in (("response_format", body.get("response_format")), ("text.format", _text_format(body))):
-        if isinstance(form, Mapping) and form.get("type", "text") != "text":
-            raise CallError(f"{name}={form['type']!r} is not supported, only text.", param=name)
-    if body.get("logprobs") and body.get("model", POLICY) != POLICY:
-        message = f"log-probabilities are those of the policy: ask for model={POLICY!r}, not {body['model']!r}."
-        raise CallError(message, param="model")
-
-
-def _text_format(body: Mapping[str, object]) -> object:
-    """Return the format that a request of the responses dialect asks for."""
-    text = body.get("text")
-    return text.get("format") if isinstance(text, Mapping) else None
 
 
 def _message(message: Message) -> Message:

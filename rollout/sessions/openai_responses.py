@@ -11,7 +11,6 @@ from rollout.sessions import openai_chat
 from rollout.sessions.calls import Answer, Call, CallError, Event, messages_of, read, request_name, text_of, tools_of
 from rollout.sessions.session import Asked
 
-error_of = openai_chat.error_of
 _ID = "resp_"
 """What ids of responses begin with."""
 _TEXTS = ("input_text", "output_text", "text", "refusal")
@@ -19,12 +18,6 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 def read_call(body: Mapping[str, object]) -> Call:
     """Return what a request asks for. Raises CallError."""
-    openai_chat.refuse_unsupported(body)
-    for name in ("background", "include"):
-        if body.get(name):
-            raise CallError(f"{name}={body[name]!r} is not supported.", param=name)
-    if body.get("conversation") is not None:
-        raise CallError("conversation is not supported: send previous_response_id.", param="conversation")
     read(body, "previous_response_id", str, None)
     instructions = read(body, "instructions", str, None)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -34,11 +27,17 @@ def read_call(body: Mapping[str, object]) -> Call:
     else:
         messages += _messages(read(body, "input", list))
     return Call(
-        messages=messages_of(messages),
-        tools=None if body.get("tool_choice") == "none" else tools_of(body),
+        messages=messages_of(messages, "input"),
+        tools=tools_of(body),
         max_tokens=read(body, "max_output_tokens", int, None),
         name=request_name(body),
     )
+
+
+def error_of(message: str, *, status: int, param: str | None, code: str | None) -> dict[str, object]:
+    """Return an error as this dialect reports it."""
+    param = "input" if param == "messages" else param
+    return openai_chat.error_of(message, status=status, param=param, code=code)
 
 
 async def continued(call: Call, body: Mapping[str, object], find: Callable[[str], Asked | None]) -> Call:

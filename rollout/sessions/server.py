@@ -20,7 +20,7 @@ from aiohttp import web
 from model_specs.untrusted import parse_json
 from rollout.sessions import anthropic_messages, openai_chat, openai_responses
 from rollout.sessions.bridge import Bridge
-from rollout.sessions.calls import Answer, Call, CallError, Event
+from rollout.sessions.calls import Answer, Call, CallError, Event, refuse_unsupported
 from rollout.sessions.session import Asked, Limits, Session
 from rollout.types import Prompt, Sampler
 
@@ -193,6 +193,7 @@ async def _body_of(request: web.Request) -> dict[str, object]:
 
 def _call_of(dialect: ModuleType, body: dict[str, object]) -> Call:
     try:
+        refuse_unsupported(body)
         call: Call = dialect.read_call(body)
     except (AttributeError, KeyError, TypeError) as error:
         raise CallError(f"The request is malformed: {error!r}.") from error

@@ -112,8 +112,8 @@ class Session:
         room = self._limits.context_tokens - len(prompt_ids)
         if room < 1:
             raise CallError(
-                f"This model's maximum context length is {self._limits.context_tokens} tokens. Your messages have "
-                f"{len(prompt_ids)} tokens and leave none for an answer.",
+                f"This model's maximum context length is {self._limits.context_tokens} tokens. The conversation has "
+                f"{len(prompt_ids)} tokens and leaves none for an answer.",
                 param="messages", code="context_length_exceeded",
             )  # fmt: skip
         sampling = self._limits.sampling.at_most(min(room, call.max_tokens or room))

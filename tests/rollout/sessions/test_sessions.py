@@ -246,11 +246,11 @@ def test_stop_texts_of_the_client_end_the_answer_and_what_follows_is_not_trained
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"n": 2}, "n=2 is not supported, only 1: ask once for each answer."),
+        ({"n": 2}, "n=2 is not supported: ask once for each answer."),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 is not supported"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format='json_object' is not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is not supported: the policy is sampled as it is trained."),
+        ({"logit_bias": {"5": 1}}, "logit_bias={'5': 1} is not supported: the policy is sampled as it is trained."),
         ({"logprobs": True, "model": "gpt-x"}, "ask for model='policy', not 'gpt-x'"),
         ({"messages": "hi"}, "messages must be of type list, got str."),
         ({"messages": []}, 'messages: "messages" must be a list of messages'),
@@ -295,8 +295,10 @@ def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
         ("responses", {"conversation": "conv_1"}, "send previous_response_id"),
         ("responses", {"input": "x" * 2000}, "maximum context length is 2000 tokens"),
         ("messages", {"messages": [{"role": "user", "content": "x" * 2000}]}, "maximum context length is 2000 tokens"),
-        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config is not supported"),
-        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice: type 'any' is not supported"),
+        ("responses", {"input": [{"role": "wizard", "content": "x"}]}, "input: there is no role 'wizard'."),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config={'format': {"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice='any' is not supported"),
+        ("messages", {"n": 2}, "n=2 is not supported: ask once for each answer."),
         ("messages", {"messages": [{"role": "user", "content": ["?"]}]}, "The request is malformed: AttributeError"),
     ],
 )
@@ -305,6 +307,7 @@ def test_what_the_other_dialects_cannot_do_is_refused(path: str, body: dict[str,
         given = {"model": "m", "max_tokens": 5, "messages": [user("?")], "input": "?", **body}
         status, answer = await p.post(path, given)
         assert status == 400 and said in answer["error"]["message"]
+        assert path == "messages" or answer["error"]["param"] == next(iter(body)).replace("text", "text.format")
 
     assert not talk(lambda _: "x", program).requests
 
