@@ -419,7 +419,8 @@ def _regularised(
         )  # fmt: skip
         kl = (estimate * weights).sum()
         loss = loss + settings.kl_coeff * kl
-        metrics["ref_kl"] = kl.detach()
+        if not settings.kl_in_reward:  # which reports its own, before the update: kl_target is compared with that
+            metrics["ref_kl"] = kl.detach()
     if settings.entropy_coeff != 0.0:
         assert output.entropy is not None, "the entropy is computed whenever its coefficient is not 0"
         entropy = (output.entropy * weights).sum()

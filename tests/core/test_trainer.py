@@ -255,6 +255,13 @@ def test_kl_in_loss_is_k3_with_its_coefficient_and_changes_no_reward() -> None:
     )  # fmt: skip
 
 
+def test_kl_in_reward_and_loss_is_reported_as_the_reward_has_it() -> None:
+    step = pair(1.0, 2.0, reference=REFERENCE)
+    reward, both = (train(step, kl_ctl=0.5, kl_in=kl_in, kl_loss_coeff=2.0) for kl_in in ("reward", "both"))
+    assert [run.metrics[1]["ref_kl"] for run in (reward, both)] == pytest.approx([-1 / 5, -1 / 5])
+    assert both.metrics[1]["loss"] > reward.metrics[1]["loss"]
+
+
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_the_reference_computes_only_when_kl_ctl_is_not_zero(kl_in: str) -> None:
     step = pair(1.0, 2.0, reference=REFERENCE)
