@@ -241,6 +241,17 @@ class RoleAllocation:
         size = self.layout.tp * self.layout.pp
         return [self.slots[i : i + size] for i in range(0, len(self.slots), size)]
 
+    def split(self, last: int) -> tuple[RoleAllocation, RoleAllocation | None]:
+        """Return a generator's replicas but the `last` ones, and those; None where `last` is 0."""
+        if not last:
+            return self, None
+        first = self.layout.dp - last
+        middle = first * self.layout.tp * self.layout.pp
+        return (
+            replace(self, layout=replace(self.layout, dp=first), slots=self.slots[:middle]),
+            replace(self, layout=replace(self.layout, dp=last), slots=self.slots[middle:]),
+        )
+
     @property
     def tp_groups_across_nodes(self) -> int:
         """Tensor-parallel groups with ranks on more than one node."""

@@ -346,9 +346,10 @@ class RolloutProducer:
         failure = as_failure(error)
         failure.add_note(f"the task of prompt {id} ended unexpectedly")
         logger.error("prompt %s: its task ended unexpectedly: %s", id, _shown(failure), exc_info=failure)
-        self._fail(failure)
+        self.fail(failure)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
         self._failure = _portable(error)
         self._experience.fail(self._failure)
 
@@ -359,7 +360,7 @@ class RolloutProducer:
         self._errors.count(failed=True)
         if failure := self._errors.ends_run(error, runs=self._max_retries + 1):
             self._running = False
-            self._fail(failure)
+            self.fail(failure)
             return
         self._counts["num_skipped"] += 1
         logger.warning(

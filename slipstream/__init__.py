@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mcore_adapter.data.batch import sequence_mean as sequence_mean
     from rollout.journal import call_id as call_id
     from rollout.journal import recorded as recorded
+    from rollout.programs import auxiliary as auxiliary
     from rollout.rewards.judge import Judge as Judge
     from rollout.sandbox.pool import Ran as Ran
     from rollout.sandbox.pool import run_python as run_python
@@ -72,6 +73,7 @@ _HOME = {
     "make_demo_data": "tools.demo.data",
     "Sequences": "mcore_adapter.data.batch",
     **dict.fromkeys(("call_id", "recorded"), "rollout.journal"),
+    "auxiliary": "rollout.programs",
     "Judge": "rollout.rewards.judge",
     **dict.fromkeys(("Ran", "run_python"), "rollout.sandbox.pool"),
     **dict.fromkeys(("TrajectoryBuilder", "sample_seed"), "rollout.workflows"),

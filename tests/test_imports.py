@@ -52,7 +52,7 @@ ORDER = {
     "rollout": (
         "bucket",
         "types plugins errors processes time_limit",
-        "sandbox",
+        "programs sandbox",
         "trajectories",
         "data rewards experience workflow_calls",
         "journal",
@@ -214,6 +214,9 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     "math_verify loads sympy: only in the reward workers": {
         "rollout.rewards.math": "rollout.rewards.math_equality",
         "rollout.rewards.worker": "rollout.rewards.math_equality",
+    },
+    "aiohttp loads for 0.3 s: only for its environments": {
+        "rollout.environments.protocol": "rollout.environments.openenv",
     },
     "an optional extra": {
         "core.monitoring.trackers": "mlflow wandb",

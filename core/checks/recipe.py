@@ -48,7 +48,7 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
     lengths = lengths and not any(problem.key.endswith(".path") for problem in models)  # they may have no tokenizer
     if (sampled := config.sampling) is not None:
         yield from _prompts(sampled, lengths=lengths, read=read)
-        for check in (_reward, _workflow, _curricula, _store, _quantization, check_algorithm):
+        for check in (_reward, _workflow, _curricula, _store, _quantization, _auxiliary, check_algorithm):
             yield from check(sampled)
     else:
         yield from _rows(cast("SFTConfig | DPOConfig", config), lengths=lengths, read=read)
@@ -84,6 +84,25 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
         known = "" if family in FAMILIES else f" ({family!r} is not one of {', '.join(sorted(FAMILIES))})"
         message = f"{family!r}, but config.json of {use.path} has {model.model_type!r}{known}; write that, or auto"
         yield Problem(key=f"{use.key}.type._class", message=message)
+
+
+def _auxiliary(config: PPOMATHConfig) -> Iterator[Problem]:
+    """Check the model of auxiliary.path, and the layout of its servers, which is that of the generators."""
+    path = config.auxiliary.path
+    if not path:
+        return
+    try:
+        model = read_model_folder(path, weights=not hub.lacks_weights(path), tokenizer=True, value_head=False)
+        placed = resolve_allocation(config).generator
+    except ModelFolderError as error:
+        yield Problem(key="auxiliary.path", message=str(error))
+    except AllocationError:
+        return  # reported elsewhere
+    else:
+        for _, message in BACKENDS[placed.backend].model_problems(model, path):
+            yield Problem(key="auxiliary.path", message=message)
+        for refused in split_errors(placed.layout, placed.role, model, path):
+            yield Problem(key="auxiliary.path", message=str(refused).removeprefix(f"{refused.key}: "))
 
 
 def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:

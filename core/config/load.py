@@ -34,7 +34,7 @@ from core.config.parsing.problems import ConfigError, Problem, broken_bounds
 from core.config.parsing.values import CoerceError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
 from core.config.presets import PRESETS, plain_name
-from core.config.runtime import BenchConfig
+from core.config.runtime import AuxiliaryConfig, BenchConfig
 
 S = TypeVar("S", bound=Section)
 
@@ -124,7 +124,7 @@ def _replace_ids(model: type[Section], values: Mapping[str, object], model_folde
         section, below = values.get(name), sub_section(info)
         if not isinstance(section, dict) or below is None:
             continue
-        if issubclass(below, ModelTrainEvalConfig) and isinstance(path := section.get("path"), str):
+        if issubclass(below, ModelTrainEvalConfig | AuxiliaryConfig) and isinstance(path := section.get("path"), str):
             section["path"] = model_folder(path, not section.get("init_from_scratch"))
         elif issubclass(below, BenchConfig):
             section["models"] = [model_folder(path, True) for path in section.get("models", ())]

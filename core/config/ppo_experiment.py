@@ -45,6 +45,7 @@ from core.config.ppo import (
 from core.config.presets import PRESETS, with_preset
 from core.config.runtime import (
     APART,
+    AuxiliaryConfig,
     BenchConfig,
     EvaluationConfig,
     EvaluationSetConfig,
@@ -95,6 +96,7 @@ class PPOMATHOptions(Section):
     generator: GeneratorConfig = section(GeneratorConfig, "Generators of all backends")
     experience: ExperienceConfig = section(ExperienceConfig, "Where episodes are kept")
     synchronizer: SynchronizerConfig = section(SynchronizerConfig, "Weights between a train job and explore jobs")
+    auxiliary: AuxiliaryConfig = section(AuxiliaryConfig, "A frozen model beside the policy, such as a judge")
     serve: ServeConfig = section(ServeConfig, "Address and weights of a serve job")
     bench: BenchConfig = section(BenchConfig, "Models that a bench job evaluates")
     workflow: WorkflowConfig = section(WorkflowConfig, "Workflow")
@@ -221,6 +223,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         """Return the same without secrets, that of experience.path included."""
         store = self.experience.model_copy(update={"path": masked_urls(self.experience.path)})
         return super().masked().model_copy(update={"experience": store})
+
+    @property
+    def num_auxiliary_servers(self) -> int:
+        """Generators that serve the auxiliary model."""
+        return self.auxiliary.num_servers if self.auxiliary.path else 0
 
     @property
     def experience_path(self) -> str:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Literal, Self
 
+from pydantic import field_validator
+
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
 from config_schema.section import OutputPath, Section, Violation, key, section
@@ -411,6 +413,7 @@ APART = ("explore", "train")
 """Modes of jobs that share a store."""
 _APART = equals("mode", *APART)
 _SERVES = equals("mode", "serve")
+_AUXILIARY = given("auxiliary.path")
 
 
 _REPLAYS = above("experience.replay.share", 0)
@@ -595,6 +598,22 @@ class ServeConfig(Section):
     follow: bool = key(
         False, "Answer with the newest weights of synchronizer.folder, which a train job publishes", needs=_SERVES
     )
+
+
+class AuxiliaryConfig(Section):
+    """A frozen model beside the policy: a judge, an opponent, a simulated user."""
+
+    path: str = key("", "Hugging Face folder of the model. Empty: there is none", needs=unlike("mode", "train"))
+    num_servers: int = key(
+        1, "Generators of allocation_mode that serve it in place of the policy", ge=1, needs=_AUXILIARY
+    )
+    temperature: float = key(0.0, "Temperature of its answers; 0: the most likely tokens", ge=0, needs=_AUXILIARY)
+
+    @field_validator("path")
+    @classmethod
+    def _expand(cls, path: str) -> str:
+        """Replace a leading ~ by the user's home folder."""
+        return os.path.expanduser(path)
 
 
 class BenchConfig(Section):

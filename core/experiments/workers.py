@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,16 +123,27 @@ def start_generators(
     config: PPOMATHConfig, allocation: Allocation, cluster: Cluster, memory: MemoryLimits
 ) -> tuple[GeneratorPool, RolloutClient]:
     """Start the generators and the rollout process. Call it before start_trainer(), whose first rank is waited for."""
-    placed = allocation.generator
+    placed, others = allocation.generator.split(config.num_auxiliary_servers)
+    settings = backend_settings(config, allocation)
+    threads = _threads(config, allocation, gpus=placed.on_gpu)
+    auxiliary = None
+    if others is not None:
+        frozen = auxiliary_settings(config, settings)
+        auxiliary = GeneratorPool(
+            cluster, others, frozen, threads=threads, restarts=False, memory=memory, name="auxiliary"
+        )
     generators = GeneratorPool(
         cluster,
         placed,
-        backend_settings(config, allocation),
-        threads=_threads(config, allocation, gpus=placed.on_gpu),
+        settings,
+        threads=threads,
         restarts=BACKENDS[placed.backend].capabilities.restarts and not allocation.shares_gpus,
         memory=memory,
+        auxiliary=auxiliary,
     )
-    rollout = RolloutClient(cluster, RolloutActor, config, generators.actors)
+    rollout = RolloutClient(
+        cluster, RolloutActor, config, generators.actors, {} if auxiliary is None else auxiliary.actors
+    )
     generators.judge = rollout
     return generators, rollout
 
@@ -167,6 +178,12 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
         reports_experts=config.actor.moe_routing_replay,
         startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )
+
+
+def auxiliary_settings(config: PPOMATHConfig, settings: BackendSettings) -> BackendSettings:
+    """Return the settings of a server of the auxiliary model; `settings`: those of the generators."""
+    plain = settings.config.model_copy(update={"weight_format": "auto"})
+    return replace(settings, config=plain, model_path=config.auxiliary.path, load_weights=True, reports_experts=False)
 
 
 def _threads(config: ExperimentConfig, allocation: Allocation, *, gpus: bool) -> int:

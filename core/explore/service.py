@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.explore.auxiliary import AuxiliaryModel
 from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
 from core.explore.questions import Questions
@@ -44,18 +45,29 @@ class RolloutService(BatchService):
     """Samples into the store, and leases from it. `begin` starts the sampling; `close` ends every task it made."""
 
     def __init__(
-        self, generators: Mapping[str, Routed], config: PPOMATHConfig, logs: Path, *, put: Put, fetch: Fetch
+        self,
+        generators: Mapping[str, Routed],
+        config: PPOMATHConfig,
+        logs: Path,
+        *,
+        put: Put,
+        fetch: Fetch,
+        auxiliary: Mapping[str, Routed] | None = None,
     ) -> None:
+        """`auxiliary`: servers of the auxiliary model."""
         super().__init__(config, logs, put=put, fetch=fetch)
         self._generators = generators
         self._answers: dict[tuple[str, int, int], Episode] = {}  # of the evaluation of step _answers_of
         self._answers_of: int | None = None
         self._server: PolicyServer | None = None
+        self._auxiliary = AuxiliaryModel(config, auxiliary) if auxiliary else None
         self._questions: Questions | None = None
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
         config, reward = self._config, self._config.reward
+        if self._auxiliary is not None:
+            await self._auxiliary.start()  # first: processes that start from now on know its address
         facts = await super().start()
         self._failed_scores = FailedScores(reward)
         specs = {name: config.set_reward(one) for name, one in config.sets.items()}
@@ -141,6 +153,8 @@ class RolloutService(BatchService):
         where that does not fit the configuration, unless `ignore_changes`: then nothing sampled is kept."""
         await super().begin(version, state, ignore_changes)
         await self._producer.__aenter__()
+        if self._auxiliary is not None:
+            self._auxiliary.watch(self._producer.fail)
         if self._questions is not None:
             await self._questions.start()
 
@@ -299,6 +313,8 @@ class RolloutService(BatchService):
         await super().close()
         await self.router.close()
         await self._rewards.close()
+        if self._auxiliary is not None:
+            await self._auxiliary.close()
 
 
 def _figures(episodes: Sequence[Episode], right_at: float | None, *, repeat: int) -> dict[str, float]:

@@ -77,11 +77,15 @@ class GeneratorPool:
         threads: int,
         restarts: bool,
         memory: MemoryLimits,
+        name: str = "generator",
+        auxiliary: GeneratorPool | None = None,
     ):
         """`settings` are those of every replica; its layout, GPUs, name and host are filled in. `restarts`: whether a
-        lost replica is started again. One that shares its GPUs with the trainer is not: then the attempt ends."""
+        lost replica is started again. One that shares its GPUs with the trainer is not: then the attempt ends. `name`:
+        of the replicas, before their number. `auxiliary`: replicas of a frozen model, which start and end with these
+        and get no weights."""
         self._cluster, self._placed, self._threads = cluster, placed, threads
-        self._restarts, self._memory = restarts, memory
+        self._restarts, self._memory, self._auxiliary = restarts, memory, auxiliary
         self.judge: RolloutClient | None = None
         """Decides which replicas are lost."""
         self._report: ObjectRef[dict[str, str]] | None = None
@@ -93,9 +97,9 @@ class GeneratorPool:
         self._membership_changed = False
         self._replicas: list[_Replica] = []
         for index, slots in enumerate(placed.replicas):
-            actor = self._start_actor(name := f"generator-{index}", slots)
+            actor = self._start_actor(name_of := f"{name}-{index}", slots)
             starting = actor.send(GeneratorActor.start)
-            self._replicas.append(_Replica(name=name, slots=slots, actor=actor, starting=starting))
+            self._replicas.append(_Replica(name=name_of, slots=slots, actor=actor, starting=starting))
 
     def _start_actor(self, name: str, slots: Sequence[Slot]) -> Remote[GeneratorActor]:
         settings = self._memory.fit_generator(self._settings, self._memory_flag)
@@ -127,6 +131,10 @@ class GeneratorPool:
         for replica in self._replicas:
             replica.state, replica.in_use = "serving", True
         self._cluster.waiter.every_second(self.look)
+        if self._auxiliary is not None:
+            self._auxiliary.wait_started()
+            self._auxiliary.pause(self._cluster.startup_seconds)
+            self._auxiliary.resume(0, self._cluster.startup_seconds)
 
     def receive(self, buckets: Sequence[Ref], version: int, timeout_seconds: float) -> list[float]:
         """Give every replica the buckets; returns how long each one stopped sampling, in seconds."""
@@ -160,6 +168,8 @@ class GeneratorPool:
     def close(self) -> None:
         """End every replica; one that cannot be closed is killed with the cluster."""
         self._ending = True  # a replica that ends from now on is not lost
+        if self._auxiliary is not None:
+            self._auxiliary.close()
         for replica in self._replicas:
             if replica.state in ("pinned", "unpinned"):
                 replica.state = "serving"

@@ -58,11 +58,20 @@ class BatchActor(BatchService):
 class RolloutActor(RolloutService):
     """The rollout process of a run that samples: a plain class, as BatchActor."""
 
-    def __init__(self, name: str, log_file: str, config: PPOMATHConfig, generators: Mapping[str, ActorHandle]) -> None:
-        """`generators`: Ray's handles, by name."""
+    def __init__(
+        self,
+        name: str,
+        log_file: str,
+        config: PPOMATHConfig,
+        generators: Mapping[str, ActorHandle],
+        auxiliary: Mapping[str, ActorHandle],
+    ) -> None:
+        """`generators`, and `auxiliary`, the servers of the auxiliary model: Ray's handles, by name."""
         _prepare(name, log_file)
-        actors = {generator: ActorGenerator(actor) for generator, actor in generators.items()}
-        super().__init__(actors, config, Path(log_file).parent, put=put, fetch=fetch)
+        policy, frozen = (
+            {name: ActorGenerator(actor) for name, actor in actors.items()} for actors in (generators, auxiliary)
+        )
+        super().__init__(policy, config, Path(log_file).parent, put=put, fetch=fetch, auxiliary=frozen)
 
     async def replace_generator(self, name: str, actor: ActorHandle) -> None:
         """Use `actor`, another process with the weights of the current version, in place of a lost generator."""

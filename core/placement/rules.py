@@ -247,8 +247,21 @@ _BATCH_KEYS = {
 }
 
 
+def _auxiliary(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    servers, generators = config.num_auxiliary_servers, allocation.generator.layout.dp
+    if servers and allocation.shares_gpus:
+        message = "its servers need GPUs that the trainer does not use; write + in allocation_mode"
+        yield Violation(("auxiliary.path", "allocation_mode"), message)
+    elif servers >= generators:
+        yield Violation(
+            ("auxiliary.num_servers", "allocation_mode"),
+            f"{servers} of {generators} generators would serve the auxiliary model, which leaves none for the policy; "
+            f"write a layout of at least d{servers + 1}, as in {allocation.generator.backend}.d{servers + 1}",
+        )
+
+
 _Rule = Callable[[PPOMATHConfig, Allocation], Iterator[Violation]]
-_OF_LAYOUTS: tuple[_Rule, ...] = (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay)
+_OF_LAYOUTS: tuple[_Rule, ...] = (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay, _auxiliary)
 """Rules of generators that depend on layouts."""
 _OF_BACKENDS: tuple[_Rule, ...] = (_server_arguments, _weight_format, _quantization)
 """Rules of generators that do not."""

@@ -1,4 +1,5 @@
-"""A reward by a model that judges answers, at the URL of an OpenAI-compatible server.
+"""A reward by a model that judges answers: the auxiliary model of the run, or one at the URL of an OpenAI-compatible
+server.
 
     grade = slipstream.Judge("http://127.0.0.1:8000/v1", "judge", cache="runs/judge.db", max_calls=100_000)
 
@@ -20,7 +21,11 @@ from http.client import HTTPException
 from pathlib import Path
 
 from model_specs.untrusted import parse_json
+from rollout.programs import auxiliary
 from rollout.types import Prompt
+
+AUXILIARY = "auxiliary"
+"""In place of a URL."""
 
 INSTRUCTION = """Judge an answer to a question.
 
@@ -59,11 +64,11 @@ class Judge:
         max_tokens: int = 512,
         seconds: float = 30.0,
     ) -> None:
-        """`url`: up to and with /v1. `instruction` has {question}, {solution} and {answer}. `api_key`: None is that of
-        the environment variable JUDGE_API_KEY. `cache`: SQLite file of all workers, in which equal answers are asked
-        for once. `max_calls`: replies of the judge to all workers, also after restarts, as the cache counts them; those
-        without points count, too. `seconds`: of a call; less than reward.timeout_seconds. Raises ValueError for a limit
-        without a cache."""
+        """`url`: up to and with /v1, or AUXILIARY: the model of auxiliary.path. `instruction` has {question},
+        {solution} and {answer}. `api_key`: None is that of the environment variable JUDGE_API_KEY. `cache`: SQLite file
+        of all workers, in which equal answers are asked for once. `max_calls`: replies of the judge to all workers,
+        also after restarts, as the cache counts them; those without points count, too. `seconds`: of a call; less than
+        reward.timeout_seconds. Raises ValueError for a limit without a cache."""
         if max_calls is not None and cache is None:
             raise ValueError(f"max_calls={max_calls}: calls are counted in the cache; name a file")
         self._url, self._model, self._instruction = url.rstrip("/"), model, instruction
@@ -120,10 +125,14 @@ class Judge:
             "model": self._model, "messages": [{"role": "user", "content": asked}], "temperature": 0.0,
             "max_tokens": self._max_tokens,
         }  # fmt: skip
+        url, key = self._url, self._key or os.environ.get("JUDGE_API_KEY")
+        if url == AUXILIARY:
+            endpoint = auxiliary()
+            url, key = f"{endpoint.url}/v1", endpoint.api_key
         headers = {"Content-Type": "application/json"}
-        if key := self._key or os.environ.get("JUDGE_API_KEY"):
+        if key:
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(f"{self._url}/chat/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:
                 reply = parse_json(response.read(_MAX_REPLY_BYTES))
@@ -132,9 +141,9 @@ class Judge:
             text = str(reply["choices"][0]["message"]["content"] or "")
             return text, int((reply.get("usage") or {}).get("total_tokens", 0))
         except urllib.error.HTTPError as error:
-            raise JudgeError(f"{self._url}: {error.code} {error.read(300).decode(errors='replace')}") from error
+            raise JudgeError(f"{url}: {error.code} {error.read(300).decode(errors='replace')}") from error
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise JudgeError(f"{self._url}: {error!r}") from error
+            raise JudgeError(f"{url}: {error!r}") from error
 
 
 def _points(text: str) -> float | None:

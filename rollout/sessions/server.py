@@ -239,19 +239,30 @@ def _event(name: str | None, data: object) -> bytes:
 
 
 class PolicyServer(SessionServer):
-    """Answers every request that has the key. Equal requests get different samples."""
+    """Answers every request that has the key."""
 
     def __init__(
-        self, bridge: Bridge, sampler: Sampler, *, limits: Limits, host: str, port: int, api_key: str, seed: int
+        self,
+        bridge: Bridge,
+        sampler: Sampler,
+        *,
+        limits: Limits,
+        host: str,
+        port: int,
+        api_key: str,
+        seed: int,
+        varies: bool = True,
     ) -> None:
-        """`api_key`: the key that clients must send; empty: none is needed."""
+        """`api_key`: the key that clients must send; empty: none is needed. `varies`: equal requests get different
+        samples."""
         super().__init__(host=host, port=port)
         self._bridge, self._sampler, self._limits, self._api_key = bridge, sampler, limits, api_key
-        self._seed, self._numbers = seed, itertools.count()
+        self._seed, self._varies, self._numbers = seed, varies, itertools.count()
 
     def _session_of(self, request: web.Request) -> Session:
         if self._api_key and self._api_key != key_of(request):
             raise CallError("Incorrect API key; it is serve.api_key.", code="invalid_api_key", status=401)
-        empty, number = np.empty(0, np.int32), next(self._numbers)
-        prompt = Prompt(query_id="served", index=number, task="", text="", token_ids=empty, solutions=())
+        count, empty = next(self._numbers), np.empty(0, np.int32)
+        number = count if self._varies else 0  # of the seed; the name is that of a conversation
+        prompt = Prompt(query_id=f"served-{count}", index=number, task="", text="", token_ids=empty, solutions=())
         return Session(self._bridge, self._sampler, prompt, number=number, seed=self._seed, limits=self._limits)

@@ -12,9 +12,9 @@ from pydantic import ValidationInfo, field_validator
 from config_schema.section import Section, key
 from rollout.data.encoder import Encoder
 from rollout.plugins import find_plugin, load_coroutine
+from rollout.programs import Endpoint, row_of, run_command
 from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
-from rollout.sessions.programs import Endpoint, row_of, run_command
 from rollout.sessions.server import SessionServer
 from rollout.sessions.session import Limits, Session
 from rollout.trajectories import all_of

@@ -13,6 +13,7 @@ import pytest
 
 from core.checks import run_checks
 from core.checks.rules import load_config
+from core.config.parsing.problems import ConfigError
 from core.runs.paths import RunPaths
 from helpers.config_inputs import (
     SMALLEST_PPO,
@@ -636,3 +637,17 @@ def test_a_model_folder_that_is_no_such_thing_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd" / "config.json").mkdir(parents=True)
     (message,) = problems(tmp_path / "run.yaml", f"actor.path={tmp_path / 'odd'}")
     assert "actor.path: odd/config.json: Is a directory; a model is a local Hugging Face folder" in message
+
+
+def test_an_auxiliary_model_needs_a_folder_and_leaves_a_generator_to_the_policy(tmp_path: Path) -> None:
+    path, judge = write_run(tmp_path), write_model(tmp_path / "judge")
+    more = ("allocation_mode=embedded.d2m1p1+d1m1p1", "n_gpus_per_node=3")
+    assert problems(path, f"auxiliary.path={judge}", *more) == []
+    none_left = "2 of 2 generators would serve the auxiliary model.* at least d3, as in embedded.d3"
+    with pytest.raises(ConfigError, match=none_left):
+        problems(path, f"auxiliary.path={judge}", "auxiliary.num_servers=2", *more)
+    (message,) = problems(path, f"auxiliary.path={tmp_path / 'none'}", *more)
+    assert "auxiliary.path: " in message and "no such folder" in message
+    (judge / "model.safetensors").unlink()
+    (message,) = problems(path, f"auxiliary.path={judge}", *more)
+    assert "auxiliary.path: " in message and "no weights" in message

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
-from rollout.sessions.programs import ProgramError
+from rollout.programs import ProgramError
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, make_workflow
 
@@ -59,6 +61,15 @@ class Pool:
 
     async def score_many(self, prompt: Prompt, texts: list[str]) -> list[float]:
         return [float(len(text)) for text in texts]
+
+
+class Printed:
+    """A reward pool without processes: the reward of the example."""
+
+    async def score_many(self, prompt: Prompt, texts: list[str]) -> list[float]:
+        from examples.verifiers_program import reward
+
+        return [reward(prompt, text) for text in texts]
 
 
 def workflow(group_size: int = 2, **options: Any) -> Any:
@@ -250,3 +261,53 @@ def test_an_agent_of_smolagents_writes_code() -> None:
     first, last = code.format("print(1 + 2)"), code.format("final_answer(3)")
     answer = lambda text: f"{last if 'print(1 + 2)' in text else first}<|im_end|>"  # noqa: E731
     assert trained_by(agent, answer) == first + last
+
+
+VERIFIERS_PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON")
+"""An interpreter that imports verifiers, whose dependencies are not those of this project."""
+TASKSET = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+__all__ = ["Guess", "TwoTurns"]
+
+class GuessTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def length(self, trace):
+        return len(trace.last_reply) / 100
+
+class Guess(vf.Taskset[GuessTask, vf.TasksetConfig]):
+    def load(self):
+        for i in range(9):
+            yield GuessTask(vf.TaskData(name=str(i), prompt=f"Guess digit {i}."), self.config.task)
+
+class TwoTurns(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            for question in ("Sure?", "Thanks."):
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+                said = {"role": "assistant", "content": answer.choices[0].message.content}
+                messages += [said, {"role": "user", "content": question}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(VERIFIERS_PYTHON is None, reason="no verifiers here: set SLIPSTREAM_VERIFIERS_PYTHON")
+def test_an_environment_of_verifiers_is_played_and_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "guess.py").write_text(TASKSET)
+    block = {"taskset": {"id": "guess"}, "agent": {"runtime": {"type": "subprocess"}}}
+    (tmp_path / "env.json").write_text(json.dumps(block))
+    program = Path(__file__).parents[3] / "examples" / "verifiers_program.py"
+    prompt = replace(PROMPT, meta={"task_index": 3})
+    choice = {"command": f"{VERIFIERS_PYTHON} {program} {tmp_path / 'env.json'}"}
+    answers = iter(["It is 7.<|im_end|>", "Yes, it is.<|im_end|>"])
+    ran = workflow(1, **choice)
+    ran._reward_pool = Printed()
+    [t] = asyncio.run(ran.run(prompt, Scripted(TOKENIZER, lambda _: next(answers))))
+    assert (t.reward, t.metrics) == (0.11, {"num_turns": 2.0})
+    assert TOKENIZER.decode(t.token_ids[t.loss_mask]) == "It is 7.<|im_end|>Yes, it is.<|im_end|>"
+    assert "Guess digit 3." in TOKENIZER.decode(t.token_ids) and "Sure?" in TOKENIZER.decode(t.token_ids)

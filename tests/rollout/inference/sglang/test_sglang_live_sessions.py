@@ -21,8 +21,8 @@ from helpers.sglang_live import TOLERANCE, models, server, update, with_generato
 from rollout.data.encoder import Encoder  # noqa: E402
 from rollout.inference.router import Router  # noqa: E402
 from rollout.inference.sglang.generator import SGLangGenerator  # noqa: E402
+from rollout.programs import Endpoint  # noqa: E402
 from rollout.sessions.bridge import Bridge  # noqa: E402
-from rollout.sessions.programs import Endpoint  # noqa: E402
 from rollout.sessions.server import SessionServer  # noqa: E402
 from rollout.sessions.session import Limits, Session  # noqa: E402
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from rollout.types import Prompt
 
 _SHOWN_CHARS = 1000
+_AUXILIARY = ("SLIPSTREAM_AUXILIARY_URL", "SLIPSTREAM_AUXILIARY_KEY")
+"""Variables of the environment in which the rollout process and those that it starts find the auxiliary model."""
 
 
 class ProgramError(RuntimeError):
@@ -44,6 +46,20 @@ class Endpoint:
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.api_key,
         }
+
+
+def auxiliary() -> Endpoint:
+    """Return where the auxiliary model of the run (auxiliary.path) answers, for rewards, tools, environments, workflows
+    and programs. Raises RuntimeError in a run without one."""
+    url, key = map(os.environ.get, _AUXILIARY)
+    if url is None or key is None:
+        raise RuntimeError("this run has no auxiliary model; set auxiliary.path to the folder of one")
+    return Endpoint(url, key)
+
+
+def announce_auxiliary(endpoint: Endpoint) -> None:
+    """Let auxiliary() return this in this process and those that it starts from now on."""
+    os.environ.update(zip(_AUXILIARY, (endpoint.url, endpoint.api_key), strict=True))
 
 
 def row_of(prompt: Prompt) -> dict[str, object]:
