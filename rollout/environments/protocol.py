@@ -86,14 +86,23 @@ class Gymnasium:
         self._env.close()
 
 
-ADAPTERS: Mapping[str, Callable[[str], Environment]] = {
+def open_env(url: str) -> Environment:
+    """Return an environment of the OpenEnv server at `url`."""
+    from rollout.environments.openenv import OpenEnv
+
+    return OpenEnv(url)
+
+
+LIBRARIES: Mapping[str, Callable[[str], Environment]] = {
     "textarena": TextArena, "reasoning_gym": ReasoningGym, "gymnasium": Gymnasium,
 }  # fmt: skip
 """By library; an environment is named as library:id."""
+ADAPTERS: Mapping[str, Callable[[str], Environment]] = {**LIBRARIES, "openenv": open_env}
+"""Those of libraries, and openenv:URL, which needs no library here."""
 
 
 def make_environment(spec: str) -> Environment:
-    """Return an environment: "library:id" with a library of ADAPTERS, or "package.module:Class". Raises PluginError."""
+    """Return an environment: "name:id" with a name in ADAPTERS, or "package.module:Class". Raises PluginError."""
     library, _, name = spec.partition(":")
     if library in ADAPTERS:
         try:

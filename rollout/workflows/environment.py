@@ -9,11 +9,11 @@ from pydantic import field_validator
 from config_schema.section import Section, key
 from rollout.data.encoder import Encoder
 from rollout.environments.pool import EnvironmentPool
-from rollout.environments.protocol import ADAPTERS
+from rollout.environments.protocol import ADAPTERS, LIBRARIES
 from rollout.plugins import find_plugin
+from rollout.programs import row_of
 from rollout.rewards.pool import RewardPool
 from rollout.sessions.bridge import Bridge
-from rollout.sessions.programs import row_of
 from rollout.trajectories import Conversation, all_of, sample_seed
 from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
@@ -26,7 +26,9 @@ class EnvironmentWorkflow:
     class Config(Section):
         """What workflow.options may contain."""
 
-        environment: str = key(description="package.module:Class, or textarena:ID, reasoning_gym:NAME, gymnasium:ID")
+        environment: str = key(
+            description="package.module:Class, or textarena:ID, reasoning_gym:NAME, gymnasium:ID, openenv:URL"
+        )
         max_turns: int = key(10, ge=1, description="Answers of the policy")
         num_workers: int = key(2, ge=1, description="Processes that hold the environments")
         setup_seconds: float = key(60.0, gt=0, description="Time limit of reset()")
@@ -39,7 +41,7 @@ class EnvironmentWorkflow:
             library = environment.partition(":")[0]
             if library not in ADAPTERS:
                 find_plugin(environment, kind="environment")
-            elif find_spec(library) is None:
+            elif library in LIBRARIES and find_spec(library) is None:
                 raise ValueError(f"{environment}: {library} is not installed; pip install {library.replace('_', '-')}")
             return environment
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,8 +20,9 @@ import psutil
 import pytest
 
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from helpers.commands import PATIENCE_SECONDS
 from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
-from rollout.environments.protocol import ADAPTERS, make_environment
+from rollout.environments.protocol import LIBRARIES, make_environment
 from rollout.plugins import PluginError
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
@@ -47,6 +55,40 @@ class NoStep:
         return ""
     def close(self):
         pass
+"""
+
+OPENENV_PYTHON = os.environ.get("SLIPSTREAM_OPENENV_PYTHON")
+"""An interpreter that imports openenv, whose dependencies are not those of this project."""
+OPENENV = """
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Said(Action):
+    message: str
+
+class Two(Action):
+    message: str
+    code: str = ""
+
+class Seen(Observation):
+    text: str
+
+class Guess(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def reset(self, seed=None, episode_id=None, **ignored):
+        self.number = seed % 10
+        return Seen(text=f"Guess, seed {seed}.")
+    def step(self, action, timeout_s=None, **ignored):
+        guess = int(action.message)
+        return Seen(text="low" if guess < self.number else "high", done=guess == self.number,
+                    reward=float(guess == self.number))
+    @property
+    def state(self):
+        return State()
+
+action = {"one": Said, "two": Two}[sys.argv[2]]
+uvicorn.run(create_fastapi_app(Guess, action, Seen, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
 """
 
 
@@ -165,7 +207,7 @@ def test_what_is_no_environment_is_refused() -> None:
 
 
 def test_a_library_that_is_not_installed_is_named_before_the_start() -> None:
-    lacking = [library for library in ADAPTERS if find_spec(library) is None]
+    lacking = [library for library in LIBRARIES if find_spec(library) is None]
     if not lacking:
         pytest.skip("all libraries are installed")
     with pytest.raises(ValueError, match=f"{lacking[0]} is not installed; pip install"):
@@ -194,3 +236,52 @@ def test_libraries_are_environments_whose_episodes_follow_from_the_seed(spec: st
 
     assert play(3) == play(3)
     assert all(isinstance(s[0], str) and isinstance(s[1], float) for s in play(3)[1:])
+
+
+@contextmanager
+def openenv_server(folder: Path, actions: str) -> Iterator[str]:
+    """A server of OpenEnv; yields its address when it answers."""
+    assert OPENENV_PYTHON is not None
+    (folder / "server.py").write_text(OPENENV)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([OPENENV_PYTHON, str(folder / "server.py"), str(port), actions])
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_SECONDS
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(OPENENV_PYTHON is None, reason="no openenv here: set SLIPSTREAM_OPENENV_PYTHON to its interpreter")
+def test_an_environment_of_an_openenv_server_is_played_over_its_address(tmp_path: Path) -> None:
+    async def play(url: str) -> list[Any]:
+        games = EnvironmentPool(f"openenv:{url}", num_workers=1, setup_seconds=120.0, step_seconds=60.0)
+        try:
+            async with games.open() as game, games.open() as other:
+                seen: list[Any] = [await game.reset({}, 27), await other.reset({}, 4)]
+                return seen + [await game.step("3"), await other.step("4"), await game.step("7")]
+        finally:
+            games.close()
+
+    with openenv_server(tmp_path, "one") as url:
+        assert asyncio.run(play(url)) == [
+            "Guess, seed 27.", "Guess, seed 4.", ("low", 0.0, False), ("high", 1.0, True), ("high", 1.0, True),
+        ]  # fmt: skip
+        assert asyncio.run(play(f"{url}#message"))[-1] == ("high", 1.0, True)
+    with pytest.raises(PluginError, match=f"environment openenv:{url}: .*Cannot connect"):
+        make_environment(f"openenv:{url}")
+    with openenv_server(tmp_path, "two") as url:
+        message = r"its actions have 2 texts \(message, code\); name one, as in .*#FIELD"
+        with pytest.raises(PluginError, match=message):
+            make_environment(f"openenv:{url}")
