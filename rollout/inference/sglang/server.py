@@ -40,6 +40,7 @@ tensor-parallel ranks that disagree about a prefill hang."""
 LOOPBACK = "127.0.0.1"
 LAST_LINES = 20
 """Lines of the log in the error of a server that has exited."""
+_UNIFIED_TREE = "SGLANG_ENABLE_UNIFIED_RADIX_TREE"
 
 
 def server_flags(settings: BackendSettings, model: ModelConfig, *, port: int, nccl_port: int) -> dict[str, FlagValue]:
@@ -116,8 +117,13 @@ def _model_flags(settings: BackendSettings, model: ModelConfig) -> dict[str, Fla
 
 
 def server_environment(settings: BackendSettings) -> dict[str, str]:
-    """Return the environment of the server's processes."""
+    """Return the environment of the server's processes. Raises ValueError for a variable that cannot be set."""
     env = os.environ | settings.env
+    if env.get(_UNIFIED_TREE, "").lower() not in ("", "0", "false", "no"):
+        raise ValueError(
+            f"{settings.name}: {_UNIFIED_TREE}={env[_UNIFIED_TREE]}: its cache cannot tell which prefixes a weight "
+            "update made old; remove the variable"
+        )
     # This project's packages have names (core, tools) that the server's libraries may look for.
     root = Path(__file__).resolve().parents[3]
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != root]

@@ -25,7 +25,7 @@ from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.inference.sglang.hooks import main
 from rollout.inference.sglang.hooks.models import no_cache_scales
 from rollout.inference.sglang.hooks.table import SGLANG, hooks, reason_for
-from rollout.inference.sglang.server import SGLangServer, decode_graph_sizes, server_flags
+from rollout.inference.sglang.server import SGLangServer, decode_graph_sizes, server_environment, server_flags
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -66,6 +66,13 @@ def test_the_users_server_arguments_win_over_the_defaults() -> None:
 def test_an_argument_that_something_else_decides_is_an_error(key: str) -> None:
     with pytest.raises(ValueError, match=f"actor.sglang.{key} cannot be set: .+"):
         SGLangServer(settings(flags={key: 1}))
+
+
+def test_a_cache_that_cannot_drop_what_an_update_made_old_is_refused() -> None:
+    name = "SGLANG_ENABLE_UNIFIED_RADIX_TREE"
+    with pytest.raises(ValueError, match=f"{name}=1: its cache cannot tell .*; remove the variable"):
+        server_environment(settings(env={name: "1"}))
+    assert server_environment(settings(env={name: "0"}))[name] == "0"
 
 
 def test_only_a_shared_gpu_gets_a_server_that_can_release_memory() -> None:
