@@ -23,11 +23,9 @@ LONGEST = (
     "test_stacked_experts",
     "test_convert",
     "test_layouts",
-    "test_examples",
     "test_sft_end_to_end",
     "test_quickstart_cli",
     "test_task_sets_run",
-    "test_evaluation_beside",
     "test_ppo_sglang",
 )
 """Modules by their processor time; those that are not listed take less."""
@@ -35,7 +33,6 @@ SLOW_MODULES = {
     "test_attempts",
     "test_convert_limits",
     "test_eval",
-    "test_examples",
     "test_mutants",
     "test_ppo_end_to_end",
     "test_recover_run",

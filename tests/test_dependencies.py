@@ -89,17 +89,6 @@ def test_device_words_stay_in_the_device_and_transport_files() -> None:
     assert not wrong, wrong
 
 
-def test_nobody_prints_outside_of_tools() -> None:
-    wrong = [
-        place(path, node.lineno)
-        for package in sorted(PACKAGES - {"tools", "slipstream"})
-        for path in source_files(package)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
-    assert not wrong, wrong
-
-
 def declared(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=~! ]", item)[0] for item in requirements}
 

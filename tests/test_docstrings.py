@@ -54,23 +54,6 @@ def is_imperative(docstring: str) -> bool:
     return not word.endswith("s") or word.lower() in ENDS_WITH_S
 
 
-@pytest.mark.parametrize(
-    ("docstring", "expected"),
-    [
-        ("Return the mean.", True),
-        ("Process one batch.", True),
-        ("The mean.", False),
-        ("Of every rank.", False),
-        ("Tokens of the batch.", False),
-        ("Returns the mean.", False),
-        ("(name, value) of each.", False),
-        ("[n] -> [t]", False),
-    ],
-)
-def test_an_imperative_is_distinguished_from_a_fragment(docstring: str, expected: bool) -> None:
-    assert is_imperative(docstring) == expected
-
-
 def test_the_docstring_of_a_function_begins_with_an_imperative_verb() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {(ast.get_docstring(node) or '').splitlines()[0]}"

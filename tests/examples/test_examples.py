@@ -22,14 +22,8 @@ def run(script: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param("custom_algorithm.py", marks=pytest.mark.nightly),
-        pytest.param("custom_reward.py", marks=pytest.mark.nightly),
-        "multi_turn_tools.py",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("script", ["custom_algorithm.py", "custom_reward.py", "multi_turn_tools.py"])
 def test_a_script_with_code_of_its_own_raises_the_reward(script: str, tmp_path: Path) -> None:
     first, last = map(
         float, re.findall(r"mean reward of .*: (\d\.\d+); of the last 3: (\d\.\d+)", run(script, tmp_path))[0]

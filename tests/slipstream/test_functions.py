@@ -8,6 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ import yaml
 
 import slipstream
 from helpers.config_inputs import SMALLEST_PPO, write_run
-from rollout.plugins import ROOT
+from helpers.forks import programs
+from rollout.plugins import ROOT, load_plugin
 from rollout.rewards.math import extracted_answer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt
@@ -76,7 +80,8 @@ OBJECTS = {
 @pytest.mark.parametrize("name", OBJECTS)
 def test_any_callable_is_a_reward(name: str) -> None:
     path = import_path(OBJECTS[name])
-    assert scores(path) == [1.5, 0.5]
+    reward = load_plugin(path, kind="reward", arguments=("prompt", "text"))
+    assert reward is not OBJECTS[name] and [reward(PROMPT, text) for text in ("4", "5")] == [1.5, 0.5]
     assert import_path(OBJECTS[name]) == path, "a run that continues names the same module"
 
 
@@ -137,6 +142,41 @@ def test_functions_in_a_mapping_arrive_too(tmp_path: Path) -> None:
     assert config.reward.function.startswith("Judge_") and config.ppo.kl_ctl == 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_training_from_python_uses_the_workflow_of_the_caller_and_passes_each_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Praising(SingleTurnMathWorkflow):
+        async def run(self, prompt: Prompt, generator: Any) -> list[Any]:
+            return [replace(t, reward=0.25) for t in await super().run(prompt, generator)]
+
+    def forked(module: str, words: list[str], *, meanwhile: Sequence[Callable[[], object]]) -> int:
+        """As slipstream.api._run, without imports of its own."""
+        with open(tmp_path / "output", "wb") as output:
+            program = programs.start(["-m", module, *words], output=output)
+        while program.poll() is None:
+            time.sleep(0.1)
+        for call in meanwhile:
+            call()
+        return program.wait()
+
+    monkeypatch.setattr("slipstream.api._run", forked)
+    files = slipstream.make_demo_data(tmp_path, seed=1)
+    seen: list[dict[str, float]] = []
+    config = {
+        "experiment_name": "own", "actor.path": files.model, "dataset.path": files.train, "dataset.max_prompt_len": 8,
+        "dataset.train_bs_n_seqs": 4, "group_size": 2, "allocation_mode": "mock.d1m1p1", "n_gpus_per_node": 1,
+        "ppo": {"gen": {"max_new_tokens": 4}, "ppo_n_minibatches": 1, "kl_ctl": 0.0, "disable_value": True},
+        "exp_ctrl.total_train_steps": 2, "reward.num_workers": 1, "launch.threads_per_process": 1,
+        "external_configs.cluster_config.fileroot": tmp_path,
+    }  # fmt: skip
+    run = slipstream.train(config, on_step=seen.append, **{"workflow.type": Praising})
+    assert [(row["step"], row["reward/mean"]) for row in seen] == [(1, 0.25), (2, 0.25)]
+    assert seen == run.metrics() and run.samples()[-1].reward == 0.25
+    assert run.model is not None and run.model.is_dir()
+
+
 TRAIN = """
 from pathlib import Path
 import slipstream
@@ -172,8 +212,13 @@ def own_package(folder: Path, name: str) -> None:
     (folder / name / "calculator.py").write_text("def evaluate(text):\n    return 0.0\n")
 
 
-@pytest.mark.parametrize("name", ["core", "tools", "rollout", "allocation"])
-@pytest.mark.parametrize("use", ["slipstream.train('x.yaml')", "slipstream.Prompt", "slipstream.make_demo_data"])
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("core", "slipstream.train('x.yaml')"), ("allocation", "slipstream.train('x.yaml')"),
+        ("rollout", "slipstream.Prompt"), ("tools", "slipstream.make_demo_data"),
+    ],
+)  # fmt: skip
 def test_a_package_of_the_project_that_hides_one_of_slipstream_is_named(name: str, use: str, tmp_path: Path) -> None:
     own_package(tmp_path, name)
     *_, last = python(f"import slipstream\n{use}", tmp_path).stderr.splitlines()

@@ -1,5 +1,7 @@
 """Golden numbers of the literature and of other projects, and gradients by finite differences."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.config.presets import PRESETS
@@ -32,6 +34,14 @@ def test_cases_and_their_golden_numbers_belong_together() -> None:
     assert [case.name for case in CASES] == list(PEERS["rows"])
 
 
-def test_the_command_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert capsys.readouterr().out.endswith("presets: 0 wrong\n")
+def test_the_command_fails_with_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, *_ = next(iter(GOLDEN.values()))()
+    monkeypatch.setattr("tools.conformance.__main__.gradients", lambda: iter(()))
+    for number, code in ((right, 0), (replace(right, found=right.found + 1), 1)):
+        monkeypatch.setattr("tools.conformance.__main__.GOLDEN", {"one": lambda number=number: [number]})
+        assert main([]) == code
+        shown = capsys.readouterr()
+        assert shown.out == f"1 golden numbers, gradients of 0 presets: {code} wrong\n"
+        assert (right.name in shown.err) == (code == 1)

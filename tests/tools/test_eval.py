@@ -272,6 +272,7 @@ def test_answers_of_a_checkpoint_stay_with_it(runs: tuple[Path, Path], data: Pat
     assert converted_from(output) == "replaced"
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
     evaluated: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:

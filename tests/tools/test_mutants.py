@@ -87,6 +87,7 @@ def test_only_a_test_that_notices_the_bug_kills_it(
     assert (tree / "core/half.py").read_text() == SOURCE
 
 
+@pytest.mark.nightly
 def test_what_a_test_leaves_running_at_the_limit_is_killed(tree: Path, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     write_test(tree, f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
@@ -121,6 +122,7 @@ def test_the_tests_of_a_changed_file_mirror_it(tree: Path) -> None:
         changed_files(tree, "no-such-branch")
 
 
+@pytest.mark.nightly
 def test_cosmic_ray_mutates_the_changed_lines_alone(tree: Path, tmp_path: Path) -> None:
     pytest.importorskip("cosmic_ray")
     (tree / "core/half.py").write_text(SOURCE + "\n\ndef is_zero(n):\n    return not n\n")

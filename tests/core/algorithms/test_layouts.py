@@ -211,19 +211,12 @@ def test_loss_and_gradient_are_the_same_in_any_cut_into_microbatches(one_process
     assert_same(alone, whole)
 
 
-def test_loss_and_gradient_are_the_same_in_any_order_of_sequences(
-    ranks: RankPool, model: str, one_process: Runs
-) -> None:
-    runs = ranks.run(run_cases, 1, ParallelLayout(), model, CASES, [128], True, timeout=1200.0)[0]
-    for case in CASES:
-        assert_same(runs[case][0], one_process[case][0])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_are_the_same_in_every_layout(
+def test_loss_and_gradient_are_the_same_in_every_layout_and_order_of_sequences(
     ranks: RankPool, model: str, one_process: Runs, layout: str
 ) -> None:
-    for runs in ranks.run(run_cases, 2, LAYOUTS[layout], model, CASES, [128], timeout=1200.0):
+    backwards = layout in ("tp2", "dp2")
+    for runs in ranks.run(run_cases, 2, LAYOUTS[layout], model, CASES, [128], backwards, timeout=1200.0):
         for case in CASES:
             for steps in runs[case]:
                 assert_same(steps, one_process[case][0])

@@ -295,7 +295,6 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("ppo.gen.min_new_tokens=17", "ppo.gen.min_new_tokens: min_new_tokens=17 must be at most max_new_tokens=16"),
         (
             "ppo.kl_ctl=0.1 ref_inf.mb_spec.max_tokens_per_mb=31",
             "max_tokens_per_mb=31 cannot hold the longest sequence",
@@ -304,10 +303,7 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "dataset.train_bs_n_seqs=6 group_size=2 ppo.ppo_n_minibatches=4",
             "ppo_n_minibatches=4 must divide train_bs_n_seqs=6; nearest: 3 or 6",
         ),
-        ("group_adv_norm=true", "group_adv_norm: group_adv_norm=true normalizes within a group"),
         ("exp_ctrl.eval_freq_steps=5", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
-        ("exp_ctrl.eval_freq_epochs=1", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
-        ("exp_ctrl.eval_freq_secs=60", "evaluation.path: exp_ctrl.eval_freq_* enables evaluation"),
         ("ppo.disable_value=false", "critic.path: required with a critic"),
         ("actor.type.is_critic=true", "actor.type.is_critic: actor is a language model"),
         ("actor.optimizer.type=empty", "actor.optimizer.type: actor is trained"),
@@ -315,7 +311,6 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "ppo.disable_value=false critic.path=c critic.optimizer.type=empty",
             "critic.optimizer.type: the critic is trained; write adam",
         ),
-        ("ppo.gen.top_k=0", "ppo.gen.top_k: top_k=0 leaves no token"),
         ("mode=local n_nodes=2", "mode: mode=local is for one node"),
         ("mode=local launch.ray_address=head:6379", "mode: mode=local is for this machine"),
         ("n_gpus_per_node=8", "allocation_mode: 'embedded.d1m1p1+d1m1p1': needs 1 + 1 = 2 GPUs"),
@@ -351,7 +346,6 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "actor.sglang.tp-size: cannot be set: set by allocation_mode; leave it out",
         ),
         ("actor.fp8=true", "actor.fp8: fp8=true requires GPUs, but this run trains on CPU; write false"),
-        ("actor.fp8=blockwise", "actor.fp8: fp8=blockwise requires GPUs, but this run trains on CPU; write false"),
         ("actor.fp8=rowwise", "actor.fp8: must be true, false or one of tensorwise, blockwise, got 'rowwise'"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload: offload=true requires GPUs"),
         (
@@ -528,7 +522,7 @@ EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
     [
         (EMPTY_MERGES, 1, "more than 100000 values"),
         (LONG, 2, "stands for more than 100000 characters"),
-        ("".join(f"k{i}: 1\n" for i in range(200_000)), 1, "more than 100000 values"),
+        ("".join(f"k{i}: 1\n" for i in range(100_001)), 1, "more than 100000 values"),
     ],
 )
 def test_a_text_that_stands_for_too_much_ends_with_few_errors(

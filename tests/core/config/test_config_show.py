@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from config_schema.section import Section, all_keys, fields_by_key, sub_section
+from config_schema.section import all_keys
 from core.checks.rules import load_config
 from core.config.areal_v02 import renamed_of, rows_of
 from core.config.common import ModelFamily
@@ -18,11 +18,6 @@ from core.experiments import context as run
 from core.runs.paths import RunPaths
 from helpers.config_inputs import PPO_7B_128_GPUS, SFT_32B_128_GPUS
 from model_specs.families import FAMILIES
-
-
-def sections(model: type[Section]) -> set[type[Section]]:
-    below = {s for _, info in fields_by_key(model).values() if (s := sub_section(info))}
-    return {model}.union(*(sections(s) for s in below))
 
 
 def test_the_listing_reads_as_in_the_tutorial(tmp_path: Path) -> None:
@@ -102,11 +97,6 @@ def test_help_shows_choices_defaults_and_what_is_ignored() -> None:
     assert "One of: wait, mask. Needs staleness.max_staleness > 0\n" in text
     assert "  torch_cache_mysophobia: device memory is managed by the engine\n" in text
     assert "  ppo.gen.n (only 1): set group_size for the completions per prompt\n" in text
-
-
-@pytest.mark.parametrize("section", sorted(set.union(*map(sections, EXPERIMENTS.values())), key=lambda s: s.__name__))
-def test_every_field_has_a_meaning(section: type[Section]) -> None:
-    assert all(info.description for _, info in fields_by_key(section).values())
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

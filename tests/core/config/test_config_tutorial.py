@@ -119,18 +119,6 @@ def test_ignored_keys_are_listed_once_with_their_reason(tmp_path: Path) -> None:
     assert ["actor_gen.mb_spec", "generators batch continuously: see generator.max_running"] in words
 
 
-def test_no_ignored_keys_no_warning(tmp_path: Path) -> None:
-    assert (
-        ignored_lines(
-            load(
-                tmp_path,
-                PPO_1_5B_8_GPUS.replace("initial_loss_scale: 262144.0, loss_scale_window: 5.0, hysteresis: 2", ""),
-            ).ignored
-        )
-        == ""
-    )
-
-
 def test_other_spellings_of_a_key_mean_the_same(tmp_path: Path) -> None:
     config = load(tmp_path, PPO_1_5B_8_GPUS).config
     assert config.ppo.mask_no_eos_with_zero

@@ -70,9 +70,6 @@ def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
     train, explore = start("train", "train"), start("explore", "explore")
     train.wait_for("step 2/")
     kill(explore)
-    second = start("train", "second", trial_name="second")
-    assert second.finish() == 1
-    assert "'test/second' cannot lease: 'test/trial' (process " in second.output()
     explore, other = start("explore", "explore"), start("explore", "other")
     train.wait_for("step 4/")
     kill(train)
@@ -205,6 +202,7 @@ def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
         server.close()
 
 
+@pytest.mark.nightly
 def test_an_explore_job_alone_writes_files(start: Callable[..., Command], tmp_path: Path) -> None:
     folder = tmp_path / "episodes"
     changes = {"experience": {"store": "file", "path": str(folder)}, "exp_ctrl": {"total_train_steps": 2}}

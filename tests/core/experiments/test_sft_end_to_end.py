@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ from rollout.data.rows import read_examples
 from rollout.data.source import DatasetError
 
 
-def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed(assets, run_command) -> None:
-    """And a run that would continue it with other rows, by another seed, is refused."""
+def test_two_ranks_learn_the_pairs_and_a_run_that_is_complete_is_not_trained_again(assets, run_command) -> None:
+    """It saves its model if there is none, and refuses another seed, other settings and an earlier end."""
     config = {
         "allocation_mode": "d2m1p1",
         "n_gpus_per_node": 2,
         "recover_mode": "auto",
-        "exp_ctrl": {"total_train_epochs": 12, "save_freq_epochs": 12, "eval_freq_epochs": 4, "ckpt_freq_epochs": 12},
+        "seed": 1,
+        "exp_ctrl": {"total_train_epochs": 12, "total_train_steps": 56, "eval_freq_epochs": 4, "ckpt_freq_steps": 56},
         "model": {
             "path": str(assets.model),
             "gradient_checkpointing": "auto",
@@ -36,79 +38,64 @@ def test_two_ranks_learn_the_pairs_save_what_they_report_and_refuse_another_seed
             "train_bs_n_seqs": 8,
         },
     }
-    command = run_command("sft", {**config, "seed": 1})
+    command = run_command("sft", config)
     assert command.finish() == 0, command.output()[-4000:]
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     losses = [m["loss"] for m in rows if "loss" in m]
-    assert len(losses) == 60 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    assert len(losses) == 56 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
     ranks = "".join(path.read_text() for path in command.logs.rglob("*.log"))
     assert "gradient checkpointing: auto, estimated for microbatches of" in ranks
     evaluated = [(m["step"], m["eval/loss"]) for m in rows if "eval/loss" in m]
-    assert [step for step, _ in evaluated] == [20, 40, 60]
+    assert [step for step, _ in evaluated] == [20, 40, 56]
+    saved = command.checkpoints / "default" / "epoch12epochstep1globalstep56"
+    assert mean_loss(saved, assets.pairs) == pytest.approx(evaluated[-1][1], abs=1e-4)
 
-    saved = command.checkpoints / "default" / "epoch12epochstep5globalstep60"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
-    total, count = 0.0, 0
-    for row in read_examples(assets.pairs):
-        prompt, answer = row.prompt, row.answer
-        start = len(tokenizer(prompt)["input_ids"])
-        ids = torch.tensor([*tokenizer(prompt)["input_ids"], *tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
-        with torch.no_grad():
-            logprobs = model(ids[None]).logits[0].float().log_softmax(-1)
-        total -= float(logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
-        count += len(ids) - start
-    assert total / count == pytest.approx(evaluated[-1][1], abs=1e-4)
+    def run_again(**changes) -> tuple[int, str]:
+        """The exit code of another start, and what it says after its configuration."""
+        again = run_command("sft", {**config, **changes})
+        code = again.finish()
+        return code, again.output().rpartition("Current Configuration End")[2]
 
-    refused = run_command("sft", {**config, "seed": 2})
-    assert refused.finish() == 2, refused.output()[-4000:]
-    assert "seed: 2 (the checkpoint has 1)" in refused.output()
-
-
-def test_a_run_that_has_no_step_left_saves_its_model_if_there_is_none_and_does_not_end_earlier(
-    assets, run_command
-) -> None:
-    def run(*, lr: float = 1e-3, **control: int):
-        command = run_command(
-            "sft",
-            {
-                "allocation_mode": "d1m1p1",
-                "recover_mode": "auto",
-                "exp_ctrl": {"ckpt_freq_steps": 1, **control},
-                "model": {"path": str(assets.model), "optimizer": {"lr": lr}},
-                "dataset": {"train_path": str(assets.pairs), "max_seqlen": 16, "train_bs_n_seqs": 8},
-            },
-        )
-        return command, command.finish()
-
-    def output_of_this(command) -> str:
-        return command.output().rpartition("Current Configuration End")[2]
-
-    command, code = run(total_train_steps=6, total_train_epochs=2)
-    assert code == 0, command.output()[-4000:]
-    saved = command.checkpoints / "default" / "epoch2epochstep1globalstep6"
     weights = (saved / "model.safetensors").read_bytes()
     shutil.rmtree(command.checkpoints)
-    command, code = run(total_train_steps=6, total_train_epochs=2)
-    assert code == 0 and f"Training is complete. The model is in {saved}" in command.output()
+    code, said = run_again()
+    assert code == 0 and f"Training is complete. The model is in {saved}" in said
     assert (saved / "model.safetensors").read_bytes() == weights
 
     recorded = (command.logs / "config.yaml").read_bytes()
-    command, code = run(total_train_steps=6, total_train_epochs=2)
-    says = "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=2 and exp_ctrl.total_train_st"
-    assert code == 0 and says in output_of_this(command) and f"The model is in {saved}" in output_of_this(command)
-    assert "Launching" not in output_of_this(command), "no process is started"
-    command, code = run(lr=1e-2, total_train_steps=6, total_train_epochs=2)
-    assert code == 2 and says in output_of_this(command) and "Launching" not in output_of_this(command)
-    assert "have no effect on a trial that is complete: model.optimizer.lr: 0.001 -> 0.01." in output_of_this(command)
+    complete = "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=12 and exp_ctrl.total_tra"
+    code, said = run_again()
+    assert code == 0 and complete in said and f"The model is in {saved}" in said
+    assert "Launching" not in said, "no process is started"
+    code, said = run_again(model={**config["model"], "optimizer": {"lr": 1e-3, "lr_scheduler_type": "cosine"}})
+    assert code == 2 and complete in said and "Launching" not in said
+    assert "have no effect on a trial that is complete: model.optimizer.lr: 0.01 -> 0.001." in said
     assert (command.logs / "config.yaml").read_bytes() == recorded
+    code, said = run_again(seed=2)
+    assert code == 2 and "seed: 2 (the checkpoint has 1)" in said
 
-    command, code = run(total_train_steps=5, total_train_epochs=2)
+    code, said = run_again(exp_ctrl={**config["exp_ctrl"], "total_train_steps": 55})
     assert code == 2
-    assert "exp_ctrl.total_train_steps: 5 must be at least 6, the step that the run continues from" in command.output()
-    command, code = run(total_train_epochs=1)
-    assert code == 1 and "Traceback" not in command.output()
-    assert "exp_ctrl.total_train_epochs: 1 epochs of 5 steps must be at least 6, the step that" in command.output()
+    assert "exp_ctrl.total_train_steps: 55 must be at least 56, the step that the run continues from" in said
+    code, said = run_again(exp_ctrl={"total_train_epochs": 11})
+    assert code == 1 and "Traceback" not in said
+    assert "exp_ctrl.total_train_epochs: 11 epochs of 5 steps must be at least 56, the step that" in said
     assert (command.logs / "config.1.yaml").read_bytes() == recorded, "a changed configuration is not written over it"
+
+
+def mean_loss(model: Path, pairs: Path) -> float:
+    """The loss of a saved model over all answer tokens, by the Hugging Face model."""
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    total, count = 0.0, 0
+    for row in read_examples(pairs):
+        start = len(tokenizer(row.prompt)["input_ids"])
+        answer = tokenizer(row.answer)["input_ids"]
+        ids = torch.tensor([*tokenizer(row.prompt)["input_ids"], *answer, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = loaded(ids[None]).logits[0].float().log_softmax(-1)
+        total -= float(logprobs[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
+        count += len(ids) - start
+    return total / count
 
 
 def test_only_answers_are_trained_and_an_epoch_is_a_function_of_its_number(assets) -> None:

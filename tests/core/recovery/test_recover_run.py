@@ -112,6 +112,7 @@ def test_a_run_goes_on_under_another_layout_with_more_generators(assets, continu
         assert len({row[name] for row in got}) == 6, "the figures tell the steps apart"
 
 
+@pytest.mark.nightly
 def test_changed_sizes_are_refused_and_skip_no_prompt_on_request(assets, continue_with) -> None:
     """12 prompts are a batch of 10 and two prompts, which are trained once more."""
     changed = mock_ppo(assets, group_size=3, dataset={"train_bs_n_seqs": 10}, exp_ctrl={"total_train_steps": 3})

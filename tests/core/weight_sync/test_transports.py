@@ -387,11 +387,7 @@ def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
 @pytest.mark.parametrize(
     ("text", "size", "transport"),
     [
-        ("embedded.d1m1p1+d1m1p1", 2, "local"),
-        ("mock.d1m1p1", 1, "local"),
-        ("sglang.d1m1p1+d1m1p1", 2, "nccl"),
         ("sglang.d2m1p1+d1m2p1", 4, "nccl"),
-        ("sglang.d1m1p1", 1, "ipc"),
         ("sglang.d1m2p1|d2m1p1", 2, "ipc"),
         ("sglang.d1m1p2+d2m1p1", 4, "disk"),
     ],

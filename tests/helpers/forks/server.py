@@ -212,7 +212,11 @@ def fork_server(address: str) -> None:
     listener.bind(_name(address))
     listener.listen(64)
     parent = os.getpid()
-    if os.fork():
+    # An exception of a signal in what Python calls at a fork would be printed and lost.
+    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    child = os.fork()
+    signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+    if child:
         listener.close()
         return
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_files_are_saved_in_the_folder_alone_and_not_replaced_unasked(tmp_path: 
     for name in ("link.yaml", "../secret.yaml"):
         with pytest.raises(NotFound):
             files.text({"of": "file", "name": name})
+
+
+def test_a_run_of_a_saved_file_is_started_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$PWD $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    (tmp_path / "tiny.yaml").write_text(TEXT)
+    answer = Files(tmp_path).start({"experiment": "ppo-math", "name": "tiny.yaml"})
+    while not (said := Path(str(answer["output"])).read_text()):
+        time.sleep(0.01)
+    assert said == f"{tmp_path} -m core.quickstart ppo-math --config tiny.yaml\n"
+    with pytest.raises(NotFound, match="save it first"):
+        Files(tmp_path).start({"experiment": "ppo-math", "name": "other.yaml"})
 
 
 def test_memory_and_seconds_are_those_of_the_planner(tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from core.monitoring.health import RULES
 from helpers.commands import PATIENCE_SECONDS
 from tools.demo.data import make_demo_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = """\
 experiment_name: studio
@@ -95,8 +94,6 @@ def test_a_run_that_start_begins_answers_questions_and_its_steps_can_be_explaine
     assert re.match(r"[1-6] tokens?, weights of version", answer.inner_text())
     metrics = logs / "metrics.jsonl"
     wait(page, lambda: '"rollout/num_questions":1' in metrics.read_text().replace(" ", ""))
-    written = {name for row in metrics.read_text().split("\n")[:-1] for name in json.loads(row)}
-    assert {name for rule in RULES for name in rule.needs} - written == {"ref_kl"}, "kl_ctl is 0"
     navigation.get_by_role("link", name="Processes").click()
     page.locator("tr", has_text="rollout").get_by_role("button", name="stacks").click()
     wait(page, lambda: 'File "' in page.locator("pre.log").first.inner_text())
