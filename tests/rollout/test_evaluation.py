@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,19 @@ from tools.demo.data import make_tokenizer
 PLAN = EvaluationPlan(
     num_samples=1, sampling=SamplingParams(max_new_tokens=4, temperature=1.0), context_tokens=64, seed=0, right_at=0.5
 )
+
+
+RUNNER = asyncio.Runner()
+POOL = RewardPool("math", num_workers=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started() -> Iterator[None]:
+    """One event loop and one pool of rewards for all tests: to start a pool takes longer than a test."""
+    with RUNNER:
+        RUNNER.run(POOL.__aenter__())
+        yield
+        RUNNER.run(POOL.__aexit__(None, None, None))
 
 
 class Waiting:
@@ -70,22 +83,21 @@ async def answers_of(
     workflow: Callable[..., Workflow] = SingleTurnMathWorkflow,
 ) -> dict[str, list[Answer]]:
     found: dict[str, list[Answer]] = defaultdict(list)
-    async with RewardPool("math", num_workers=1) as pool:
-        rewards, tokenizer = RecordedRewards(pool), make_tokenizer()
-        workflows: dict[Mode, Workflow] = {
-            mode: workflow(
-                tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=1, seed=PLAN.seed
-            )
-            for mode, sampling in (("greedy", PLAN.greedy), ("sample", PLAN.sampling))
-        }  # fmt: skip
-        await asyncio.wait_for(
-            answer_questions(
-                sets, generator, tokenizer, plan=PLAN, workflows=workflows, max_in_flight=max_in_flight,  # type: ignore[arg-type]
-                fatal=(ConnectionError,),
-                on_answer=lambda name, answer: found[name].append(answer),
-            ),
-            timeout=120,
-        )  # fmt: skip
+    rewards, tokenizer = RecordedRewards(POOL), make_tokenizer()
+    workflows: dict[Mode, Workflow] = {
+        mode: workflow(
+            tokenizer=tokenizer, reward_pool=rewards, sampling=sampling, group_size=1, seed=PLAN.seed
+        )
+        for mode, sampling in (("greedy", PLAN.greedy), ("sample", PLAN.sampling))
+    }  # fmt: skip
+    await asyncio.wait_for(
+        answer_questions(
+            sets, generator, tokenizer, plan=PLAN, workflows=workflows, max_in_flight=max_in_flight,  # type: ignore[arg-type]
+            fatal=(ConnectionError,),
+            on_answer=lambda name, answer: found[name].append(answer),
+        ),
+        timeout=120,
+    )  # fmt: skip
     return found
 
 
@@ -98,7 +110,7 @@ def test_all_sets_are_under_way_at_once_and_questions_of_one_id_are_told_apart()
         assert {name: len(answers) for name, answers in found.items()} == {"a": 6, "b": 2}
         assert all(answer.prompt == f"{name}{answer.query_id}" for name, of in found.items() for answer in of)
 
-    asyncio.run(run())
+    RUNNER.run(run())
 
 
 def test_what_a_set_has_is_not_asked_again_and_sets_come_in_the_order_given() -> None:
@@ -109,7 +121,7 @@ def test_what_a_set_has_is_not_asked_again_and_sets_come_in_the_order_given() ->
         asked = [request.request_id.split("/")[:3] for request in generator.requests]
         assert asked == [["b", "greedy", "0"], ["b", "sample", "0"], ["a", "sample", "0"], ["a", "greedy", "1"]]
 
-    asyncio.run(run())
+    RUNNER.run(run())
 
 
 def test_the_greedy_request_takes_the_likeliest_token_and_the_sampled_one_keeps_its_settings() -> None:
@@ -125,9 +137,9 @@ def test_every_sample_of_a_question_has_a_seed_of_its_own_which_does_not_change(
         await answers_of([questions("a", 1, done=done)], generator)
         return {(r.request_id.split("/")[1], str(r.request_id.split("/")[3])): r.seed for r in generator.requests}
 
-    everything = asyncio.run(seeds(()))
+    everything = RUNNER.run(seeds(()))
     assert len({seed for (mode, _), seed in everything.items() if mode == "sample"}) == 3
-    missing = asyncio.run(seeds((("0", "greedy", 0), ("0", "sample", 0), ("0", "sample", 1))))
+    missing = RUNNER.run(seeds((("0", "greedy", 0), ("0", "sample", 0), ("0", "sample", 1))))
     assert missing == {("sample", "2"): everything["sample", "2"]}
 
 
@@ -149,7 +161,7 @@ class TwoTurns(SingleTurnMathWorkflow):
 
 
 def test_a_question_is_answered_and_judged_by_the_workflow() -> None:
-    found = asyncio.run(answers_of([questions("a", 1)], Waiting(needed=1), workflow=TwoTurns))
+    found = RUNNER.run(answers_of([questions("a", 1)], Waiting(needed=1), workflow=TwoTurns))
     decoded = make_tokenizer().decode([2, 7, 2], skip_special_tokens=True)
     assert [(a.completion, a.tokens, a.reward, a.score, a.unjudged) for a in found["a"]] == [
         (decoded, 2, 0.5, 1.0, None)
@@ -160,7 +172,7 @@ def test_an_answer_is_judged_and_written_without_the_special_tokens_that_end_it(
     tokenizer = make_tokenizer()
     zero = tokenizer.convert_tokens_to_ids("0")
     ended = [zero, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    found = asyncio.run(answers_of([questions("a", 1)], Waiting(needed=1, token_ids=ended)))
+    found = RUNNER.run(answers_of([questions("a", 1)], Waiting(needed=1, token_ids=ended)))
     assert [(a.completion, a.answer, a.score, a.tokens) for a in found["a"]] == [("0", "0", 1.0, 3)] * 2
 
 
@@ -174,12 +186,12 @@ class Failing(SingleTurnMathWorkflow):
 
 
 def test_an_episode_that_fails_counts_as_wrong_and_a_lost_generator_ends_the_evaluation(caplog) -> None:
-    found = asyncio.run(answers_of([questions("a", 3)], Waiting(needed=1), workflow=Failing))
+    found = RUNNER.run(answers_of([questions("a", 3)], Waiting(needed=1), workflow=Failing))
     assert [a.unjudged for a in found["a"] if a.mode == "greedy"] == ["error", "error", None]
     assert all(a.score == 0 for a in found["a"] if a.query_id in "01")
     assert "0 counts as wrong: its workflow raised" in caplog.text and "ZeroDivisionError" in caplog.text
     with pytest.raises(ConnectionError):
-        asyncio.run(answers_of([questions("a", 4)], Waiting(needed=1), workflow=Failing))
+        RUNNER.run(answers_of([questions("a", 4)], Waiting(needed=1), workflow=Failing))
 
 
 def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
@@ -196,9 +208,9 @@ def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
         return await EvaluationSampler(Limits(), "a", context_tokens=64).generate(request)  # type: ignore[arg-type]
 
     for length in (59, 60, 61, 63):
-        asyncio.run(ask(length))
+        RUNNER.run(ask(length))
     assert limits == [4, 4, 3, 1]
-    full = asyncio.run(ask(64))
+    full = RUNNER.run(ask(64))
     assert (len(full.token_ids), full.finish_reason) == (0, "length") and len(limits) == 4
     with pytest.raises(ValueError, match=r"a/0: its prompt has 64 tokens .* no completion fits"):
         PLAN.check_room("a", replace(prompt, token_ids=np.full(64, 3, np.int32)))
@@ -215,7 +227,7 @@ def test_requests_of_an_evaluation_share_a_group_only_where_the_workflow_gives_t
     generator = EvaluationSampler(Groups(), "a", context_tokens=64)  # type: ignore[arg-type]
     for group in ("", "q1/0/0"):
         request = GenerateRequest(request_id="0", prompt_ids=[3], sampling=PLAN.sampling, group_id=group)
-        asyncio.run(generator.generate(request))
+        RUNNER.run(generator.generate(request))
     assert groups == ["", "a/q1/0/0"], "a router sends a group to one generator"
 
 
@@ -246,5 +258,5 @@ class CancelsItsTask(SingleTurnMathWorkflow):
 def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(
     workflow: type[SingleTurnMathWorkflow],
 ) -> None:
-    found = asyncio.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
+    found = RUNNER.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
     assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

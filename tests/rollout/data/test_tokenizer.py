@@ -1,4 +1,4 @@
-"""A tokenizer is loaded without torch's compiler; models with code of their own still get all of transformers."""
+"""No compiler is loaded with tokenizer or trainer; models with code of their own still get all of transformers."""
 
 import json
 import subprocess
@@ -18,7 +18,12 @@ tokenizer = load_tokenizer(sys.argv[1])
 print(*tokenizer("1+2=")["input_ids"])
 print(*sorted({"torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils"} & sys.modules.keys()))
 
-import torch
+import mcore_adapter.engine, torch
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.zero_grad()
+print("megatron.core" in sys.modules, "torch._dynamo" in sys.modules, torch.compile.__module__)
+
 from transformers import GenerationMixin
 from transformers.models.auto import auto_factory
 
@@ -29,14 +34,14 @@ print(issubclass(auto_factory.add_generation_mixin_to_remote_model(FromTheHub), 
 """
 
 
-def test_a_tokenizer_loads_no_compiler_and_models_of_the_hub_can_generate(tmp_path: Path) -> None:
+def test_tokenizer_and_engine_load_no_compiler_and_models_of_the_hub_can_generate(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     command = [sys.executable, "-c", SHOW, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    ids, heavy, can_generate = done.stdout.splitlines()
+    ids, heavy, engine, can_generate = done.stdout.splitlines()
     assert [int(i) for i in ids.split()] == tokenizer("1+2=")["input_ids"]
-    assert (heavy, can_generate) == ("", "True")
+    assert (heavy, engine, can_generate) == ("", "True False torch", "True")
 
 
 @pytest.mark.parametrize("declared", [["evil.Evil", None], ["evil.Evil", "evil.Evil"]])

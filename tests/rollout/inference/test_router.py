@@ -205,7 +205,9 @@ def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
     play(scene())
 
 
-def test_requests_of_a_generator_that_dies_continue_elsewhere(folder: Path, model: Any) -> None:
+def test_requests_of_a_generator_that_dies_continue_elsewhere_and_the_reason_is_reported_once(
+    folder: Path, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene() -> None:
         generators = [Recorded(folder) for _ in range(2)]
         router = Router(generators)
@@ -220,7 +222,10 @@ def test_requests_of_a_generator_that_dies_continue_elsewhere(folder: Path, mode
             assert len((await router.generate(r)).token_ids) == 60
         await router.close()
 
-    play(scene())
+    with caplog.at_level(logging.ERROR):
+        play(scene())
+    (reported,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
+    assert re.fullmatch(r"generator-0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
 def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(folder: Path, model: Any) -> None:
@@ -261,23 +266,6 @@ def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Pat
         await router.close()
 
     play(scene())
-
-
-def test_a_generator_that_failed_is_reported_once_with_the_reason(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        running = await started(router, groups_of_four(2, max_new_tokens=300))
-        await generators[0].close()
-        await asyncio.gather(*running)
-        await router.close()
-
-    with caplog.at_level(logging.ERROR):
-        play(scene())
-    (reported,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
-    assert re.fullmatch(r"generator-0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
 def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:

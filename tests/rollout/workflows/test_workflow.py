@@ -101,14 +101,10 @@ def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_oth
     def seeds(run_seed: int, epoch: int, index: int) -> list[int]:
         generator = ScriptedGenerator([1], [1])
 
-        async def main() -> None:
-            async with RewardPool("math", num_workers=1) as pool:
-                workflow = SingleTurnMathWorkflow(
-                    tokenizer=tokenizer, reward_pool=pool, sampling=SAMPLING, group_size=2, seed=run_seed
-                )
-                await workflow.run(make_prompt(epoch, index), generator)
-
-        asyncio.run(main())
+        workflow = SingleTurnMathWorkflow(
+            tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=2, seed=run_seed
+        )
+        asyncio.run(workflow.run(make_prompt(epoch, index), generator))
         return [request.seed for request in generator.requests]
 
     assert seeds(1, 0, 3) == seeds(1, 0, 3) == [sample_seed(1, 0, 3, 0), sample_seed(1, 0, 3, 1)]

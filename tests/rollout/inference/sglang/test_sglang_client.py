@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.sglang.client import SGLangEndpoint
+from rollout.inference.backend import BackendSettings
+from rollout.inference.sglang.client import SGLangClient, SGLangEndpoint
 from rollout.inference.sglang.receivers import payload_of
+from rollout.inference.sglang.server import SGLangServer
 
 
 def mixed_tensors() -> dict[str, Tensor]:
@@ -80,18 +83,27 @@ def test_tensors_that_fill_one_piece_of_memory_make_a_bucket_of_it() -> None:
         assert all(torch.equal(bucket.tensors()[name], part) for name, part in copied.items())
 
 
+KEY = "0123456789abcdef"
+
+
 class _Answers(BaseHTTPRequestHandler):
+    """Answers 401 to calls without the key, as SGLang does with api_key."""
+
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/slow":
             time.sleep(3)
         status = {"/refused": 400, "/absent": 404}.get(self.path, 200)
+        if self.headers["Authorization"] != f"Bearer {KEY}":
+            status = 401
         body = b'{"success": false, "message": "wrong shape"}' if status == 400 else b"{}"
         with contextlib.suppress(BrokenPipeError):  # who asked for /slow has left
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+    do_GET = do_POST
 
     def log_message(self, *args: Any) -> None:
         """Silence."""
@@ -102,7 +114,7 @@ def answering() -> Iterator[SGLangEndpoint]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield SGLangEndpoint(name="generator-3", url=f"http://127.0.0.1:{server.server_port}", tp=1)
+        yield SGLangEndpoint(name="generator-3", url=f"http://127.0.0.1:{server.server_port}", tp=1, key=KEY)
         server.shutdown()
         thread.join()
 
@@ -115,6 +127,26 @@ def test_what_a_server_answers_becomes_an_error_that_names_it(answering: SGLangE
         answering.post(("/absent", {}), timeout_seconds=10)
     with pytest.raises(GeneratorGone, match="generator-3 .* did not respond to /slow within 0.2 s"):
         answering.post(("/slow", {}), timeout_seconds=0.2)
+
+
+def test_every_call_carries_the_key_of_the_run_which_is_not_shown(answering: SGLangEndpoint, tmp_path: Path) -> None:
+    settings = BackendSettings(name="generator-3", model_path="/m", log_file=tmp_path / "log", gpus=(), key=KEY)
+    server = SGLangServer(settings)
+    server._url = answering.url
+
+    async def over_client(key: str) -> bool:
+        client = SGLangClient("generator-3", answering.url, key=key)
+        try:
+            await client.post(("/generate", {}))
+            return await client.answers("/model_info", timeout_seconds=10)
+        finally:
+            await client.close()
+
+    assert server.endpoint.is_healthy(timeout_seconds=10) and asyncio.run(over_client(KEY))
+    assert not replace(server.endpoint, key="").is_healthy(timeout_seconds=10)
+    with pytest.raises(GeneratorCallError, match="401"):
+        asyncio.run(over_client(""))
+    assert KEY not in repr(settings) + repr(server.endpoint)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
