@@ -23,6 +23,8 @@ _FEW = 4
 """Values of a metric that a rule needs at least."""
 _LEAST_FLAT = 30
 """Steps of a run of which it can be said that its reward does not rise."""
+_LEAST_EVALUATIONS = 12
+"""Evaluations of a run of which it can be said that they rise."""
 
 
 class Metrics(Protocol):
@@ -230,10 +232,17 @@ def _above(name: str, warning: float, bad: float, reason: str) -> Callable[[Hist
 
 
 def _entropy(history: History) -> Found | None:
+    """Return a finding where the entropy has fallen and the reward does not rise: one that learns falls, too."""
     first, now = history.first("sampled_entropy"), history.now("sampled_entropy")
     if first <= 0 or now >= 0.25 * first:
         return None
-    reason = f"The entropy fell from {first:.3g} to {now:.3g}: answers become alike, and exploration ends."
+    flat = _flat(history)
+    if flat is None or flat.light == "unknown":
+        return flat
+    reason = (
+        f"The entropy fell from {first:.3g} to {now:.3g}, and the reward does not rise: answers become alike, and "
+        "exploration ends."
+    )
     return Found("bad" if now < 0.1 * first else "warning", reason, now)
 
 
@@ -263,22 +272,35 @@ def _length(history: History) -> Found | None:
 
 
 def _flat(history: History) -> Found | None:
-    """Return a finding where the mean reward does not rise in the last third of a run, and better answers exist."""
-    values = history.values("reward/mean")
-    if len(values) < _LEAST_FLAT:
-        return Found("unknown", f"fewer than {_LEAST_FLAT} steps", float(len(values)))
-    third = values[-(len(values) // 3) :]
-    half = len(third) // 2
-    before, now = float(third[:half].mean()), float(third[half:].mean())
+    """Return a finding where better answers exist, but in the last third of a run neither the mean reward nor that of
+    the evaluation rises: prompts may become harder while a model learns."""
+    rewards, evaluations = history.values("reward/mean"), history.values("eval/reward")
+    if len(rewards) < _LEAST_FLAT:
+        return Found("unknown", f"fewer than {_LEAST_FLAT} steps", float(len(rewards)))
     best = float(history.values("reward/max").max())
-    left = best - now
-    if left <= 0.05 * max(1.0, abs(best)) or now - before > 0.02 * left:
+    before, now = _last_third(rewards)
+    if best - now <= 0.05 * max(1.0, abs(best)) or _rises(rewards, best):
+        return None
+    if len(evaluations) >= _LEAST_EVALUATIONS and _rises(evaluations, best):
         return None
     reason = (
         f"The mean reward went from {before:.3g} to {now:.3g} in the last third of the run; the best answers get "
         f"{best:.3g}."
     )
     return Found("warning", reason, now)
+
+
+def _rises(values: np.ndarray, best: float) -> bool:
+    """Return whether values rose in the last third of a run by 2 % of what is left to the best."""
+    before, now = _last_third(values)
+    return now - before > 0.02 * (best - now)
+
+
+def _last_third(values: np.ndarray) -> tuple[float, float]:
+    """Return the means of both halves of the last third of values [N], N >= 6."""
+    third = values[-(len(values) // 3) :]
+    half = len(third) // 2
+    return float(third[:half].mean()), float(third[half:].mean())
 
 
 def _evaluation(history: History) -> Found | None:
@@ -311,12 +333,21 @@ def _mismatch(history: History) -> Found | None:
 
 
 def _staleness(history: History) -> Found | None:
-    bound = history.settings.get("staleness.max_staleness")
-    now = history.now("staleness/mean")
-    if not isinstance(bound, int) or bound < 1 or now < 0.98 * bound:
-        return None
-    reason = f"The mean age of tokens is {now:.2g}, the bound is {bound}: generation is ahead as far as it may."
-    return Found("warning", reason, now)
+    """Return a finding where the bound costs something; tokens as old as it allows are no fault."""
+    waits = min(history.now("rollout/wait_for_oldest_seconds"), history.now("time/wait_for_rollout"))
+    share = waits / max(history.now("time/step"), 1e-9)
+    if share > 0.1:
+        reason = f"The trainer waits {share:.0%} of a step for the oldest answers, while enough others are ready."
+        return Found("warning", reason, share)
+    masked = history.added("rollout/num_masked_tokens") / max(history.added("rollout/num_tokens"), 1.0)
+    if masked > 0.02:
+        return Found("warning", f"{masked:.0%} of the sampled tokens are over the bound and not trained.", masked)
+    prompts = history.settings.get("dataset.train_bs_n_seqs")
+    if history.has("rollout/num_late") and isinstance(prompts, int):
+        late = history.now("rollout/num_late") / prompts
+        if late > 0.02:
+            return Found("warning", f"{late:.0%} of the prompts of a step are dropped as late.", late)
+    return None
 
 
 def _waiting(history: History) -> Found | None:
@@ -369,9 +400,10 @@ def _gradients(history: History) -> Found | None:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy", title="Entropy", problem="Answers become alike",
-        healthy="The entropy is at least a quarter of that of the first steps.",
+        healthy="The entropy is at least a quarter of that of the first steps, or the reward rises.",
         actions=("raise algorithm.entropy_coeff", "set algorithm.clip_high=0.28"),
-        docs="algorithms.md#kl-divergence-and-entropy", needs=("sampled_entropy",), check=_entropy,
+        docs="algorithms.md#kl-divergence-and-entropy", needs=("sampled_entropy", "reward/mean", "reward/max"),
+        check=_entropy,
     ),
     Rule(
         name="kl", title="Divergence from the reference", problem="The policy is far from the reference model",
@@ -417,7 +449,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="flat", title="Rise of the reward", problem="The reward does not rise",
-        healthy="The mean reward rises in the last third of the run, or is near that of the best answers.",
+        healthy="The mean reward or the evaluation rises in the last third of the run, or it is near the best reward.",
         actions=("solve the other problems on this page first", "raise actor.optimizer.lr"),
         docs="monitoring.md#metrics-to-watch", needs=("reward/mean", "reward/max"), check=_flat,
     ),
@@ -434,10 +466,15 @@ RULES: tuple[Rule, ...] = (
         docs="algorithms.md#off-policy-corrections", needs=("behave_approx_kl",), check=_mismatch,
     ),
     Rule(
-        name="staleness", title="Staleness", problem="Tokens are as old as they may be",
-        healthy="The mean age of tokens is below staleness.max_staleness.",
-        actions=("give the trainer more GPUs in allocation_mode", "lower staleness.max_staleness"),
-        docs="algorithms.md#staleness", needs=("staleness/mean",), check=_staleness,
+        name="staleness", title="Staleness", problem="The staleness bound costs time or tokens", is_share=True,
+        healthy="At most 10% of a step are spent on waiting for the oldest answers, and 2% of tokens and prompts lost.",
+        actions=("raise staleness.max_staleness", "lower ppo.gen.max_new_tokens"),
+        docs="algorithms.md#staleness",
+        needs=(
+            "rollout/wait_for_oldest_seconds", "rollout/num_masked_tokens", "rollout/num_tokens",
+            "time/wait_for_rollout", "time/step",
+        ),
+        check=_staleness,
     ),
     Rule(
         name="waiting", title="Balance of the two sides", problem="One side waits for the other", is_share=True,
