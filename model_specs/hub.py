@@ -33,6 +33,8 @@ def model_folder(path: str, *, weights: bool) -> str:
         try:
             return _cached(path, weights)
         except Exception as error:  # noqa: BLE001 - the library raises its own errors and those of httpx
+            if "Timeout" in type(error).__name__:
+                error = TimeoutError(f"no answer within {_SECONDS:g} s")
             _REFUSED[path] = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ")
     name, _, revision = path.partition("@")
     download = f"hf download {name}{f' --revision {revision}' if revision else ''} --local-dir FOLDER"

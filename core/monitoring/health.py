@@ -25,6 +25,8 @@ _LEAST_FLAT = 30
 """Steps of a run of which it can be said that its reward does not rise."""
 _LEAST_EVALUATIONS = 12
 """Evaluations of a run of which it can be said that they rise."""
+LEAST = {"ppo.ppo_n_minibatches": 1, "staleness.max_staleness": 0}
+"""The least values of keys that actions lower; those of other keys have none that a run comes near to."""
 
 
 class Metrics(Protocol):
@@ -172,14 +174,15 @@ def _asked(rule: Rule, history: History) -> Judgement:
 
 
 def _with_values(action: str, settings: Mapping[str, object]) -> str:
-    """Return an action with the present values of its keys; empty where it sets a key to the value that it has."""
-    words = []
+    """Return an action with the present values of its keys; empty where it changes nothing: it sets a key to the value
+    that it has, or lowers one that has its least value."""
+    words: list[str] = []
     for word in action.split():
         name = word.rstrip(",:;")
         key, _, wanted = name.partition("=")
         if key in settings:
             shown = as_yaml(settings[key])
-            if shown == wanted:
+            if shown == wanted or (words[-1:] == ["lower"] and settings[key] == LEAST.get(key)):
                 return ""
             word = f"{name} (now {shown}){word[len(name) :]}"
         words.append(word)

@@ -429,7 +429,8 @@ def _cache_alone_if_unreachable(name: str) -> Iterator[Exception | None]:
     except HfHubHTTPError:  # it answers: the library finds out what is wrong
         pass
     except Exception as error:  # noqa: BLE001 - errors of the network are those of httpx
-        reason = error
+        is_late = "Timeout" in type(error).__name__
+        reason = TimeoutError(f"no answer within {_HUB_SECONDS:g} s") if is_late else error
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if reason is not None:
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True

@@ -96,7 +96,11 @@ def test_a_hub_that_does_not_answer_ends_in_the_cache(cache: Path) -> None:
             "HF_HUB_CACHE": str(cache.parents[2]),
             "HF_HUB_OFFLINE": "0",
         }
-        code = f"from model_specs.hub import model_folder as f; print(f('me/sums@{COMMIT}', weights=True))"
+        code = (
+            "from model_specs import hub; hub._SECONDS = 0.5\n"
+            f"print(hub.model_folder('me/sums@{COMMIT}', weights=True)); hub.model_folder('me/nothing', weights=True)"
+        )
         words = [sys.executable, "-c", code]
         done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str(cache), done.stderr
+    assert "hub (no answer within 0.5 s). Without a network: run `hf download me/nothing" in done.stderr

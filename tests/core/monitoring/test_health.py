@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from config_schema.section import all_keys
+from config_schema.section import Section, all_keys, fields_by_key, sub_section
 from core.config.experiments import EXPERIMENTS
-from core.monitoring.health import RULES, Found, History, Judgement, Light, Rows, Rule, judge
+from core.monitoring.health import LEAST, RULES, Found, History, Judgement, Light, Rows, Rule, judge
 from core.monitoring.metrics import read_rows
 from helpers.source import ROOT
 from tools.runs import history_of
@@ -127,6 +127,9 @@ def test_actions_name_keys_with_their_present_values_and_leave_out_what_is_set()
     assert answer.actions == ["set algorithm.dynamic_sampling=true (now false)", "raise group_size (now 8)"]
     (answer, *_) = judge(History(rows({"groups/equal": (0.3, 0.97)}), {**settings, "algorithm.dynamic_sampling": True}))
     assert answer.actions == ["raise group_size (now 8)"]
+    for now, lower in ((2, ["lower ppo.ppo_n_minibatches (now 2)"]), (1, [])):
+        (answer, *_) = judge(History(rows({"importance_weight": (1.0, 1.3)}), {"ppo.ppo_n_minibatches": now}))
+        assert answer.actions == ["lower actor.optimizer.lr", *lower]
 
 
 def test_every_rule_says_what_is_wrong_what_was_checked_and_which_keys_to_change() -> None:
@@ -135,6 +138,13 @@ def test_every_rule_says_what_is_wrong_what_was_checked_and_which_keys_to_change
         assert rule.problem and rule.healthy and 1 <= len(rule.actions) <= 2, rule.name
         named = {name for action in rule.actions for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\w+_\w+", action)}
         assert named <= keys, rule.name
+    for path, least in LEAST.items():
+        model: type[Section] = EXPERIMENTS["ppo-math"]
+        *sections, name = path.split(".")
+        for section in sections:
+            model = sub_section(fields_by_key(model)[section][1]) or model
+        bounds = [getattr(one, "ge", None) for one in fields_by_key(model)[name][1].metadata]
+        assert least in bounds, path
 
 
 def test_each_rule_has_a_fault() -> None:
