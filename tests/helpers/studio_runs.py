@@ -45,6 +45,11 @@ def healthy(step: int, steps: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def without_signal(step: int, steps: int) -> dict[str, float]:
+    """Return what differs in a run whose groups come to have equal rewards, and whose reward then does not rise."""
+    return {"groups/equal": min(1.0, 0.3 + step / steps), "reward/mean": 0.2 + 0.3 * min(1.0, 2 * step / steps)}
+
+
 def make_run(
     root: Path,
     name: str = "sums/good",

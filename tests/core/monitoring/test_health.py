@@ -17,8 +17,10 @@ from helpers.source import ROOT
 from tools.runs import history_of
 
 RECORDED = read_rows(Path(__file__).with_name("demo.jsonl"))
-"""Of `slipstream demo --seed 1` (held-out accuracy 45.5 -> 92.2 %): every 20th step and the evaluations, of the metrics
-that rules read, in four digits."""
+"""Of the run of `slipstream demo --seed 1` with ppo.kl_ctl=0.01 (45.5 -> 93.8 % of the held-out problems right): the
+first and the last ten steps, every 30th between them, and the evaluations, of the metrics that rules read, in four
+digits. Its entropy falls from 0.66 to 0.05, its divergence grows to 0.45, its tokens are as old as max_staleness
+allows, and in the end four fifths of its groups have equal rewards."""
 STEPS = 900
 SETTINGS = {"dataset.train_bs_n_seqs": 64}
 LIMITS = {"memory/trainer_gib": 24.0}
@@ -27,35 +29,43 @@ CURVES = ("2x-nvidia-h200-2026-11-27", "seed3-2x-nvidia-h200-2026-11-28", "trl-1
 Fault = Mapping[str, tuple[float, float]]
 """Metric -> its first value, and the one that it keeps in the last third."""
 
-STALLED: Fault = {"reward/mean": (-0.5, 0.2), "eval/reward": (0.2, 0.2)}
+STALLED: Fault = {
+    "reward/mean": (-0.5, 0.2),
+    "eval/reward": (0.2, 0.2),
+    "sampled_entropy": (0.66, 0.5),
+    "ref_kl": (0.01, 0.05),
+    "groups/equal": (0.3, 0.5),
+}
+"""The reward does not rise, and nothing says why."""
+WAITS_LITTLE: Fault = {"time/wait_for_rollout": (0.0, 0.3), "time/step": (1.0, 1.0)}
 SCORED = 460_000
 """Rewards of the recorded run."""
 
 FAULTS: Sequence[tuple[str, Light, Fault]] = [
-    ("entropy flat", "warning", {"sampled_entropy": (0.66, 0.12), **STALLED}),
-    ("entropy flat", "bad", {"sampled_entropy": (0.66, 0.03), **STALLED}),
-    ("kl", "warning", {"ref_kl": (0.01, 0.4)}),
-    ("kl", "bad", {"ref_kl": (0.01, 0.8)}),
+    ("entropy flat", "warning", {**STALLED, "sampled_entropy": (0.66, 0.12)}),
+    ("entropy flat", "bad", {**STALLED, "sampled_entropy": (0.66, 0.03)}),
+    ("kl flat", "warning", {**STALLED, "ref_kl": (0.01, 0.4)}),
+    ("kl flat", "bad", {**STALLED, "ref_kl": (0.01, 0.8)}),
     ("ratio", "warning", {"importance_weight": (1.0, 1.3)}),
     ("ratio", "bad", {"importance_weight": (1.0, 0.4)}),
     ("clipped", "warning", {"actor_clip_ratio": (0.05, 0.45)}),
     ("clipped", "bad", {"actor_clip_ratio": (0.05, 0.7)}),
-    ("spread", "warning", {"groups/equal": (0.3, 0.9)}),
-    ("spread", "bad", {"groups/equal": (0.3, 0.97)}),
+    ("spread flat", "warning", {**STALLED, "groups/equal": (0.3, 0.9)}),
+    ("spread flat", "bad", {**STALLED, "groups/equal": (0.3, 0.97)}),
     ("length", "warning", {"answer_length/mean": (200, 600)}),
     ("length", "bad", {"answer_length/mean": (200, 3000)}),
     ("cut_off", "warning", {"no_eos_ratio": (0.0, 0.4)}),
     ("cut_off", "bad", {"no_eos_ratio": (0.0, 0.6)}),
-    ("flat", "warning", {**STALLED, "sampled_entropy": (0.66, 0.5)}),
-    ("evaluation", "warning", {"eval/accuracy": (0.6, 0.52)}),
-    ("evaluation", "bad", {"eval/accuracy": (0.6, 0.3)}),
+    ("flat", "warning", STALLED),
+    ("evaluation", "warning", {"eval/accuracy": (0.6, 0.52), "ref_kl": (0.01, 0.05)}),
+    ("evaluation", "bad", {"eval/accuracy": (0.6, 0.3), "ref_kl": (0.01, 0.05)}),
     ("mismatch", "warning", {"behave_approx_kl": (-0.01, -0.1)}),
     ("mismatch", "bad", {"behave_approx_kl": (-0.01, -0.3)}),
-    ("staleness", "warning", {"rollout/wait_for_oldest_seconds": (0.0, 0.1), "time/wait_for_rollout": (0.0, 0.1)}),
+    ("staleness", "warning", {"rollout/wait_for_oldest_seconds": (0.0, 0.3), **WAITS_LITTLE}),
     ("staleness", "warning", {"rollout/num_masked_tokens": (0, 1e5)}),
     ("staleness", "warning", {"rollout/num_late": (0.0, 6.4)}),
-    ("waiting", "warning", {"time/wait_for_rollout": (0.0, 0.17)}),
-    ("waiting", "bad", {"time/wait_for_rollout": (0.0, 0.3)}),
+    ("waiting", "warning", {"time/wait_for_rollout": (0.0, 0.7), "time/step": (1.0, 1.0)}),
+    ("waiting", "bad", {"time/wait_for_rollout": (0.0, 0.9), "time/step": (1.0, 1.0)}),
     ("waiting", "warning", {"rollout/generators_busy": (0.9, 0.2)}),
     ("memory", "warning", {"memory/trainer_gib": (3.0, 22.5)}),
     ("memory", "bad", {"memory/trainer_gib": (3.0, 23.9)}),
@@ -86,8 +96,13 @@ def wrong(answers: list[Judgement]) -> list[str]:
 
 
 def test_every_rule_is_silent_on_a_healthy_run() -> None:
-    answers = judge(History(rows({"ref_kl": (0.01, 0.05)}), SETTINGS, LIMITS))
+    answers = judge(History(rows({}), SETTINGS, LIMITS))
     assert {one.light for one in answers} == {"good"}, [one for one in answers if one.light != "good"]
+
+
+def test_a_divergence_is_a_fault_where_no_evaluation_shows_that_the_model_learns() -> None:
+    trained = Rows([row for row in RECORDED if "eval/reward" not in row])
+    assert wrong(judge(History(trained))) == ["kl"]
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -112,20 +127,22 @@ def test_a_fault_is_found_by_its_rule_alone_with_a_figure(names: str, light: Lig
 
 def test_a_problem_has_the_step_since_which_it_is_found_without_a_break() -> None:
     values = [1.0] * 10 + [0.0] * 20 + [1.0] * 30
-    found = [{"step": step, "groups/equal": value} for step, value in enumerate(values, 1)]
-    (spread,) = (rule for rule in RULES if rule.name == "spread")
-    (late,) = judge(History(Rows(found)), [spread])
-    (always,) = judge(History(Rows(found[:9])), [spread])
-    (healthy_run,) = judge(History(Rows(found[:30])), [spread])
+    found = [{"step": step, "actor_clip_ratio": value} for step, value in enumerate(values, 1)]
+    (clipped,) = (rule for rule in RULES if rule.name == "clipped")
+    (late,) = judge(History(Rows(found)), [clipped])
+    (always,) = judge(History(Rows(found[:9])), [clipped])
+    (healthy_run,) = judge(History(Rows(found[:30])), [clipped])
     assert late.since is not None and 30 < late.since <= 40
     assert (always.since, healthy_run.since) == (1, None)
 
 
 def test_actions_name_keys_with_their_present_values_and_leave_out_what_is_set() -> None:
     settings = {"algorithm.dynamic_sampling": False, "group_size": 8}
-    (answer, *_) = judge(History(rows({"groups/equal": (0.3, 0.97)}), settings))
+    (answer, *_) = judge(History(rows({**STALLED, "groups/equal": (0.3, 0.97)}), settings))
     assert answer.actions == ["set algorithm.dynamic_sampling=true (now false)", "raise group_size (now 8)"]
-    (answer, *_) = judge(History(rows({"groups/equal": (0.3, 0.97)}), {**settings, "algorithm.dynamic_sampling": True}))
+    (answer, *_) = judge(
+        History(rows({**STALLED, "groups/equal": (0.3, 0.97)}), {**settings, "algorithm.dynamic_sampling": True})
+    )
     assert answer.actions == ["raise group_size (now 8)"]
     for now, lower in ((2, ["lower ppo.ppo_n_minibatches (now 2)"]), (1, [])):
         (answer, *_) = judge(History(rows({"importance_weight": (1.0, 1.3)}), {"ppo.ppo_n_minibatches": now}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.studio_runs import make_agent_run, make_run
+from helpers.studio_runs import make_agent_run, make_run, without_signal
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 
@@ -18,7 +18,7 @@ def base(start: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
     root = tmp_path_factory.mktemp("runs")
     make_run(root, "sums/good")
     make_run(root, "sums/second", steps=20, config={"seed": 1, "staleness": {"max_staleness": 5}})
-    make_run(root, "sums/bad", change=lambda step, steps: {"groups/equal": min(1.0, 0.3 + step / steps)})
+    make_run(root, "sums/bad", change=without_signal)
     make_run(
         root, "sums/<img src=x>", steps=3, answer=lambda step, index: HOSTILE,
         change=lambda step, steps: {HOSTILE: 1.0, "__proto__": 2.0},
@@ -120,8 +120,10 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     page.locator(".chart canvas").first.wait_for()
     assert texts(page, ".chart .name") == ["groups/equal"]
     page.get_by_label("filter metrics").fill("")
-    wait(page, lambda: texts(page, "section:first-child .chart.problem .name") == ["groups/equal"])
-    assert texts(page, "section:first-child .chart .mark") == ["Nearly all groups have equal rewards"]
+    wait(page, lambda: page.locator("section:first-child .chart.problem").count() == 2)
+    assert sorted(texts(page, "section:first-child .chart .name")) == ["groups/equal", "reward/mean"]
+    marks = ["Nearly all groups have equal rewards", "The reward does not rise"]
+    assert sorted(texts(page, "section:first-child .chart .mark")) == marks
 
 
 def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:

@@ -85,6 +85,15 @@ export async function metricsPage({ content, query, run, alive }) {
       h("h2", {}, group, h("span", { class: "muted" }, ` ${members.length}`)),
       h("div", { class: "grid" }, members.map(box)))));
     for (const name of shown) seen.observe(boxes.get(name).card);
+    markProblems();
+  }
+
+  function markProblems() {
+    for (const [name, { card, mark }] of boxes) {
+      const found = problems.get(name);
+      card.classList.toggle("problem", Boolean(found));
+      mark.replaceChildren(...(found ? [h("a", { href: address(["run", run.id, "health"]), title: found.reason }, found.title)] : []));
+    }
   }
 
   function box(name) {
@@ -152,12 +161,8 @@ export async function metricsPage({ content, query, run, alive }) {
       const name = one.metrics[0]?.[0];
       if (names.has(name)) problems.set(name, one);
     }
-    for (const [name, { card, mark }] of boxes) {
-      const found = problems.get(name);
-      card.classList.toggle("problem", Boolean(found));
-      mark.replaceChildren(...(found ? [h("a", { href: address(["run", run.id, "health"]), title: found.reason }, found.title)] : []));
-    }
-    if ([...problems.keys()].join() !== before) arrange();
+    if ([...problems.keys()].join() === before) markProblems();
+    else arrange();
   }
 
   arrange();
