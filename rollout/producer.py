@@ -143,6 +143,7 @@ class RolloutProducer:
             if loop.time() < began + limit:
                 break
             if id in self._journals:
+                self._slow.add(loop.time() - began)
                 self._experience.drop(id, reason=SLOW)
                 self._stop(id)
         self._start_prompts()

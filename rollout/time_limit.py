@@ -48,22 +48,25 @@ class _Clock:
 
 
 class DynamicLimit:
-    """A time limit of prompts that follows those before: `ratio` times the mean of the last `count` that have
-    finished. None before so many have."""
+    """A time limit of prompts that follows those before: `ratio` times the mean of the last `count` that have ended.
+    None before so many have.
+
+    Those that exceeded it count with the time that they had. Without them the limit would sink with every prompt that
+    it ends, until it ends all."""
 
     def __init__(self, ratio: float, count: int) -> None:
-        self._ratio, self._count, self._finished = ratio, count, deque[float](maxlen=count)
+        self._ratio, self._count, self._ended = ratio, count, deque[float](maxlen=count)
 
     def add(self, seconds: float) -> None:
-        """Count a prompt that has finished."""
-        self._finished.append(seconds)
+        """Count a prompt that has ended."""
+        self._ended.append(seconds)
 
     @property
     def seconds(self) -> float:
         """The limit; infinity: there is none yet."""
-        if len(self._finished) < self._count:
+        if len(self._ended) < self._count:
             return math.inf
-        return self._ratio * sum(self._finished) / self._count
+        return self._ratio * sum(self._ended) / self._count
 
 
 @contextmanager

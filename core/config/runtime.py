@@ -164,8 +164,8 @@ class WorkflowConfig(Section):
     )
     dynamic_timeout: float | None = key(
         None,
-        "End the sampling of a prompt that takes so many times the mean duration of the last batch of prompts: it is "
-        "late, and another one takes its place. null: no limit",
+        "End the sampling of a prompt that takes so many times the mean duration of the last batch of prompts, ended "
+        "ones included: it is late, and another one takes its place. null: no limit",
         gt=1,
     )
     max_retries: int = key(

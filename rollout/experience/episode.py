@@ -99,6 +99,16 @@ def sampled_lengths(events: Iterable[Event]) -> list[int]:
     return [len(event.value.token_ids) for event in events if isinstance(event.value, Completion)]
 
 
+def length_bias(trained: Sequence[Tags], late: Sequence[Tags]) -> float:
+    """Return an estimate of the bias of length: the mean length of trained episodes over that of trained and late ones.
+    A late one counts as the longest answer that is trained, or as what it has sampled where that is more: it would have
+    become longer still."""
+    lengths = [float(np.mean(tags.lengths)) for tags in trained]
+    longest = max(length for tags in trained for length in tags.lengths)
+    every = lengths + [float(max(longest, *tags.lengths, 0)) for tags in late]
+    return float(np.mean(lengths) / np.mean(every)) if sum(every) else 1.0
+
+
 class Summary(TypedDict):
     """The tags that finished trajectories have."""
 

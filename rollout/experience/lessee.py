@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollout.experience.base import Experience, Lease, Outstanding, Patience, Selection, StalenessError
-from rollout.experience.episode import Episode, Tags
+from rollout.experience.episode import Episode, Tags, length_bias
 from rollout.experience.replay import Replay
 from rollout.experience.rules import Rules
 from rollout.trajectories import turns
@@ -81,18 +81,12 @@ class Lessee:
         return [replace(episode, tags=tags) for episode, tags in zip(values, again, strict=True)]
 
     def _of_late(self, lease: Lease, size: int) -> dict[str, float]:
-        """Return how many episodes of a batch are late or missing, and an estimate of the bias of length: the mean
-        length of trained episodes over that of trained and late ones. A late one counts as the longest answer that is
-        trained, or as what it has sampled where that is more: it would have become longer still."""
+        """Return how many episodes of a batch are late or missing, and the bias of length."""
         late = [tags for tags in lease.dropped if tags.fate == "late"]
-        trained = [float(np.mean(tags.lengths)) for tags in lease.tags]
-        longest = max(length for tags in lease.tags for length in tags.lengths)
-        every = trained + [float(max(longest, *tags.lengths, 0)) for tags in late]
-        bias = np.mean(trained) / np.mean(every) if sum(every) else 1.0
         return {
             "rollout/num_late": float(len(late)),
             "rollout/num_missing": float(size - len(lease.tags)),
-            "rollout/length_bias": float(bias),
+            "rollout/length_bias": length_bias(lease.tags, late),
         }
 
     def trained(self, step: int) -> None:

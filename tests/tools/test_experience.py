@@ -23,8 +23,16 @@ def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: p
     fill(old)
     assert main(["export", "--path", str(old), str(file)]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["tags"]["fate"] for row in rows] == ["trained", "trained", "dropped", "skipped", "ready", "open"]
-    assert [len(row["trajectories"]) for row in rows] == [0, 0, 0, 0, 2, 0]
+    assert [row["tags"]["fate"] for row in rows] == [
+        "trained",
+        "trained",
+        "dropped",
+        "skipped",
+        "ready",
+        "open",
+        "late",
+    ]
+    assert [len(row["trajectories"]) for row in rows] == [0, 0, 0, 0, 2, 0, 0]
     assert main(["import", "--path", str(new), str(file)]) == 0
     assert capsys.readouterr().out == "1 episodes imported\n"
     (before,), (after,) = (SQLiteExperience(path).values(["q4"]) for path in (old, new))
@@ -43,7 +51,7 @@ def test_pruning_keeps_the_tokens_of_the_last_steps(tmp_path: Path, capsys: pyte
     for keep, dropped in ((1, 0), (0, 2), (0, 0)):
         assert main(["prune", "--path", str(path), "--keep", str(keep)]) == 0
         assert capsys.readouterr().out == f"{dropped} values dropped\n"
-    assert {t.fate for t in SQLiteExperience(path).tags()} == {"trained", "dropped", "skipped", "ready", "open"}
+    assert {t.fate for t in SQLiteExperience(path).tags()} == {"trained", "dropped", "skipped", "ready", "open", "late"}
 
 
 def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,15 +26,17 @@ def trajectory(reward: float) -> Trajectory:
 
 
 def fill(path: Path, *, keep_steps: int = 0) -> None:
-    """Draw six prompts: two are trained, one is dropped, one is skipped, one is ready and one in flight."""
-    rules = make_rules(num_prompts=6, batch_size=2, max_staleness=9, dynamic_sampling_limit=9)
+    """Draw seven prompts: two are trained, one is dropped, one is skipped, one is ready, one in flight and one late."""
+    rules = make_rules(num_prompts=7, batch_size=2, max_staleness=9, dynamic_sampling_limit=9)
     store = SQLiteExperience(path)
-    for number in range(6):
+    for number in range(7):
         tags = Tags(id=f"q{number}", group_id=f"q{number}", task="math", row=f"q{number}", epoch=0, version=0)
         assert store.open(tags, rules.admission) == "open"
         group = [trajectory(1.0), trajectory(1.0 if number == 2 else 0.0)]
         if number == 3:
             store.drop(tags.id)
+        elif number == 6:
+            store.drop(tags.id, reason="slow")
         elif number < 5:
             store.put(Episode(tags=replace(tags, **summary(group)), trajectories=group), rules.spread.drops)
 
@@ -54,8 +56,9 @@ def test_every_prompt_is_accounted_for_and_a_missing_one_is_an_error(
     fill(path)
     assert main(["--path", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for line in ("6 prompts drawn", "trained │ 2", "ready │ 1", "in flight │ 1", "every answer right │ 1"):
+    for line in ("7 prompts drawn", "trained │ 2", "ready │ 1", "in flight │ 1", "every answer right │ 1"):
         assert line in shown, shown
+    assert "dropped: slow │ 1" in shown and "of what is trained is 1.000 times that of all, or less" in shown
     assert "the workflow kept failing │ 1" in shown and "The balance adds up." in shown
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM episodes WHERE id = 'q0'")

@@ -4,8 +4,8 @@
     python -m tools.experience.ledger --store sqlite --path experience.db
     python -m tools.experience.ledger RUN --picture bias.svg      # length, reward and difficulty of what was trained
 
-drawn = trained + leased + ready + in flight + dropped (by reason) + skipped. Steps that replay an episode are counted
-beside it. The exit code is 1 where the balance does not add up.
+drawn = trained + leased + ready + in flight + dropped (by reason, late ones too) + skipped. Steps that replay an
+episode are counted beside it. The exit code is 1 where the balance does not add up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.table import Table
 from core.runs.record import CONFIG, settings_of
 from rollout.experience import Experience, StoreError, Tags
 from rollout.experience import open_store as open_by_name
+from rollout.experience.episode import length_bias
 from rollout.experience.selection import no_spread
 from rollout.plugins import PluginError
 from tools.arguments import BadRequest, program, run_with
@@ -94,6 +95,12 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
     finished, trained = _finished(episodes)
     if trained:
         console.print(_bias(finished, trained))
+    late = [tags for tags in episodes if tags.fate == "late"]
+    if trained and late:
+        console.print(
+            f"{len(late)} late prompts are not among the finished ones. With them, the mean length of what is trained "
+            f"is {length_bias(trained, late):.3f} times that of all, or less."
+        )
     missing = drawn - len(episodes)
     console.print("The balance adds up." if not missing else f"The balance does not add up: {missing} are missing.")
     return int(bool(missing))
@@ -101,9 +108,9 @@ def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
 
 def label(tags: Tags) -> str:
     """Return what became of an episode, in words."""
-    if tags.fate != "dropped":
-        return _FATES[tags.fate]
-    return f"dropped: {tags.reason}" if tags.reason else _REASONS[no_spread(tags) or "all_wrong"]
+    if tags.fate in ("dropped", "late") and tags.reason:
+        return f"dropped: {tags.reason}"
+    return _REASONS[no_spread(tags) or "all_wrong"] if tags.fate == "dropped" else _FATES[tags.fate]
 
 
 def _bias(finished: Sequence[Tags], trained: Sequence[Tags]) -> Table:
