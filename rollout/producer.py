@@ -157,7 +157,7 @@ class RolloutProducer:
             self._end_slow()
         except Exception as error:  # noqa: BLE001 - the store failed: without its error, leases would wait forever
             self._running = False
-            self._fail(error)
+            self.fail(error)
 
     @property
     def num_finished(self) -> int:
