@@ -177,6 +177,14 @@ def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_pat
         assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
 
 
+def test_host_memory_of_one_name_has_room_for_elements_of_any_size() -> None:
+    host, cpu = writing.HostCopy(), torch.device("cpu")
+    for dtype in (torch.uint8, torch.float32, torch.bfloat16):
+        room = host.room("x", 5, dtype, on=cpu)
+        host.fill(room, torch.arange(5, dtype=dtype))
+        assert room.dtype == dtype and room.tolist() == [0, 1, 2, 3, 4]
+
+
 def background_failure_run(rank: Rank, model: str, path: str) -> str:
     """Rank 1 may not write its shards; whoever waits hears of it."""
     with rank.joined(TP2) as (parallel, device):

@@ -138,10 +138,10 @@ def test_beyond_the_limit_groups_are_kept_so_that_a_solved_task_ends_its_run(cap
     assert caplog.text.count("algorithm.dynamic_sampling_limit") == 3
 
 
-@pytest.mark.parametrize("acknowledged", [True, False])
-def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool) -> None:
+@pytest.mark.parametrize(("acknowledged", "hopeless"), [(True, False), (False, False), (False, True)])
+def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool, hopeless: bool) -> None:
     async def main() -> None:
-        workflow = Judged()
+        workflow = Judged(hopeless=hopeless)
         settings: dict[str, object] = {"max_staleness": 0, "in_order": True}
         async with make_producer(workflow, **settings) as producer:
             first = await train(producer, workflow, range(3))
@@ -153,7 +153,7 @@ def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool)
                 workflow.version = 4
                 producer.set_version(4)
             rest = await train(producer, workflow, range(3 if acknowledged else 4, 8))
-        again = Judged()
+        again = Judged(hopeless=hopeless)
         again.version = 3
         recovered = make_producer(again, **settings)
         recovered.restore(state)
@@ -162,6 +162,7 @@ def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool)
         kept = [name for name in rows[0] if name.startswith("dynamic_sampling/")] + ["taken", "age"]
         expected = rest if acknowledged else rest[-4:]
         assert len(first) == 3 and len(kept) == 10
+        assert rows[0]["dynamic_sampling/kept_without_spread"] == 4 * hopeless
         assert [{k: row[k] for k in kept} for row in rows[-len(expected) :]] == [
             {k: row[k] for k in kept} for row in expected
         ]
