@@ -189,6 +189,8 @@ def _related(a: str, b: str) -> bool:
     return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
+_MOST_SUGGESTIONS = 100
+"""Problems after which unknown keys are named without the nearest known one, whose search takes time."""
 MOST_LISTED = 20
 
 
@@ -286,6 +288,9 @@ class _Binder:
         self.problems.append(Problem(key=path, message=message, where=_where(self.sources, path)))
 
     def _unknown(self, model: type[Section], name: str, node: Node, path: str) -> None:
+        if len(self.problems) >= _MOST_SUGGESTIONS:
+            self.problems.append(Problem(key=path, message="unknown key", where=node.where))
+            return
         known = hint(name, path)
         if known is None and isinstance(node, Table) and any(f"{path}.{child}" in HINTS for child in node.children):
             for child, value in node.children.items():

@@ -101,6 +101,12 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path: Path, l
     assert message.endswith(f"unknown key; {suggestion}")
 
 
+def test_of_very_many_unknown_keys_all_are_named_and_the_first_with_the_nearest(tmp_path: Path) -> None:
+    found = errors(tmp_path, SMALLEST_PPO + "".join(f"gruop_size{number}: 1\n" for number in range(150)))
+    assert len(found) == 150
+    assert "did you mean 'group_size'?" in found[99] and found[100].endswith(": gruop_size100: unknown key")
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [
