@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 import random
 import selectors
 from collections import Counter, deque
@@ -43,7 +44,9 @@ class World:
     max_running: int
     """Requests that a server decodes at once; others wait there."""
     step_seconds: Sequence[float]
-    """Of a decode step, by the number of requests, from 0 to max_running."""
+    """Of a decode step of requests that have their prompts alone, by their number, from 0 to max_running."""
+    token_seconds: float = 0.0
+    """More for each token that they have got: its keys and values are read in each step."""
     prefill_seconds: float
     """Of the prompt of a group."""
     prompts: int
@@ -164,10 +167,12 @@ class _Server:
         self._most, self._outcome, self._index = world.max_running, outcome, number
         self._lengths, self._on_answer = lengths, on_answer
         self._steps = [seconds * factor for seconds in world.step_seconds]
+        self._token_seconds = world.token_seconds * factor
         self._prefill = world.prefill_seconds * factor
         self._tokens = 0.0  # that each request got since the begin, as long as it was there
+        self._began = 0.0  # the sum of that number at the begin of each running request
         self._since = 0.0
-        self._running: list[tuple[float, int, _Group]] = []
+        self._running: list[tuple[float, int, float, _Group]] = []  # its value at the end, and at the begin
         self.waiting: deque[tuple[float, _Group]] = deque()
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -210,7 +215,7 @@ class _Server:
         for group in groups:
             if not group.done.done():
                 group.done.set_exception(ConnectionError(_GONE))
-        self._running, self.waiting = [], deque()
+        self._running, self.waiting, self._began = [], deque(), 0.0
 
     def stall(self, seconds: float) -> None:
         """Decode nothing for a while: a prefill, or a weight update."""
@@ -222,12 +227,17 @@ class _Server:
         """Bring what the requests have up to now."""
         now = asyncio.get_running_loop().time()
         if now > self._since:
-            self._tokens += (now - self._since) / self._step()
+            step, growth = self._step()
+            elapsed = now - self._since
+            self._tokens += 2 * elapsed / (step + math.sqrt(step**2 + 2 * growth * elapsed))
             self.request_seconds += (now - self._since) * len(self._running)
             self._since = now
 
-    def _step(self) -> float:
-        return self._steps[len(self._running)]
+    def _step(self) -> tuple[float, float]:
+        """Return the seconds of the next decode step, and by how much more each further one takes."""
+        running = len(self._running)
+        tokens = running * self._tokens - self._began
+        return self._steps[running] + self._token_seconds * tokens, self._token_seconds * running
 
     def _fill(self) -> None:
         """Let waiting requests begin in one prefill. While the server is nearly full, they wait until a tenth of its
@@ -241,7 +251,8 @@ class _Server:
                 if not group.cancelled:
                     self._number += 1
                     groups.add(id(group))
-                    heapq.heappush(self._running, (self._tokens + length, self._number, group))
+                    heapq.heappush(self._running, (self._tokens + length, self._number, self._tokens, group))
+                    self._began += self._tokens
             self._since += _PREFILL_STEPS * self._steps[0] + self._prefill * len(groups)
         self._schedule()
 
@@ -249,7 +260,8 @@ class _Server:
         if self._timer is not None:
             self._timer.cancel()
         if self._running and not self._is_dead:
-            seconds = max(0.0, self._running[0][0] - self._tokens) * self._step()
+            (step, growth), left = self._step(), max(0.0, self._running[0][0] - self._tokens)
+            seconds = left * (step + growth * left / 2)
             self._timer = asyncio.get_running_loop().call_at(self._since + seconds, self._finish)
 
     def _finish(self) -> None:
@@ -257,7 +269,8 @@ class _Server:
         self.advance()
         running, ended = self._running, self._tokens + 0.5
         while running and running[0][0] <= ended:
-            _, _, group = heapq.heappop(running)
+            _, _, began, group = heapq.heappop(running)
+            self._began -= began
             group.left -= 1
             if not group.left and not group.done.done():
                 group.done.set_result(None)
@@ -289,9 +302,10 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
     context = prompt + answers.mean_begun
     most = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / context)))
     decode = decoding(servers, calibration)
-    steps = [decode(n, context) for n in range(most + 1)]
+    steps = [decode(n, prompt) for n in range(most + 1)]
     return World(
         num_servers=servers.layout.dp, max_running=most, step_seconds=steps,
+        token_seconds=decode(1, prompt + 1) - decode(1, prompt),
         prompts=scene.prompts, group_size=scene.group_size, answers=answers,
         prefill_seconds=prefill_seconds(
             servers, calibration, prompts=1, length=prompt, answers=scene.group_size
@@ -306,7 +320,8 @@ def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
     fewer = min(num_steps, _FAULT_STEPS)
     third = fewer // 3
     spread = world.answers.spread + 0.4
-    slow = 0.2 * world.answers.mean * world.step_seconds[-1]
+    step = world.step_seconds[-1] + world.token_seconds * world.max_running * world.answers.mean_begun
+    slow = 0.2 * world.answers.mean * step
     cases: dict[str, World] = {}
     if world.num_servers > 1:
         cases[f"a server fails in step {third}"] = replace(world, dead_server_at=third)

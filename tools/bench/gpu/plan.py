@@ -347,8 +347,9 @@ class Run:
         world = None if calibration is None else world_of(planned, calibration, answers)
         if time is None or world is None:
             raise ValueError(f"{gpu.name}: no calibration")
-        outcome = simulate(world, self.warm_up + self.steps)
-        steps = outcome.steps[self.warm_up :]
+        # The last simulated steps lack what a run starts beside them for the steps after it.
+        simulated = simulate(world, self.warm_up + self.steps + self.max_staleness + 1).steps
+        steps = simulated[self.warm_up : self.warm_up + self.steps]
         seconds = steps[-1].end - steps[0].begin
         answered = planned.sequences * answers.mean
         return {
