@@ -62,6 +62,12 @@ def test_from_the_list_to_the_curves_of_two_runs(page: Any, base: str) -> None:
     assert sorted(text.rstrip("×") for text in texts(page, ".legend span")) == ["sums/good", "sums/second"]
     page.get_by_label("filter metrics").fill("reward/mean")
     wait(page, lambda: page.locator(".chart").count() == 1)
+    page.get_by_label("over").select_option("tokens")
+    page.get_by_label("smoothing").fill("0.1")
+    wait(page, lambda: "x=tokens" in page.url and "smooth=0.1" in page.url)
+    page.get_by_label("filter metrics").fill("staleness/ages")
+    page.get_by_role("img", name="histogram by step").hover(position={"x": 60, "y": 100})
+    assert texts(page, ".chart .value") == ["step 1, 1: 20"]
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
     page.keyboard.press("Escape")
     page.locator("h1").click()
@@ -178,6 +184,8 @@ def test_a_wrong_value_is_marked_at_its_field_and_boxes_follow_the_text(page: An
     page.get_by_label("only changed").check()
     wait(page, lambda: page.locator(".key").count() == 3)
     assert page.evaluate("document.documentElement.scrollWidth") == 1280
+    page.get_by_label("preset").select_option("dapo")
+    wait(page, lambda: "algorithm:\n  name: dapo" in page.get_by_label("configuration as YAML").input_value())
 
 
 def open_page(page: Any, base: str, run: str, title: str) -> None:
