@@ -133,7 +133,7 @@ ORDER = {
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "experience gpu", "__main__"),
+    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "agents experience gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers", "plan push", "compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""

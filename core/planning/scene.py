@@ -231,7 +231,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
     return Servers(
         backend=placed.backend,
         config=model,
-        layout=placed.layout,
+        layout=replace(placed.layout, dp=max(1, placed.layout.dp - config.num_auxiliary_servers)),
         itemsize=2 if dtype == "bfloat16" else 4,
         fp8=config.generator.quantizes,
         max_running=config.generator.max_running,

@@ -85,6 +85,7 @@ def settings_for(model: Path, log_file: Path, **changes: Any) -> BackendSettings
         "flags": {"max_total_tokens": 16384, "sleep_on_idle": True, **BATCHED_PREFILLS},
         "python": PYTHON,
         "env": environment(),
+        "startup_timeout_seconds": 1800.0,  # on a busy host
     }
     return replica(**values | changes)
 

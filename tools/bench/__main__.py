@@ -41,6 +41,7 @@ MEASUREMENTS = {
         "datapath": "datapath:datapath",
         "store": "experience:store",
         "evaluation": "experience:evaluation",
+        "agents": "agents:agents",
         "convert": "cpu:convert_both_ways",
     },
     "gpu": {
