@@ -9,6 +9,8 @@ import sqlite3
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,15 @@ from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
 from helpers.postgres import PostgresServer
 from helpers.runs import metrics_of, rows
+from tools.demo.__main__ import (
+    WARM_UP_TARGET,
+    accuracy,
+    first_at_least,
+    ppo_changes,
+    run_quickstart,
+    saved_models,
+)
+from tools.demo.data import make_demo_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -65,19 +76,26 @@ def kill(command: Command) -> None:
 
 
 def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
-    start: Callable[..., Command], tmp_path: Path
+    assets, start: Callable[..., Command], tmp_path: Path
 ) -> None:
-    train, explore = start("train", "train"), start("explore", "explore")
+    """A step of the train job has fewer prompts than one of the explore jobs."""
+    store = tmp_path / "shared" / "experience.db"
+    batches = {
+        "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": BATCH_SIZE + 2, "max_prompt_len": 8},
+        "experience": {"store": "sqlite", "path": str(store), "train_batch_size": BATCH_SIZE * GROUP_SIZE},
+    }
+    train, explore = start("train", "train", **batches), start("explore", "explore", **batches)
     train.wait_for("step 2/")
     kill(explore)
-    explore, other = start("explore", "explore"), start("explore", "other")
+    explore, other = start("explore", "explore", **batches), start("explore", "other", **batches)
     train.wait_for("step 4/")
     kill(train)
-    train = start("train", "train")
+    train = start("train", "train", **batches)
     assert train.finish() == 0, train.output()[-4000:]
     for job in (explore, other):
         assert job.finish() == 0, job.output()[-4000:]
-    check_all_trained_once(train, tmp_path / "shared" / "experience.db")
+    check_all_trained_once(train, store)
+    assert {row["n_seqs"] for row in rows(train, "metrics.jsonl")} == {float(BATCH_SIZE * GROUP_SIZE)}
     assert VersionFolder(tmp_path / "shared" / "weights").latest().version == NUM_STEPS
 
 
@@ -211,3 +229,32 @@ def test_an_explore_job_alone_writes_files(start: Callable[..., Command], tmp_pa
     found = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert len({row["tags"]["id"] for row in found}) == len(found) == 2 * BATCH_SIZE
     assert all(len(row["trajectories"]) == GROUP_SIZE for row in found)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_train_and_an_explore_job_learn_what_one_job_learns(tmp_path: Path) -> None:
+    """Two-digit additions from the warm-up of the demo on, in 200 steps: held-out accuracy of the last weights."""
+    files = make_demo_data(tmp_path, seed=1)
+    run = partial(run_quickstart, environment={"SLIPSTREAM_DEMO": str(tmp_path)})
+    run("sft", "seed=1", log=tmp_path / "sft.log")
+    measured = partial(accuracy, data=files.held_out)
+    warm, before = first_at_least(saved_models(tmp_path, "demo-sft"), WARM_UP_TARGET, measured)
+
+    def learn(mode: str, *changes: str) -> None:
+        log = tmp_path / f"{mode}.log"
+        common = ppo_changes(warm, seed=1, gpus=0, steps=200)
+        run("ppo-math", *common, f"mode={mode}", f"trial_name={mode}", "recover_mode=auto", *changes, log=log)
+
+    def last(mode: str) -> float:
+        (folder,) = tmp_path.glob(f"checkpoints/*/demo-ppo/{mode}/actor/*globalstep200")
+        return measured(folder)
+
+    learn("both")
+    shared = ("experience.store=sqlite", f"experience.path={tmp_path}/shared/experience.db")
+    with ThreadPoolExecutor() as pool:
+        for job in [pool.submit(learn, mode, *shared) for mode in ("train", "explore")]:
+            job.result()
+    both, apart = last("both"), last("train")
+    print(f"held-out accuracy: {before:.1%} before, {both:.1%} by one job, {apart:.1%} by two")
+    assert both > before + 0.1 and apart > before + 0.1 and apart > both - 0.1
