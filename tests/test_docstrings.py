@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.source import PACKAGES
+from helpers.source import PACKAGES, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (*sorted(PACKAGES), "examples")
@@ -38,9 +38,9 @@ def source_files() -> list[Path]:
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def functions(tree: ast.Module) -> Iterator[Function]:
+def functions(module: ast.Module) -> Iterator[Function]:
     """Functions and methods with a docstring; properties (noun phrases) and __init__ (arguments) are left out."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, Function) and node.name != "__init__" and ast.get_docstring(node):
             decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
             if not any("property" in decorator for decorator in decorators):
@@ -58,7 +58,7 @@ def test_the_docstring_of_a_function_begins_with_an_imperative_verb() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {(ast.get_docstring(node) or '').splitlines()[0]}"
         for path in source_files()
-        for node in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for node in functions(tree(path))
         if not is_imperative(ast.get_docstring(node) or "")
     ]
     assert not wrong, "\n".join(wrong)
@@ -67,10 +67,10 @@ def test_the_docstring_of_a_function_begins_with_an_imperative_verb() -> None:
 def test_docstrings_and_messages_do_not_describe_programs_as_persons() -> None:
     wrong = []
     for path in source_files():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree(path)))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                 found = [m[0] for m in PERSONS.finditer(node.value) if m[0] not in names]
                 wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {word!r}" for word in found]

@@ -37,8 +37,13 @@ def imported_by_call(node: ast.Call, *functions: str) -> str:
     return first.value if named and isinstance(first.value, str) else ""
 
 
-def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def imported_modules(path: Path) -> list[tuple[str, int]]:
     """(absolute dotted module, line) of every import in the file, importlib.import_module("...") included."""
+    return list(_imported_modules(path))
+
+
+def _imported_modules(path: Path) -> Iterator[tuple[str, int]]:
     here = path.relative_to(ROOT).with_suffix("").parts
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
