@@ -22,8 +22,12 @@ WRONG = -1.0
 
 _INTEGER = re.compile(r"\s*(-?[0-9]{1,15})\s*")
 _THOUGHT = r"(?:\w+:)?(?:think|thinking|thought|reason|reasoning|reflection|scratchpad|analysis)"
-_THOUGHT_BEGIN = re.compile(rf"(?i)<(?:{_THOUGHT})>|<\|begin_of_thought\|>|◁think▷|\[think\]")
-_THOUGHT_END = re.compile(rf"(?i)</(?:{_THOUGHT})>|<\|end_of_thought\|>|◁/think▷|\[/think\]")
+_THOUGHT_BEGIN = re.compile(
+    rf"(?i)<{_THOUGHT}(?:\s[^<>]*)?>|<[|｜]begin[_▁]of[_▁]{_THOUGHT}[|｜]>|<\|channel\|>analysis|◁think▷|\[think\]"
+)
+_THOUGHT_END = re.compile(
+    rf"(?i)</{_THOUGHT}\s*>|<[|｜]end[_▁]of[_▁]{_THOUGHT}[|｜]>|<\|channel\|>final<\|message\|>|◁/think▷|\[/think\]"
+)
 _TAG = re.compile(r"(?is).*<answer>(.*?)(?:</answer>|$)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is no brace
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -144,8 +148,11 @@ def _integer(content: str | None) -> int | None:
 
 
 def _marked_solution(solution: str) -> str:
-    """Return the answer of a solution: what it marks, or all of it."""
-    return marked_answer(solution) or solution
+    """Return the answer of a solution: what it marks, a line "#### answer" above others, or all of it."""
+    found = marked_answer(solution)
+    if found is None and (lines := re.findall(r"####[ \t]*(.+)", solution)):
+        return str(lines[-1])
+    return found or solution
 
 
 def _marked(text: str) -> str | None:
