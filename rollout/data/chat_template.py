@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -78,15 +78,15 @@ def _message(message: object, place: str, may_be_empty: bool) -> Message:
     says = may_be_empty or text.strip() or role in ("system", "tool") or any(map(others.get, ANSWER_KEYS))
     if not says:
         raise ValueError(f"{place}: the content of role {role!r} is empty")
-    if others.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{place}: weight must be 0 or 1, found {others['weight']!r:.60}")
+    for key in LOSS_KEYS:
+        if others.get(key, 1) not in (0, 1):
+            raise ValueError(f"{place}: {key} must be 0 or 1, false or true, found {others[key]!r:.60}")
     return {"role": role, "content": text, **others}
 
 
 def is_trained(message: Message) -> bool:
     """Return whether fine-tuning trains on a message: one of the assistant that does not say otherwise."""
-    refused = message.get("weight", 1) == 0 or any(message.get(key) is False for key in LOSS_KEYS)
-    return message["role"] == "assistant" and not refused
+    return message["role"] == "assistant" and all(message.get(key, 1) for key in LOSS_KEYS)
 
 
 def _tool_calls(value: object, place: str) -> list[dict[str, object]]:
@@ -299,11 +299,13 @@ class ChatTemplate:
     def _reads_parts(self) -> bool:
         """Whether the template reads a content only as a list of {type, text}."""
         question = {"role": "user", "content": _USER}
-        try:
-            return _USER not in self._render((question,), place=_PROBE)
-        except DatasetError:
-            self._render((_in_parts(question),), place=_PROBE)
-            return True
+        with suppress(DatasetError):
+            if _USER in self._render((question,), place=_PROBE):
+                return False
+        with suppress(DatasetError):
+            text = self._render((_in_parts(question),), place=_PROBE)
+            return _USER in text and "'type'" not in text  # or it writes the list itself
+        return False  # it takes no such conversation: the rows may be others
 
     def _probe(self, num_turns: int, *, opens: bool = True) -> str:
         """Return what the template makes of a question, an answer, and a question."""

@@ -139,13 +139,14 @@ def test_other_keys_that_a_template_leaves_out_are_named(caplog: pytest.LogCaptu
         assert f"the chat template leaves out '{key}' of the assistant's turns (first: d:1)" in caplog.text
 
 
-@pytest.mark.parametrize("refusal", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
+@pytest.mark.parametrize("refusal", [{"weight": 0}, {"weight": False}, {"train": False}, {"loss": 0}])
 def test_a_turn_with_weight_0_is_not_trained(refusal: dict[str, Any]) -> None:
     row = (ASK, said("assistant", "bad", **refusal), ASK, said("assistant", "good", weight=1))
     assert trained(CHATML, *row) == ["|user\\nhi|\\n|assistant\\nbad|\\n|user\\nhi|\\n|assistant\\n[[good|]]"]
     assert trained(CHATML, *row[:2]) == []
-    with pytest.raises(ValueError, match="message 2: weight must be 0 or 1, found 0.5"):
-        trained(CHATML, ASK, said("assistant", "bad", weight=0.5))
+    for key, value in (("weight", 0.5), ("train", "false"), ("loss", "no")):
+        with pytest.raises(ValueError, match=f"message 2: {key} must be 0 or 1, false or true, found {value!r}"):
+            trained(CHATML, ASK, said("assistant", "bad", **{key: value}))
 
 
 OPENS = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
@@ -178,6 +179,9 @@ def test_a_template_that_leaves_a_message_out_is_refused(role: str) -> None:
             encoder = Encoder(tokenizer(template))
             encoder.render(row, place="d:1")
             encode_examples(encoder, [Example(place="d:1", messages=row)])
+    cut = CHATML.replace("{{ m.content }}", "{{ m.content[:4] }}")  # of parts: all, as Python writes a list
+    with pytest.raises(DatasetError, match="d:1: the chat template leaves out content of the assistant's turn"):
+        trained(cut, ASK, said("assistant", "a long answer"))
     quoted = CHATML.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}")
     trained(quoted, said("user", " 1 2\n"), said("assistant", "3"), said("tool", '4 "5"\n'), said("assistant", "6"))
 
