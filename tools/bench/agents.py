@@ -1,8 +1,8 @@
 """Measurements of `python -m tools.bench cpu --only agents`: what the journal of episodes and the session server cost a
 generator, which has a process and a core of its own.
 
-A conversation has NUM_TURNS answers of NEW_TOKENS tokens, with a question of a user between two. All ways sample the
-same numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too.
+A conversation has NUM_TURNS answers of 16 to 48 tokens, with a question of a user between two. All ways sample the same
+numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,21 @@ from rollout.types import Completion, GenerateRequest, Prompt, Sampler, Sampling
 from tools.bench import Figure, Scene
 from tools.bench.cpu import small_model
 
-CONVERSATIONS, NUM_TURNS, NEW_TOKENS, ROUNDS = 32, 4, 32, 4
+CONVERSATIONS, NUM_TURNS, ROUNDS = 32, 4, 4
 MEASURED = 2 * CONVERSATIONS
 """Conversations of which a rate is."""
 CHECKPOINT_SECONDS = 2.0
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
-SAMPLING = SamplingParams(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, stop_token_ids=(1,))
+SAMPLING = SamplingParams(max_new_tokens=48, min_new_tokens=48, stop_token_ids=(1,))
+
+
+def _length(number: int, turn: int) -> int:
+    """Return the tokens of an answer; they differ, as conversations in step would wait for each other's requests."""
+    return 16 + (7919 * number + 104_729 * turn) % 33
+
+
+def _sampling(number: int, turn: int) -> SamplingParams:
+    return SAMPLING.at_most(_length(number, turn))
 
 
 def agents(scene: Scene) -> Iterator[Figure]:
@@ -96,9 +105,8 @@ class _Clock:
     def __init__(self) -> None:
         self._seconds, self._cpu_seconds = time.perf_counter(), time.process_time()
 
-    def rate(self, conversations: int) -> Rate:
-        """Return the rate of conversations since the clock was made."""
-        tokens = conversations * NUM_TURNS * NEW_TOKENS
+    def rate(self, tokens: int) -> Rate:
+        """Return the rate of tokens since the clock was made."""
         cpu_seconds = time.process_time() - self._cpu_seconds
         return tokens / (time.perf_counter() - self._seconds), 1e6 * cpu_seconds / tokens
 
@@ -107,16 +115,17 @@ class _Turns:
     """A workflow of NUM_TURNS answers, with a recorded call of a tool between two."""
 
     def __init__(self) -> None:
-        self.ended = 0
+        self.ended = self.tokens = 0
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
         sample = TrajectoryBuilder(prompt, number=0)
         for turn in range(NUM_TURNS):
-            sample.sampled(await generator.generate(sample.request(SAMPLING, seed=1)))
+            sample.sampled(await generator.generate(sample.request(_sampling(prompt.index, turn), seed=1)))
             if turn < NUM_TURNS - 1:
                 result = await recorded("tool", self._call, asked=turn)
                 sample.observed([2 + int(digit) for digit in result])
         self.ended += 1
+        self.tokens += sum(_length(prompt.index, turn) for turn in range(NUM_TURNS))
         return [sample.build(float(prompt.index % 2))]
 
     async def _call(self) -> str:
@@ -165,9 +174,9 @@ async def _journaled(router: Router, *, is_kept: bool) -> Rate:
         async with producer:
             tasks = [asyncio.create_task(train()), asyncio.create_task(save())]
             await _until(lambda: workflow.ended >= CONVERSATIONS)
-            before, clock = workflow.ended, _Clock()
-            await _until(lambda: workflow.ended >= before + MEASURED)
-            rate = clock.rate(workflow.ended - before)
+            ended, tokens, clock = workflow.ended, workflow.tokens, _Clock()
+            await _until(lambda: workflow.ended >= ended + MEASURED)
+            rate = clock.rate(workflow.tokens - tokens)
             for task in tasks:
                 if task.done():
                     task.result()
@@ -182,8 +191,9 @@ async def _bare(router: Router, bridge: Bridge) -> Rate:
     async def conversation(number: int) -> None:
         prompt = Prompt(query_id=str(number), index=number, task="t", text="", token_ids=np.array(first), solutions=())
         sample = TrajectoryBuilder(prompt, number=0)
-        for _ in range(NUM_TURNS):
-            sample.sampled(await router.generate(sample.request(SAMPLING, seed=2))).observed(question)
+        for turn in range(NUM_TURNS):
+            request = sample.request(_sampling(number, turn), seed=2)
+            sample.sampled(await router.generate(request)).observed(question)
 
     return await _rate(conversation)
 
@@ -201,8 +211,9 @@ async def _through_sessions(router: Router, bridge: Bridge) -> Rate:
             prompt = Prompt(query_id=key, index=number, task="t", text="", token_ids=empty, solutions=())
             server.open(key, Session(bridge, router, prompt, number=0, seed=3, limits=limits))
             messages = [{"role": "user", "content": "1+2="}]
-            for _ in range(NUM_TURNS):
-                body, headers = {"model": "policy", "messages": messages}, {"Authorization": f"Bearer {key}"}
+            headers = {"Authorization": f"Bearer {key}"}
+            for turn in range(NUM_TURNS):
+                body = {"model": "policy", "messages": messages, "max_tokens": _length(number, turn)}
                 async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers) as response:
                     response.raise_for_status()
                     answer = await response.json()
@@ -229,4 +240,4 @@ async def _rate(conversation: Callable[[int], Awaitable[None]]) -> Rate:
 
     clock = _Clock()
     await asyncio.gather(*(one_after_the_other() for _ in range(CONVERSATIONS)))
-    return clock.rate(MEASURED)
+    return clock.rate(sum(_length(number, turn) for number in range(MEASURED) for turn in range(NUM_TURNS)))
