@@ -1,7 +1,5 @@
 """The text of allocation_mode: every dialect, its canonical form, and what a wrong one is answered."""
 
-import pickle
-
 import pytest
 
 from allocation import ROLES, Allocation, AllocationError, ParallelLayout, parse
@@ -23,10 +21,7 @@ def error_of(text: str, n_nodes: int = 1, n_gpus_per_node: int = 8) -> Allocatio
         ("sglang.d4m2p1+d2m4p1", 2, "sglang.d4m2p1+d2m4p1"),
         ("d2m4p1+sglang.d4m2p1", 2, "sglang.d4m2p1+d2m4p1"),
         ("sglang.d4p1m1+d2p2m1", 1, "sglang.d4m1p1+d2m1p2"),
-        ("sglang.d64p1m1+d32p2m1", 16, "sglang.d64m1p1+d32m1p2"),
-        ("sglang.d8m8p1+d4p4m4", 16, "sglang.d8m8p1+d4m4p4"),
         ("mock.m2p1d2+p1m4", 1, "mock.d2m2p1+d1m4p1"),
-        ("embedded.d4m1p1+d1m4p1", 1, "embedded.d4m1p1+d1m4p1"),
         ("  sglang : d4  +  megatron : d4 ", 1, "sglang.d4m1p1+d4m1p1"),
         ("sglang:d4t2p1+megatron:d2t2p2c1e4", 2, "sglang.d4m2p1+d2m2p2e4"),
         ("sglang:d4t2+megatron:d1t2p2c2v3", 2, "sglang.d4m2p1+d1m2p2c2v3"),
@@ -65,14 +60,6 @@ def test_a_shared_layout_leaves_the_generator_what_it_can_use() -> None:
     text = "d2m2p1c2e2"
     assert str(parse(text, n_nodes=1, n_gpus_per_node=8, default_backend="sglang").generator.layout) == "d4m2p1"
     assert str(parse(text, n_nodes=1, n_gpus_per_node=8, default_backend="embedded").generator.layout) == "d8m1p1"
-
-
-def test_one_generator_and_a_two_rank_trainer_need_three_logical_slots() -> None:
-    allocation = parse("embedded.d1m1p1+d1m2p1", n_nodes=1, n_gpus_per_node=3)
-    assert allocation.generator.slots == ((0, 0),)
-    assert allocation.trainer.slots == ((0, 1), (0, 2))
-    assert allocation.trainer.layout == ParallelLayout(dp=1, tp=2)
-    assert not allocation.colocated
 
 
 def test_roles_that_are_not_named_take_the_star_and_then_the_role_they_belong_to() -> None:
@@ -206,8 +193,3 @@ def test_a_wrong_text_is_answered_with_the_rule_and_a_way_out(text: str, rule: s
 def test_a_cluster_must_have_slots_and_not_more_than_can_be_meant() -> None:
     assert error_of("heuristic", n_nodes=10**9).nearest == "12500"
     assert error_of("heuristic", n_gpus_per_node=10**9).key == "n_gpus_per_node"
-
-
-def test_an_allocation_survives_pickling() -> None:
-    allocation = parse("sglang.d4m2p1+d2m4p1", n_nodes=2, n_gpus_per_node=8)
-    assert pickle.loads(pickle.dumps(allocation)) == allocation

@@ -76,6 +76,7 @@ def test_an_impossible_value_is_refused_with_its_field(
         ({"token_ids": np.zeros(4)}, "token_ids must be an array of integers, not of float64"),
         ({"token_ids": [1, 2]}, "token_ids must be an array of 0 entries, one per token, not [1, 2]"),
         ({"rollout_logprobs": np.zeros(3, np.float32)}, "rollout_logprobs must be an array of 4 entries"),
+        ({"versions": np.zeros(3)}, "versions must be an array of 4 entries, one per token, not array([0., 0., 0.])"),
         ({"metrics": {"turns": "3"}}, "metrics['turns'] must be a number, not '3'"),
     ],
 )

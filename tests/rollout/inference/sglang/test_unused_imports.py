@@ -81,21 +81,19 @@ def test_an_override_of_the_architecture_counts(models: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["speculative_algorithm", "speculative-draft-model-path", "model_impl"])
-def test_nothing_is_skipped_where_arguments_bring_other_classes(models: Path, tmp_path: Path, key: str) -> None:
-    skip_other_models(flags(tmp_path, {"architectures": ["SmallForCausalLM"]}, **{key: "x"}), models)
-    assert SKIPPED_MODELS not in os.environ
+def test_nothing_is_skipped_where_arguments_bring_other_classes_or_no_model_is_found(
+    models: Path, tmp_path: Path, key: str
+) -> None:
+    of_model = flags(tmp_path, {"architectures": ["SmallForCausalLM"]})
+    for given in (of_model | {key: "x"}, {}, {"model_path": "nowhere"}):
+        skip_other_models(given, models)
+        assert SKIPPED_MODELS not in os.environ
 
 
 def test_the_users_own_choice_stays(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SKIPPED_MODELS, "small")
     skip_other_models(flags(tmp_path, {"architectures": ["SmallForCausalLM"]}), models)
     assert os.environ[SKIPPED_MODELS] == "small"
-
-
-@pytest.mark.parametrize("given", [{}, {"model_path": "nowhere"}])
-def test_a_model_that_cannot_be_read_is_left_to_the_server(models: Path, given: dict[str, str]) -> None:
-    skip_other_models(given, models)
-    assert SKIPPED_MODELS not in os.environ
 
 
 def test_the_trainers_library_is_hidden_once_it_is_not_in_use() -> None:
