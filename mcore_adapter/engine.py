@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint, save_checkpoint
+from mcore_adapter.checkpoint.checkpoint import copied_sizes, copy_checkpoint, load_checkpoint
 from mcore_adapter.checkpoint.writing import HostCopy
 from mcore_adapter.data.batch import BatchShape, Divisors, ModelOutput, PackedBatch, Sequences, TokenWeights, token_mean
 from mcore_adapter.data.packing import PackedMicrobatch, PackingLayout, check_routed_experts, pack_sequences
@@ -352,29 +352,23 @@ class MegatronEngine:
         if self._optimizer is not None:
             self._optimizer.reload()
 
-    def save(self, path: str | Path) -> None:
-        """Write model, optimizer, schedule and random states to a new folder; any layout can load it."""
-        self._finish_param_gather()
-        save_checkpoint(path, self._model, self._optimizer, **self._save_options())
-
     def prepare_saves(self) -> None:
         """Begin to take the host memory of begin_save(), for which the first one would otherwise wait."""
         rooms = copied_sizes(self._model, self._optimizer, parallel=self._parallel)
         self._host_copy.reserve(rooms, on=self._device.torch_device)
 
     def begin_save(self, path: str | Path) -> None:
-        """Save as save(), but return when everything is copied to host memory, and write it in the background;
-        outcome.wait_for_outcome(path) waits for the end, which must precede the next save."""
+        """Save model, optimizer, schedule and random states to a new folder, which any layout can load. Return when
+        everything is copied to host memory, and write it in the background; outcome.wait_for_outcome(path) waits for
+        the end, which must precede the next save."""
         self._finish_param_gather()
         copy_checkpoint(
-            path, self._model, self._optimizer, self._host_copy, **self._save_options()
-        ).write_in_background()
-
-    def _save_options(self) -> dict[str, Any]:
-        return {"parallel": self._parallel, "tokenizer_from": Path(self._loaded.path)}
+            path, self._model, self._optimizer, self._host_copy,
+            parallel=self._parallel, tokenizer_from=Path(self._loaded.path),
+        ).write_in_background()  # fmt: skip
 
     def load(self, path: str | Path) -> None:
-        """Continue from a folder of save(). Random states come back where the layout is the one that saved them."""
+        """Continue from a folder of begin_save(). Random states come back where the layout is the one that saved."""
         self._finish_param_gather()
         load_checkpoint(path, self._model, self._optimizer, parallel=self._parallel)
 

@@ -59,13 +59,6 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., :rows, :columns].contiguous(), scale.squeeze(-1).squeeze(-2)
 
 
-def dequantize(values: Tensor, scale: Tensor) -> Tensor:
-    """Return about what was quantized: [..., out, in] float32."""
-    rows, columns = values.shape[-2:]
-    factors = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return values.float() * factors[..., :rows, :columns]
-
-
 def quantize_bucket(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a bucket with each weight of a linear layer in FP8, and its scales beside it; the rest as it is. Matrices
     of one shape, such as experts, are quantized together."""

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.tensor_parallel import random as megatron_random
 
 from mcore_adapter.checkpoint.restricted import RestrictedStrategy, load_common
-from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, Written, gathered_by, gathered_sizes
+from mcore_adapter.checkpoint.writing import CopiedCheckpoint, HostCopy, gathered_by, gathered_sizes
 from mcore_adapter.hf.weights import hf_config_json
 from mcore_adapter.models.gpt import ModelChunk
 from mcore_adapter.optimizer.training import TrainOptimizer
@@ -50,22 +50,6 @@ _SAVED = {"layout": str, "num_updates": int, "has_optimizer": bool}
 _ALIGNMENT = 64
 _MOST_PARTS = 4
 """That a checkpoint has of one matrix, which lie apart in the copy: gate and up are two."""
-
-
-def save_checkpoint(
-    path: str | Path,
-    model: Sequence[ModelChunk],
-    optimizer: TrainOptimizer | None,
-    *,
-    parallel: ParallelState,
-    tokenizer_from: Path,
-) -> None:
-    """Write a new folder; collective. Raises OSError on all ranks when it exists or cannot be written."""
-    copied = copy_checkpoint(path, model, optimizer, HostCopy(), parallel=parallel, tokenizer_from=tokenizer_from)
-    everyone: list[Written] = [[]] * parallel.world_size
-    dist.all_gather_object(everyone, copied.write())
-    copied.raise_first(everyone)
-    _on_first_rank(lambda: copied.finish(everyone))
 
 
 def copy_checkpoint(
@@ -167,7 +151,7 @@ def _aligned(num_bytes: int) -> int:
 def load_checkpoint(
     path: str | Path, model: Sequence[ModelChunk], optimizer: TrainOptimizer | None, *, parallel: ParallelState
 ) -> None:
-    """Load what save_checkpoint() wrote, under any layout; collective. Without optimizer only the model is read.
+    """Load what copy_checkpoint() saved, under any layout; collective. Without optimizer only the model is read.
 
     Raises FileNotFoundError where there is no complete checkpoint, OSError (on all ranks) where it is damaged, and
     ValueError where it lacks the optimizer.

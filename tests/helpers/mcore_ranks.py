@@ -209,20 +209,22 @@ def _work(tasks: Any, results: Any) -> None:
 
 
 EVERY_TIME = {
-    True: ("one process", "pp2 vpp2", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2"), False: (*LAYOUTS, "dp2"),
+    True: ("one process", "tp2 ep2", "cp2 ep2", "dp2 pp2 ep2"), False: ("one process", "cp2", "tp2 pp2", "pp2 vpp2"),
 }  # fmt: skip
 """Layouts of the first model with experts, and of the first without, outside of the nightly tests."""
+MIXED = ("tp2 pp2", "dp2 pp2 ep2")
+"""Layouts of the other models, unless a test has its own."""
 
 
-def cases(names: Any, layouts: dict[str, ParallelLayout]) -> Any:
+def cases(names: Any, layouts: dict[str, ParallelLayout], *, others: tuple[str, ...] = MIXED, also: Any = ()) -> Any:
     """(model, layout) for each of both; models with experts in their own layouts too. Models but the first of each kind
-    have most layouts only at night."""
+    have only the layouts `others` outside of the nightly tests, and those (model, layout) in `also`."""
     params, seen = [], set()
     for name in names:
         has_experts = name in EXPERT_MODELS
-        every_time = ("one process", "tp2 pp2", "dp2 pp2 ep2") if has_experts in seen else EVERY_TIME[has_experts]
+        every_time = others if has_experts in seen else EVERY_TIME[has_experts]
         seen.add(has_experts)
         for key, layout in {**layouts, **(EXPERT_LAYOUTS if has_experts else {})}.items():
-            marks = [] if key in every_time else [pytest.mark.nightly]
+            marks = [] if key in every_time or (name, key) in also else [pytest.mark.nightly]
             params.append(pytest.param(name, layout, id=f"{name}-{key}", marks=marks))
     return pytest.mark.parametrize(("name", "layout"), params)

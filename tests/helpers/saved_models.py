@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,28 @@ def assert_same_bytes(first: dict[str, Tensor], second: dict[str, Tensor]) -> No
 
 
 def write_checkpoint(rank: Rank, layout: ParallelLayout, source: Path, target: Path, options: dict[str, Any]) -> None:
-    from mcore_adapter.checkpoint.checkpoint import save_checkpoint
+    from mcore_adapter.checkpoint.checkpoint import HostCopy, copy_checkpoint
 
     with rank.joined(layout) as (parallel, device):
         chunks = build(source, parallel, device, **options)
-        save_checkpoint(target, chunks, None, parallel=parallel, tokenizer_from=source)
+        copied = copy_checkpoint(target, chunks, None, HostCopy(), parallel=parallel, tokenizer_from=source)
+        copied.write_in_background()
+        wait_written(target)
+
+
+def wait_written(path: str | Path) -> None:
+    """Return on every rank when a checkpoint is complete."""
+    from mcore_adapter.checkpoint.outcome import wait_for_outcome
+
+    if torch.distributed.get_rank() == 0:
+        wait_for_outcome(Path(path), threading.Event())
+    torch.distributed.barrier()
+
+
+def save(engine: Any, path: str | Path) -> None:
+    """Save an engine, and return on every rank when its checkpoint is complete."""
+    engine.begin_save(path)
+    wait_written(path)
 
 
 def run_convert(rank: Rank, *arguments: str) -> tuple[int, str, str]:
@@ -73,7 +91,7 @@ def save_run(rank: Rank, layout: ParallelLayout, model: str, path: str, dtype: s
         engine = make_engine(parallel, device, model, dtype=dtype, optimizer=OPTIMIZER)
         train(engine, 3)
         random.seed(rank.rank)
-        engine.save(path)
+        save(engine, path)
         return {"draws": draws(), "steps": train(engine, 2)}
 
 

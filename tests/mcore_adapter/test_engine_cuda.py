@@ -24,6 +24,7 @@ from helpers.engine_cases import (
     write_bfloat16,
 )
 from helpers.mcore_ranks import RankPool
+from helpers.saved_models import save as save_engine
 
 pytestmark = ON_A_GPU
 
@@ -70,7 +71,7 @@ def cpu_run(rank: Any, folder: str, dtype: str, load: str | None, save: str | No
         before, updates = logprobs_of(engine), engine.num_updates
         steps = steps_of(engine)
         if save:
-            engine.save(save)
+            save_engine(engine, save)
         return {"logprobs": before, "steps": steps, "after": logprobs_of(engine), "updates": updates}
 
 
@@ -97,7 +98,7 @@ def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
             assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
         before = logprobs_of(engine)
         engine.offload()
-        engine.save(tmp_path / "from-gpu")
+        save_engine(engine, tmp_path / "from-gpu")
         engine.reload()
         assert torch.equal(before, logprobs_of(engine))
         (there,) = pool.run(cpu_run, 1, str(folder), "bfloat16", str(tmp_path / "from-gpu"), str(tmp_path / "from-cpu"))
@@ -206,7 +207,7 @@ def test_an_engine_whose_weights_left_the_gpu_comes_back_as_it_was(
         engine.offload(weights=True)
         assert torch.cuda.memory_allocated() <= held - weights
         if train:
-            engine.save(tmp_path / f"from-the-host-{turn}")
+            save_engine(engine, tmp_path / f"from-the-host-{turn}")
         engine.reload()
         assert torch.cuda.memory_allocated() <= held + 2**20
         assert torch.equal(before, logprobs_of(engine))

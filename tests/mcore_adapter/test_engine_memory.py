@@ -43,10 +43,8 @@ def run_out(rank: Rank, model: str, failing_rank: int | None) -> dict[str, Any]:
         return {"steps": steps, "ran_out": ran_out, "shard": shard, "again": again}
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(
-    ranks: RankPool, tmp_path: Path, failing_rank: int
-) -> None:
+def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(ranks: RankPool, tmp_path: Path) -> None:
+    failing_rank = 1
     write_model("qwen2_tied", tmp_path / "model")
     quiet = ranks.run(run_out, 2, str(tmp_path / "model"), None)
     disturbed = ranks.run(run_out, 2, str(tmp_path / "model"), failing_rank)

@@ -17,7 +17,7 @@ from allocation import ParallelLayout
 from core.runs.checkpoints import seal
 from helpers.mcore_ranks import EXPERT_LAYOUTS, Rank, RankPool
 from helpers.saved_models import assert_same_bytes, convert, run_convert, tensors_of, write_checkpoint
-from helpers.tiny_models import EXPERT_MODELS, MODELS, write_model
+from helpers.tiny_models import MODELS, write_model
 
 CONFIG_CHANGES = {
     "unknown architecture": {"model_type": "gpt2"},
@@ -25,14 +25,16 @@ CONFIG_CHANGES = {
     "no space": {"vocab_size": 2 * 10**9},
     "checkpoint of another shape": {"num_hidden_layers": 2},
 }
-LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(dp=2)]
+RARELY = ("qwen2", "llama2", "mistral", "llama3_tied")
+"""Families whose tensors have the names and cuts of others."""
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("qwen2_tied", layout) for layout in LAYOUTS),
-        *((name, EXPERT_LAYOUTS["dp2 pp2 ep2"]) for name in EXPERT_MODELS),
+        ("qwen2_tied", ParallelLayout(tp=2, pp=2)),
+        ("qwen2_tied", ParallelLayout(pp=2, vpp=2)),
+        ("qwen3_moe", EXPERT_LAYOUTS["dp2 pp2 ep2"]),
         ("deepseek_v3", EXPERT_LAYOUTS["tp2 ep2"]),
     ],
     ids=str,
@@ -48,12 +50,11 @@ def test_a_checkpoint_of_any_layout_becomes_the_model_that_it_holds(
     assert (tmp_path / "hf" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_there_and_back_is_byte_equal_for_every_family(
-    ranks: RankPool, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
-    write_model(name, tmp_path / "hf", dtype=dtype)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in RARELY else name for name in MODELS]
+)
+def test_there_and_back_is_byte_equal_for_every_family(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    write_model(name, tmp_path / "hf", dtype=torch.bfloat16)
     status, out, err = convert(ranks, tmp_path / "hf", tmp_path / "megatron", "--to-megatron", "--check")
     assert (status, err) == (0, "") and "byte-equal" in out
     assert convert(ranks, tmp_path / "megatron", tmp_path / "again", "--check")[0] == 0
@@ -96,9 +97,7 @@ def test_a_checkpoint_is_written_as_a_layout_would_and_any_layout_loads_it(
     assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize(
-    ("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
-)
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_output_has_the_format_that_is_asked_for(
     ranks: RankPool, model_folders: Any, tmp_path: Path, flag: str, dtype: torch.dtype
 ) -> None:

@@ -75,8 +75,13 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("what", [".metadata", "common.pt", "metadata.json", "config.json", "__0_0.distcp", "objects"])
-@pytest.mark.parametrize("protocol", ["pickle", "torch"])
+@pytest.mark.parametrize(
+    ("what", "protocol"),
+    [
+        *((what, "pickle") for what in (".metadata", "common.pt", "metadata.json", "config.json", "__0_0.distcp")),
+        *((what, "torch") for what in ("common.pt", "objects")),
+    ],
+)
 def test_no_file_of_a_checkpoint_runs_code(
     ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path, what: str, protocol: str
 ) -> None:

@@ -39,13 +39,18 @@ def is_one_piece(bucket: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("qwen2_tied", ParallelLayout(tp=2)),
-        ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
         ("qwen3_moe", ParallelLayout(tp=2, ep=2)),
         ("qwen3", ParallelLayout(tp=2, pp=2)),
         ("deepseek_v3", ParallelLayout(dp=2, ep=2)),
-        pytest.param("glm4", ParallelLayout(tp=2), marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", ParallelLayout(dp=2, pp=2, ep=2), marks=pytest.mark.nightly),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("qwen2_tied", ParallelLayout(tp=2)),
+                ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+                ("glm4", ParallelLayout(tp=2)),
+                ("deepseek_v3", ParallelLayout(dp=2, pp=2, ep=2)),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("to", ["first", "all"])

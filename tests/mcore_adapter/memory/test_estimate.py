@@ -79,9 +79,15 @@ def test_the_estimate_for_experts_is_near_what_was_measured(tokens: int, levels:
     assert activation_bytes(shape(SLICE, tokens), levels) / 1e9 == pytest.approx(measured, rel=0.12)
 
 
-@pytest.mark.parametrize("raw", [DENSE, SLICE, LATENT], ids=["dense", "experts", "latent"])
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)], ids=str
+    ("raw", "layout"),
+    [
+        (DENSE, ParallelLayout()),
+        (DENSE, ParallelLayout(cp=2)),
+        (SLICE, ParallelLayout(dp=2, ep=2)),
+        (LATENT, ParallelLayout(tp=2)),
+    ],
+    ids=["dense", "cp2", "experts", "latent"],
 )
 def test_a_smaller_limit_means_more_recomputation_that_fits(raw: dict[str, Any], layout: ParallelLayout) -> None:
     one = shape(raw, 8192, layout=layout)

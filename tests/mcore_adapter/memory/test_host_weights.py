@@ -12,11 +12,11 @@ import torch
 from allocation import ParallelLayout
 from helpers.engine_cases import MAX_TOKENS, logprobs_of, make_engine, random_batch, value_loss
 from helpers.mcore_ranks import Rank, RankPool
-from helpers.saved_models import assert_same_bytes, tensors_of
+from helpers.saved_models import assert_same_bytes, save, tensors_of
 from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
-LAYOUTS = {"dp2": ParallelLayout(dp=2), "tp2": ParallelLayout(tp=2)}
+LAYOUTS = [ParallelLayout(dp=2), pytest.param(ParallelLayout(tp=2), marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def turns(rank: Rank, layout: ParallelLayout, model: str, folder: str, visits: b
             if visits:
                 sizes.append(device_bytes(engine))
             steps.append(engine.train_step(batch, value_loss, max_tokens_per_mb=MAX_TOKENS))
-        engine.save(f"{folder}/last")
+        save(engine, f"{folder}/last")
         return {"steps": steps, "sizes": sizes, "values": engine.values(batch, max_tokens_per_mb=MAX_TOKENS)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_critic_that_leaves_the_device_between_turns_trains_and_saves_as_one_that_stays(
     ranks: RankPool, model: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:

@@ -16,8 +16,8 @@ from model_specs.families import read_config
 
 ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS, "dp2": ParallelLayout(dp=2), "dp2 pp2": ParallelLayout(dp=2, pp=2)}
 QUICK = {
-    ("qwen2_tied", "dp2 pp2"), ("qwen2_tied", "pp2 vpp2"), ("qwen3", "tp2 pp2"), ("glm4", "cp2"),
-    ("qwen3_moe", "dp2 ep2"), ("qwen3_moe", "tp2 ep2"), ("deepseek_v2", "tp2"), ("deepseek_v3", "dp2 pp2 ep2"),
+    ("qwen2_tied", "dp2 pp2"), ("qwen2_tied", "pp2 vpp2"), ("glm4", "tp2"), ("qwen3", "cp2"),
+    ("qwen3_moe", "tp2 ep2"), ("deepseek_v3", "dp2 pp2 ep2"),
 }  # fmt: skip
 """Every term occurs in one of them."""
 

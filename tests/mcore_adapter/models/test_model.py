@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from allocation import ParallelLayout
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool, build, cases
-from helpers.tiny_models import EXPERT_MODELS, MODELS, checkpoint_tensors
+from helpers.tiny_models import MODELS, checkpoint_tensors
 
 LENS = ((8, 4, 36, 16, 80, 4), (4, 4, 4, 12, 8, 8))  # of two microbatches; multiples of 2 * cp and, in sum, of tp
 
@@ -38,7 +39,7 @@ def own_positions(lens: tuple[int, ...], cp: int, cp_rank: int) -> Tensor:
     return torch.cat(pieces)
 
 
-def run_schedule(chunks: list[Any], parallel: Any, head: Any, *, forward_only: bool) -> list[Any]:
+def run_schedule(chunks: list[Any], parallel: Any, head: Any) -> list[Any]:
     """head(chunk, hidden or values, tokens, positions in the packing) -> (loss, kept) on the last stage."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -72,7 +73,7 @@ def run_schedule(chunks: list[Any], parallel: Any, head: Any, *, forward_only: b
         num_microbatches=len(batches),
         seq_length=sum(LENS[0]),
         micro_batch_size=1,
-        forward_only=forward_only,
+        forward_only=False,
     )
 
 
@@ -91,65 +92,40 @@ def logits_shard(chunk: Any, output: Tensor) -> Tensor:
     return hidden @ lm_head_weight(chunk).T
 
 
-def compute_logits(rank: Rank, layout: ParallelLayout, folder: Path, options: dict[str, Any]) -> Any:
-    """On the ranks of the last stage: per microbatch (positions, logits of these positions)."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    def head(chunk: Any, output: Tensor, tokens: Tensor, own: Tensor) -> Any:
-        logits = gather_from_tensor_model_parallel_region(logits_shard(chunk, output))
-        return logits.sum() * 0, (own, logits)
-
-    with rank.joined(layout) as (parallel, device), torch.no_grad():
-        chunks = build(folder, parallel, device, **options)
-        return run_schedule(chunks, parallel, head, forward_only=True)
-
-
-def compute_values(rank: Rank, layout: ParallelLayout, folder: Path) -> Any:
-    def head(chunk: Any, output: Tensor, tokens: Tensor, own: Tensor) -> Any:
-        assert output.dtype == torch.float32 and output.shape == (1, len(own), 1)
-        return output.sum() * 0, (own, output[0])
-
-    with rank.joined(layout) as (parallel, device), torch.no_grad():
-        chunks = build(folder, parallel, device, is_critic=True)
-        return run_schedule(chunks, parallel, head, forward_only=True)
-
-
-def compute_gradients(
-    rank: Rank, layout: ParallelLayout, folder: Path, is_critic: bool, options: dict[str, Any]
-) -> Any:
-    """On global rank 0: the gradients of the loss, exported as if they were the weights."""
+def compute(rank: Rank, layout: ParallelLayout, folder: Path, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Run one forward and backward pass. Return, on the ranks of the last stage, for each microbatch (positions, logits
+    or values there), and on rank 0 the gradients of the loss, exported as if they were the weights."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
     from mcore_adapter.hf.weights import iter_hf_weights
 
     def head(chunk: Any, output: Tensor, tokens: Tensor, own: Tensor) -> Any:
-        if is_critic:
-            loss = (output[0, :, 0] * (tokens[own] - 48)).sum()
-        else:
-            logits = logits_shard(chunk, output)
-            labels = tokens.roll(-1)[own]
-            loss = vocab_parallel_cross_entropy(logits[:, None], labels[:, None]).sum()
-        return loss, loss.detach()
+        if options.get("is_critic"):
+            assert output.dtype == torch.float32 and output.shape == (1, len(own), 1)
+            return (output[0, :, 0] * (tokens[own] - 48)).sum(), (own, output[0].detach())
+        logits = logits_shard(chunk, output)
+        loss = vocab_parallel_cross_entropy(logits[:, None].clone(), tokens.roll(-1)[own][:, None]).sum()
+        return loss, (own, gather_from_tensor_model_parallel_region(logits.detach()))
 
     with rank.joined(layout) as (parallel, device):
-        chunks = build(folder, parallel, device, is_critic=is_critic, **options)
+        chunks = build(folder, parallel, device, **options)
         config = chunks[0].config
         config.finalize_model_grads_func = lambda model, _, **kwargs: finalize_model_grads(model, None, **kwargs)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         wrapped = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=True) for c in chunks]
-        run_schedule(wrapped, parallel, head, forward_only=False)
+        answer = run_schedule(wrapped, parallel, head)
         for chunk in chunks:
             for param in chunk.parameters():
                 param.data.copy_(param.main_grad)
         gradients: dict[str, Tensor] = {}
         for bucket in iter_hf_weights(wrapped, parallel=parallel, bucket_bytes=20_000):
             gradients.update(bucket)
-        return gradients
+        return answer, gradients
 
 
 # What transformers says
@@ -164,52 +140,43 @@ def merged(answers: list[Any]) -> list[Tensor]:
     return [torch.stack([tokens[p] for p in range(sum(lens))]) for tokens, lens in zip(whole, LENS, strict=True)]
 
 
-def reference_logits(model: Any) -> list[Tensor]:
-    with torch.no_grad():
-        return [torch.cat([model(s[None]).logits[0] for s in mb]) for mb in sequences()]
+def assert_close(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
+        atol = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(gradients[key], gradient, rtol=1e-4, atol=atol, msg=key)
 
 
-@cases(MODELS, LAYOUTS)
-def test_logits_are_those_of_transformers(
+@cases(MODELS, {**LAYOUTS, "dp2": ParallelLayout(dp=2)}, also={("glm4", "cp2"), ("deepseek_v3", "cp2 ep2")})
+def test_logits_and_gradients_are_those_of_transformers(
     ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
 ) -> None:
     folder, model = model_folders[name]
-    answers = ranks.run(compute_logits, layout.world_size, layout, folder, {})
-    for ours, theirs in zip(merged(answers), reference_logits(model), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    results = ranks.run(compute, layout.world_size, layout, folder)
+    model.zero_grad()
+    for ours, microbatch in zip(merged([answer for answer, _ in results]), sequences(), strict=True):
+        theirs = torch.cat([model(s[None]).logits[0] for s in microbatch])
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
+        loss = F.cross_entropy(theirs, torch.cat(microbatch).roll(-1), reduction="sum")
+        (loss * layout.dp).backward()  # here every data-parallel rank is given the same batch, and gradients add up
+    gradients = {n: g for n, g in results[0][1].items() if not n.endswith("e_score_correction_bias")}
+    assert_close(gradients, checkpoint_tensors({n: p.grad for n, p in model.named_parameters()}))
 
 
 def test_bfloat16_weights_compute_in_bfloat16_as_transformers_does(ranks: RankPool, model_folders: Any) -> None:
     folder, model = model_folders["qwen2"]
-    answers = ranks.run(compute_logits, 1, ParallelLayout(), folder, {"dtype": torch.bfloat16})
-    for ours, theirs in zip(merged(answers), reference_logits(deepcopy(model).bfloat16()), strict=True):
+    ((answer, _),) = ranks.run(partial(compute, dtype=torch.bfloat16), 1, ParallelLayout(), folder)
+    rounded = deepcopy(model).bfloat16()
+    for ours, microbatch in zip(merged([answer]), sequences(), strict=True):
+        with torch.no_grad():
+            theirs = torch.cat([rounded(s[None]).logits[0] for s in microbatch])
         assert ours.dtype == torch.bfloat16
         assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().mean()
 
 
-@cases(["qwen2_tied", "qwen3", "glm4", *EXPERT_MODELS], {**LAYOUTS, "dp2": ParallelLayout(dp=2)})
-def test_gradients_are_those_of_transformers(
-    ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
-) -> None:
-    folder, model = model_folders[name]
-    gradients = ranks.run(compute_gradients, layout.world_size, layout, folder, False, {})[0]
-    model.zero_grad()
-    for microbatch in sequences():
-        logits = torch.cat([model(s[None]).logits[0] for s in microbatch])
-        loss = F.cross_entropy(logits, torch.cat(microbatch).roll(-1), reduction="sum")
-        (loss * layout.dp).backward()  # here every data-parallel rank is given the same batch, and gradients add up
-    expected = checkpoint_tensors({n: p.grad for n, p in model.named_parameters()})
-    gradients = {n: g for n, g in gradients.items() if not n.endswith("e_score_correction_bias")}
-    assert gradients.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(
-            gradients[key], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()), msg=key
-        )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2 pp2", "cp2", "pp2 vpp2"])
 def test_a_critic_values_every_token_with_its_head(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: ParallelLayout
+    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: str
 ) -> None:
     import transformers
 
@@ -218,16 +185,13 @@ def test_a_critic_values_every_token_with_its_head(
     critic = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     torch.nn.init.normal_(critic.score.weight)
     critic.save_pretrained(tmp_path)
-    answers = ranks.run(compute_values, layout.world_size, layout, tmp_path)
-    gradients = ranks.run(compute_gradients, layout.world_size, layout, tmp_path, True, {})[0]
-    critic.zero_grad()
-    for ours, microbatch in zip(merged(answers), sequences(), strict=True):
+    where = LAYOUTS[layout]
+    results = ranks.run(partial(compute, is_critic=True), where.world_size, where, tmp_path)
+    for ours, microbatch in zip(merged([answer for answer, _ in results]), sequences(), strict=True):
         theirs = torch.cat([critic.score(critic.model(s[None]).last_hidden_state[0]) for s in microbatch])
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
         (theirs[:, 0] * (torch.cat(microbatch) - 48)).sum().backward()
-    for key, param in critic.named_parameters():
-        atol = 1e-4 * float(param.grad.abs().max())
-        torch.testing.assert_close(gradients[key], param.grad, rtol=1e-4, atol=atol, msg=key)
+    assert_close(results[0][1], {key: param.grad for key, param in critic.named_parameters()})
 
 
 def build_error(rank: Rank, layout: ParallelLayout, folder: Path) -> str:
@@ -262,11 +226,3 @@ def test_a_model_that_the_layout_cannot_cut_is_an_error(
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **settings}))
     for message in ranks.run(build_error, layout.world_size, layout, tmp_path):
         assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}], ids=lambda o: o["recompute"])
-def test_recomputation_changes_no_gradient(ranks: RankPool, model_folders: Any, options: dict[str, Any]) -> None:
-    folder, _ = model_folders["qwen2_tied"]
-    plain, recomputed = (ranks.run(compute_gradients, 1, ParallelLayout(), folder, False, o)[0] for o in ({}, options))
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-5, msg=name)

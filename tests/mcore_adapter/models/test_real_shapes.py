@@ -36,13 +36,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen2.5-1.5B": (
         _dense("qwen2", 1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True), 1_543_714_304,
     ),
-    "Qwen2.5-7B": (_dense("qwen2", 3584, 18_944, 28, 28, 4, 152_064), 7_615_616_512),
-    "Qwen3-8B": (_dense("qwen3", 4096, 12_288, 36, 32, 8, 151_936, head_dim=128), 8_190_735_360),
-    "Llama-2-7b": (_dense("llama", 4096, 11_008, 32, 32, 32, 32_000), 6_738_415_616),
-    "Llama-3-8B": (_dense("llama", 4096, 14_336, 32, 32, 8, 128_256), 8_030_261_248),
-    "Llama-3.2-1B": (
-        _dense("llama", 2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True), 1_235_814_400,
-    ),
     "Mistral-7B-v0.3": (_dense("mistral", 4096, 14_336, 32, 32, 8, 32_768, sliding_window=None), 7_248_023_552),
     "GLM-4-9B-0414": (
         _dense("glm4", 4096, 13_696, 40, 32, 2, 151_552, head_dim=128, attention_bias=True, partial_rotary_factor=0.5),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -190,6 +186,28 @@ def test_steps_in_pieces_on_a_gpu_are_those_with_everything_on_it(small_pieces: 
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("slow", ["_h2d", "_d2h"])
+def test_a_step_that_fails_while_a_gpu_copies_loses_no_moments(small_pieces: None, slow: str) -> None:
+    """Pieces before the failure have the moments of the step, those behind it what they had."""
+    before, after, visits = (make_optimizer(SIZES * 4, torch.optim.AdamW, device="cuda", fused=True) for _ in range(3))
+    for optimizer in (before, after, after):
+        optimizer.step()
+    state = OptimizerState([visits], torch.device("cuda"), slab_bytes=SLAB)
+    state.to_host()
+    update(state, visits)
+    with torch.cuda.stream(getattr(state, slow)):
+        torch.cuda._sleep(1_000_000)
+    with pytest.raises(RuntimeError, match="no room"):
+        state.step_in_pieces(visits, partial(failing_step, visits, 2, []))
+    state.to_host()
+    first, last = len(SIZES) * 4, -1
+    found, old, new = (tensors(optimizer) for optimizer in (visits, before, after))
+    assert torch.equal(found[first + 1].cpu(), new[first + 1].cpu()), "the first piece was updated"
+    assert torch.equal(found[last].cpu(), old[last].cpu()), "the last one was not"
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_copies_of_a_gpu_overlap_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 22
     monkeypatch.setattr(optimizer_state, "PIECE_BYTES", 1)
@@ -227,6 +245,7 @@ def test_reserved_slabs_are_those_that_pages_fill(reserved: bool, allocated: lis
     assert all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code() -> None:
     script = (
         "import sys, torch; from mcore_adapter.optimizer import training as o;"
@@ -289,192 +308,3 @@ def test_pages_are_page_locked(reserved: bool) -> None:
         page.copy_(tensor, non_blocking=True)
     torch.cuda.synchronize()
     assert all(torch.equal(page, tensor.cpu()) for page, tensor in zip(pages, tensors, strict=True))
-
-
-class Stream:
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self.queue: deque[Callable[[], bool]] = deque()
-        """What returns whether it is done, or must be tried again."""
-        self._gpu = gpu
-
-    def wait_event(self, event: Event) -> None:
-        self.queue.append(lambda: event.has_come)
-
-    def wait_stream(self, other: Stream) -> None:
-        event = self._gpu.Event()
-        event.record(other)
-        self.wait_event(event)
-
-
-class Event:
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self._gpu, self.has_come = gpu, False
-
-    def record(self, stream: Stream) -> None:
-        stream.queue.append(self._come)
-
-    def _come(self) -> bool:
-        self.has_come = True
-        return True
-
-    def synchronize(self) -> None:
-        while not self.has_come:
-            assert self._gpu.run_one(), "streams wait for each other"
-
-
-class SimulatedGpu:
-    """Stands for torch.cuda: streams run copies and Adam later than they are queued, in an order that events allow.
-
-    `order` sorts [current stream, copies to the device, copies to the host], of which the first that can goes on;
-    `pace` returns how many operations run when one has been queued. As torch's allocator does, it gives memory that is
-    no longer referenced to the next tensor at once; what its last owner had is destroyed, in the current stream.
-    """
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        order: Callable[[list[Stream]], Sequence[Stream]],
-        pace: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._order, self._pace = order, pace
-        self._streams: list[Stream] = []
-        self._current = self._first = self.Stream()
-        self._free: list[Tensor] = []
-        self._places: set[int] = set()
-        self.held_bytes = self.peak_bytes = 0
-        self.ran: list[str] = []
-        copy, adam = Tensor.copy_, torch._fused_adamw_
-
-        def copy_later(to: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-            assert non_blocking
-            if to.data_ptr() == source.data_ptr():
-                return to  # as torch does
-            name = "h2d" if to.data_ptr() in self._places else "d2h"
-            self._later(name, partial(copy, to.detach(), source.detach()))
-            return to
-
-        def adam_later(*lists: Sequence[Tensor], **options: Any) -> None:
-            self._later("update", partial(adam, *([t.detach() for t in tensors] for tensors in lists), **options))
-
-        monkeypatch.setattr(Tensor, "copy_", copy_later)
-        monkeypatch.setattr(torch, "_fused_adamw_", adam_later)
-        monkeypatch.setattr(torch, "get_device_module", lambda _: self)
-
-    def Stream(self, _: Any = None) -> Stream:  # noqa: N802
-        self._streams.append(Stream(self))
-        return self._streams[-1]
-
-    def Event(self) -> Event:  # noqa: N802
-        return Event(self)
-
-    def current_stream(self, _: Any) -> Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        before, self._current = self._current, stream or self._current
-        yield
-        self._current = before
-
-    def run_one(self) -> bool:
-        for stream in self._order(self._streams):
-            if stream.queue and stream.queue[0]():
-                stream.queue.popleft()
-                return True
-        return False
-
-    def room(self, like: Tensor) -> Tensor:
-        memory = next((m for m in self._free if m.shape == like.shape), None)
-        if memory is None:
-            memory = torch.full_like(like, torch.nan)
-            self._places.add(memory.data_ptr())
-        self._free = [m for m in self._free if m is not memory]
-        tensor = memory.detach()
-        self.held_bytes += like.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        weakref.finalize(tensor, self._release, memory).atexit = False
-        return tensor
-
-    def _release(self, memory: Tensor) -> None:
-        self.held_bytes -= memory.nbytes
-        self._free.append(memory)
-        self._first.queue.append(lambda: memory.fill_(torch.nan) is memory)
-
-    def _later(self, name: str, work: Callable[[], object]) -> None:
-        def run() -> bool:
-            self.ran.append(name)
-            work()
-            return True
-
-        self._current.queue.append(run)
-        for _ in range(self._pace()):
-            self.run_one()
-
-
-class Simulated(OptimizerState):
-    """State whose moments visit a simulated GPU; masters stay where they are after to_host()."""
-
-    def __init__(self, gpu: SimulatedGpu, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__([optimizer], torch.device("cpu"), slab_bytes=SLAB)
-        self._gpu = gpu
-
-    def _room(self, tensor: Tensor) -> Tensor:
-        return self._gpu.room(tensor)
-
-
-EQUAL = [64] * 9
-
-
-@pytest.fixture
-def single_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_state, "PIECE_BYTES", 512)
-
-
-def at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> SimulatedGpu:
-    """A GPU whose streams go on at random; with every third seed it falls back as far as it may."""
-    chance = random.Random(seed)
-    pace = (lambda: 0) if seed % 3 == 0 else (lambda: chance.choice([0, 0, 1, 2, 8]))
-    return SimulatedGpu(monkeypatch, lambda streams: chance.sample(streams, len(streams)), pace)
-
-
-SEEDS = range(30)
-
-
-def test_copies_that_overlap_change_no_bit(
-    allocated: list[int], single_parameters: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stays = make_optimizer(EQUAL)
-    for _ in range(4):
-        stays.step()
-    for seed in SEEDS:
-        with monkeypatch.context() as patch:
-            gpu, visits = at_random(patch, seed), make_optimizer(EQUAL)
-            state = Simulated(gpu, visits)
-            state.to_host()
-            for _ in range(4):
-                state.step_in_pieces(visits, visits.step)
-            state.to_host()
-            found = [tensor.clone() for tensor in tensors(visits)]
-        assert all(torch.equal(a, b) for a, b in zip(tensors(stays), found, strict=True)), f"seed {seed}"
-        assert gpu.peak_bytes == 3 * 512 and gpu.held_bytes == 0
-
-
-def test_a_step_that_fails_while_copies_are_under_way_loses_no_moments(
-    allocated: list[int], single_parameters: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num, updated = len(EQUAL), 5
-    before, after = make_optimizer(EQUAL), make_optimizer(EQUAL)
-    for optimizer in (before, after, after):
-        optimizer.step()
-    expected = [*tensors(after)[num:][: 2 * updated], *tensors(before)[num:][2 * updated :]]
-    for seed in SEEDS:
-        with monkeypatch.context() as patch:
-            visits = make_optimizer(EQUAL)
-            state = Simulated(at_random(patch, seed), visits)
-            state.to_host()
-            state.step_in_pieces(visits, visits.step)
-            with pytest.raises(RuntimeError, match="no room"):
-                state.step_in_pieces(visits, partial(failing_step, visits, updated, []))
-            state.to_host()
-            found = [tensor.clone() for tensor in tensors(visits)[num:]]
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), f"seed {seed}"
