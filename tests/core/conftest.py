@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,17 @@ def wide_heads(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
     return assets.with_model(config, tmp_path_factory.mktemp("wide") / "model")
+
+
+@pytest.fixture(autouse=True)
+def signals_of_a_terminal() -> Iterator[None]:
+    """As if the tests were started without `nohup`, whose children ignore signals."""
+    ignored = [number for number in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from core import quickstart
-from core.checks import run_checks
-from core.checks.rules import load_config
 from core.config.parsing.problems import ConfigError
 from core.placement import allocation
 from core.runs.paths import RunPaths
@@ -313,16 +311,6 @@ def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
     (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert problems(path, "reward.function=judge:score") == []
-
-
-def test_sft_rows_are_checked_as_pairs(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
-    overrides = ["experiment_name=s", "trial_name=t", f"model.path={tmp_path / 'model'}"]
-    loaded = load_config("sft", None, [*overrides, f"dataset.train_path={tmp_path / 'rows.jsonl'}"])
-    (problem,) = run_checks(loaded)
-    assert problem.key == "dataset.train_path"
-    assert "rows.jsonl:2: " in problem.message
 
 
 FLOWS = """

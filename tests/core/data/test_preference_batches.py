@@ -61,19 +61,6 @@ def test_a_batch_holds_whole_pairs_and_trains_their_answers(tmp_path: Path, toke
     assert len(seen) == 8 and data.batch(1, 8, 4).num_sequences == 4
 
 
-def test_pairs_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path: Path, tokenizer, caplog) -> None:
-    caplog.set_level("INFO")
-    path = write(tmp_path / "pairs.jsonl", [("1+1=", "2", "2"), ("1+1=", "2", "1" * 20), *ROWS[:3]])
-    assert len(load(path, tokenizer)) == 3
-    assert (
-        "5 pairs, 2 left out: 1 with equal answers, 1 longer than max_seqlen=16 (the longest has 25 tokens), 0 without"
-        in caplog.text
-    )
-    assert [r.levelname for r in caplog.records if "equal answers" in r.getMessage()] == ["WARNING"]
-    with pytest.raises(DatasetError, match="none of 1 pairs is left: 1 have equal answers, 0 are longer"):
-        load(write(path, [("1+1=", "2", "2")]), tokenizer)
-
-
 def test_pairs_without_a_token_of_a_prompt_are_counted_apart(tmp_path: Path, tokenizer, caplog, monkeypatch) -> None:
     tokenise = Encoder.tokenise
     monkeypatch.setattr(Encoder, "tokenise", lambda self, texts: [ids[1:] for ids in tokenise(self, texts)])

@@ -143,19 +143,3 @@ def test_other_rows_or_another_order_do_not_continue_a_run(assets, tmp_path, cap
         _check_same_rows(data, start, ignore_changes=True)
         assert says in caplog.text and "step 5 continues with these rows" in caplog.text
         caplog.clear()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "1+1="}', ":2: no answer among the columns"),
-        ('{"prompt": 3, "answer": "2"}', ':2: "prompt" must be a non-empty string, found int'),
-        ('{"prompt": "1+1=", "answer": ', ":2: not a json object"),
-        ("[1]", ":2: expected a json object, found list"),
-    ],
-)
-def test_a_wrong_row_is_named_by_file_and_line(tmp_path, line: str, message: str) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
-    with pytest.raises(DatasetError, match=message):
-        read_examples(path)

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,6 +69,31 @@ def service(
 ) -> RolloutService:
     config = config_of(assets, eval_paths, reward=reward, **options)
     return RolloutService({"generator-0": generator}, config, Path(logs), put=lambda arrays: arrays, fetch=list)
+
+
+@asynccontextmanager
+async def started(
+    assets, generator: Any, eval_paths: Sequence[str] = (), *, begins: bool = False, **options: Any
+) -> AsyncIterator[RolloutService]:
+    """A service that has started, and with `begins` admits prompts."""
+    made = service(assets, generator, list(eval_paths), **options)
+    try:
+        await made.start()
+        if begins:
+            await made.begin(0, None, ignore_changes=False)
+        yield made
+    finally:
+        await made.close()
+
+
+def evaluated(assets, generator: Any, **options: Any) -> dict[str, float]:
+    """The figures of an evaluation on the prompts of `assets`."""
+
+    async def evaluate() -> dict[str, float]:
+        async with started(assets, generator, [str(assets.prompts)], **options) as made:
+            return await made.evaluate(0)
+
+    return asyncio.run(evaluate())
 
 
 def test_several_sets_are_evaluated_each_under_its_name(assets, tmp_path: Path) -> None:
@@ -130,17 +157,8 @@ class Recording:
 
 def test_an_evaluation_samples_the_first_prompts_as_configured_and_counts_positive_rewards(assets) -> None:
     generator = Recording()
-
-    async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)])
-        try:
-            await made.start()
-            return await made.evaluate(0)
-        finally:
-            await made.close()
-
     figures = {"accuracy": 0.0, "reward": 0.0, "mean_length_tokens": 1.0, "no_eos_ratio": 0.5}
-    assert asyncio.run(evaluate()) == figures
+    assert evaluated(assets, generator) == figures
     ends = (0, 1)  # padding and end of sequence
     expected = SamplingParams(max_new_tokens=3, temperature=0.0, stop_token_ids=ends)
     assert all(request.sampling == expected for request in generator.requests)
@@ -159,16 +177,7 @@ class Praising(SingleTurnMathWorkflow):
 
 def test_an_evaluation_uses_the_workflow_of_the_run_and_request_ids_of_its_own(assets) -> None:
     generator = Recording()
-
-    async def evaluate() -> dict[str, float]:
-        made = service(assets, generator, [str(assets.prompts)], workflow=f"{__name__}:Praising")
-        try:
-            await made.start()
-            return await made.evaluate(0)
-        finally:
-            await made.close()
-
-    figures = asyncio.run(evaluate())
+    figures = evaluated(assets, generator, workflow=f"{__name__}:Praising")
     assert (figures["accuracy"], figures["reward"]) == (1.0, 0.25)
     ids = [request.request_id for request in generator.requests]
     assert len(set(ids)) == 6 and all(name.startswith("eval-prompts/") for name in ids)
@@ -190,12 +199,8 @@ def test_a_workflow_renders_its_messages_as_the_prompts_of_its_set(assets) -> No
 
     async def start() -> list[int]:
         workflow = f"{__name__}:Rendering"
-        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, sets=sets)
-        try:
-            await made.start()
-        finally:
-            await made.close()
-        config = made._config
+        async with started(assets, Recording(), [str(assets.prompts)], workflow=workflow, sets=sets) as made:
+            config = made._config
         wanted = [*config.sets.values(), *config.evaluation_sets.values()]
         return [Encoder(made._data.tokenizer, config.set_format(one)).checksum for one in wanted]
 
@@ -211,20 +216,12 @@ class Failing(SingleTurnMathWorkflow):
 
 @pytest.mark.parametrize("on_error", ["skip", "fail"])
 def test_a_workflow_that_fails_in_an_evaluation_counts_as_wrong_or_ends_the_run(assets, on_error: OnError) -> None:
-    async def evaluate() -> dict[str, float]:
-        workflow = f"{__name__}:Failing"
-        made = service(assets, Recording(), [str(assets.prompts)], workflow=workflow, on_error=on_error)
-        try:
-            await made.start()
-            return await made.evaluate(0)
-        finally:
-            await made.close()
-
+    options = {"workflow": f"{__name__}:Failing", "on_error": on_error}
     if on_error == "skip":
-        assert asyncio.run(evaluate())["accuracy"] == 0.0
+        assert evaluated(assets, Recording(), **options)["accuracy"] == 0.0
         return
     with pytest.raises(WorkflowFailureError, match=r"evaluation \(workflow.on_error=fail\).* KeyError: 'no such tool'"):
-        asyncio.run(evaluate())
+        evaluated(assets, Recording(), **options)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "fail"])
@@ -233,16 +230,8 @@ def test_a_generator_that_is_lost_in_an_evaluation_is_no_failure_of_the_workflow
         async def generate(self, request: GenerateRequest) -> Completion:
             raise GeneratorGone("generator-0 exited")
 
-    async def evaluate() -> dict[str, float]:
-        made = service(assets, Gone(), [str(assets.prompts)], on_error=on_error)
-        try:
-            await made.start()
-            return await made.evaluate(0)
-        finally:
-            await made.close()
-
     with pytest.raises(NoGeneratorError):
-        asyncio.run(evaluate())
+        evaluated(assets, Gone(), on_error=on_error)
 
 
 def test_the_first_prompt_and_how_it_is_judged_are_described(assets) -> None:
@@ -281,15 +270,10 @@ def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
 
     async def main() -> tuple[int, int]:
         generator = Watched(MockGenerator(str(assets.model), seconds_per_token=0.1))
-        made = service(assets, generator, [str(assets.prompts)])
-        try:
-            await made.start()
-            await made.begin(0, None, ignore_changes=False)
+        async with started(assets, generator, [str(assets.prompts)], begins=True) as made:
             batch, figures = await made.lease(0)
             assert not [name for name in figures if name.startswith("workflow/")], "this workflow reports nothing"
             return generator.most, batch.num_sequences
-        finally:
-            await made.close()
 
     with caplog.at_level(logging.DEBUG, logger="rollout"):
         assert asyncio.run(main()) == (5, 8)
@@ -309,13 +293,8 @@ class Counting(SingleTurnMathWorkflow):
 def test_what_a_workflow_reports_is_among_the_figures_of_its_batch(assets) -> None:
     async def main() -> tuple[RolloutBatch, dict[str, float]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [], workflow=f"{__name__}:Counting")
-        try:
-            await made.start()
-            await made.begin(0, None, ignore_changes=False)
+        async with started(assets, generator, workflow=f"{__name__}:Counting", begins=True) as made:
             return await made.lease(0)
-        finally:
-            await made.close()
 
     batch, figures = asyncio.run(main())
     lens = np.diff(batch.cu_seqlens)
@@ -338,11 +317,9 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
 
     async def main() -> tuple[RolloutBatch, list[str]]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [str(assets.prompts)], samples=1.0, logs=tmp_path, max_staleness=1)
-        try:
-            await made.start()
+        options: dict[str, Any] = {"samples": 1.0, "logs": tmp_path, "max_staleness": 1, "begins": True}
+        async with started(assets, generator, [str(assets.prompts)], **options) as made:
             slow_down(made)
-            await made.begin(0, None, ignore_changes=False)
             batch, _ = await made.lease(0)
             await made.write_samples()
             await made.state_dict()
@@ -353,8 +330,6 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
             await made.evaluate(1)
             await made.write_samples()
             return batch, [name for sample in notable for name in sample.notable]
-        finally:
-            await made.close()
 
     batch, notable = asyncio.run(main())
     assert sorted(notable) == ["best", "longest", "worst"]
@@ -380,17 +355,13 @@ def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: 
 
     async def main() -> None:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        made = service(assets, generator, [str(assets.prompts)], samples=1.0, logs=tmp_path, max_staleness=1)
-        try:
-            await made.start()
+        options: dict[str, Any] = {"samples": 1.0, "logs": tmp_path, "max_staleness": 1, "begins": True}
+        async with started(assets, generator, [str(assets.prompts)], **options) as made:
             slow_down(made)
-            await made.begin(0, None, ignore_changes=False)
             await made.lease(0)
             await made.write_samples()
             await made.lease(1)
             assert len(read_rows(tmp_path / "samples.jsonl")) == 8
-        finally:
-            await made.close()
 
     asyncio.run(main())
 
@@ -406,14 +377,9 @@ class Ranking(SingleTurnMathWorkflow):
 def test_answers_that_a_step_replays_are_not_written_as_samples_once_more(assets, tmp_path: Path) -> None:
     async def main() -> list[RolloutBatch]:
         generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        workflow = f"{__name__}:Ranking"
-        made = service(
-            assets, generator, [], workflow=workflow, samples=1.0, logs=tmp_path, max_staleness=1, replay=0.5
-        )
+        options: dict[str, Any] = {"samples": 1.0, "logs": tmp_path, "max_staleness": 1, "replay": 0.5}
         batches = []
-        try:
-            await made.start()
-            await made.begin(0, None, ignore_changes=False)
+        async with started(assets, generator, workflow=f"{__name__}:Ranking", begins=True, **options) as made:
             for step in range(2):
                 batch, _ = await made.lease(step)
                 batches.append(batch)
@@ -421,8 +387,6 @@ def test_answers_that_a_step_replays_are_not_written_as_samples_once_more(assets
                 await made.set_version(step + 1)
             await made.state_dict()
             return batches
-        finally:
-            await made.close()
 
     first, second = asyncio.run(main())
     assert set(first.episodes) < set(second.episodes), "the second step replays the first one"

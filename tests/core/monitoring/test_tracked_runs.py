@@ -94,16 +94,23 @@ def test_an_address_that_mlflow_cannot_use_is_an_error_of_its_key(mlflow: MLflow
         MLflowSink(runs=runs_of(mlflow.folder), uri=uri, experiment="e", name="trial")
 
 
-def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_share_one_wandb_run_with_histograms_and_a_table_of_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    logged: list[dict[str, Any]] = []
 
     def attempt(step: int, **config: Any) -> None:
         sink = WandbSink(
             runs=runs_of(tmp_path), folder=tmp_path, mode="offline", project="p", name="trial",
             config=config,
         )  # fmt: skip
-        sink.write(step, {"loss": 0.5})
+        log = sink._run.log
+        monkeypatch.setattr(sink._run, "log", lambda row, step: (logged.append(row), log(row, step=step)))
+        sink.write(step, {"loss": 0.5, "staleness/ages": Histogram(np.array([0, 0, 2]))})
+        if step == 2:
+            sink.write_samples(step, [SAMPLE])
         sink.close()
 
     attempt(1, allocation_mode="d1")
@@ -114,6 +121,11 @@ def test_attempts_share_one_wandb_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ids = [file.stem.removeprefix("run-") for file in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")]
     assert len(ids) == 3 and len(set(ids)) == 2, "each attempt leaves a folder; those of one run bear its id"
     assert ids.count(str(runs_of(tmp_path).get("wandb"))) == 1
+    assert logged[0]["loss"] == 0.5 and logged[0]["staleness/ages"].histogram == [2, 0, 1]
+    (table,) = (tmp_path / "wandb").rglob("samples_*.table.json")
+    stored = json.loads(table.read_text())
+    (row,) = (dict(zip(stored["columns"], row, strict=True)) for row in stored["data"])
+    assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
 
 
 def test_samples_are_an_artifact_of_the_mlflow_run(mlflow: MLflow) -> None:
@@ -125,26 +137,6 @@ def test_samples_are_an_artifact_of_the_mlflow_run(mlflow: MLflow) -> None:
     assert str(run_id) in str(file)
     (stored,) = json.loads(file.read_text())["samples"]
     assert stored["answer"] == "2 <end>" and stored["notable"] == ["best", "longest"]
-
-
-def test_samples_are_a_table_of_the_wandb_run_and_ages_a_histogram(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    sink = WandbSink(runs=runs_of(tmp_path), folder=tmp_path, mode="offline", project="p", name="trial", config={})
-    logged: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        sink._run, "log", lambda row, step, log=sink._run.log: (logged.append(row), log(row, step=step))
-    )
-    sink.write(2, {"loss": 0.5, "staleness/ages": Histogram(np.array([0, 0, 2]))})
-    assert logged[0]["loss"] == 0.5 and logged[0]["staleness/ages"].histogram == [2, 0, 1]
-    sink.write_samples(3, [SAMPLE])
-    sink.close()
-    (table,) = (tmp_path / "wandb").rglob("samples_*.table.json")
-    stored = json.loads(table.read_text())
-    (row,) = (dict(zip(stored["columns"], row, strict=True)) for row in stored["data"])
-    assert row["notable"] == "best, longest" and row["answer"] == "2 <end>" and row["reward"] == 1.0
 
 
 def test_an_address_without_a_server_is_one_line_that_names_the_key_and_hides_the_password(mlflow: MLflow) -> None:
