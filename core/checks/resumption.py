@@ -110,7 +110,7 @@ def changed_settings(config: ExperimentConfig, checkpoint: Path, read: ReadStrea
         return
     changes = config.identity.changes_since(identity)
     for field, change in changes.items():
-        yield Problem(key=CONFIG_KEYS[field], message=f"{change}: {cannot_continue(checkpoint)}")
+        yield Problem(key=CONFIG_KEYS.get(field, config.batch_key), message=f"{change}: {cannot_continue(checkpoint)}")
     _, limit = config.exp_ctrl.length
     if limit is not None and step > limit and "train_bs_n_seqs" not in changes:
         yield Problem(key="exp_ctrl.total_train_steps", message=too_few_steps(limit, step, checkpoint))

@@ -103,6 +103,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         return self.dataset.train_bs_n_seqs
 
     @property
+    def batch_key(self) -> str:
+        """The key that sets batch_size."""
+        return "dataset.train_bs_n_seqs"
+
+    @property
     def batch_shape(self) -> dict[str, int]:
         """Arguments of allocation.batch_errors: what a batch is dealt out as."""
         return {"train_bs_n_seqs": self.batch_size}

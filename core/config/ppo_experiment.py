@@ -446,6 +446,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return self.dataset.train_bs_n_seqs if answers is None else max(1, answers // self.group_size)
 
     @property
+    def batch_key(self) -> str:
+        answers = self.experience.train_batch_size
+        return "dataset.train_bs_n_seqs" if answers is None else "experience.train_batch_size"
+
+    @property
     def synchronized(self) -> SynchronizerConfig:
         """The section `synchronizer` with its counts in training steps, rounded up, in place of those of explore
         jobs."""

@@ -37,7 +37,7 @@ def check_allocation(config: ExperimentConfig) -> Iterator[Violation]:
     except AllocationError as impossible:
         yield _violation(impossible, *size)
     placed = {} if allocation is None else {role: allocation.roles[role].layout for role in config.batch_roles}
-    uneven = list(_minibatches(placed, **config.batch_shape))
+    uneven = list(_minibatches(placed, config.batch_key, **config.batch_shape))
     yield from uneven
     if allocation is not None:
         yield from _allocation_rules(config, allocation)
@@ -58,7 +58,9 @@ def _batch(config: ExperimentConfig, layouts: Mapping[str, ParallelLayout], size
         for error in batch_errors(layout, role, **config.batch_shape, beside=layouts):
             if error.key not in seen:  # roles of one layout break the same rule
                 seen.add(error.key)
-                yield _violation(error, *size, *(_BATCH_KEYS[name] for name in config.batch_shape))
+                yield _violation(
+                    error, *size, *(_BATCH_KEYS.get(name, config.batch_key) for name in config.batch_shape)
+                )
 
 
 def layout_checks(config: ExperimentConfig) -> Checks:
@@ -70,7 +72,7 @@ def layout_checks(config: ExperimentConfig) -> Checks:
         except ModelFolderError:
             continue  # reported with the models
         models |= dict.fromkeys(use.roles, (model, use.path))
-    shape = {} if any(_minibatches({}, **config.batch_shape)) else config.batch_shape
+    shape = {} if any(_minibatches({}, config.batch_key, **config.batch_shape)) else config.batch_shape
 
     def suits(role: str, layout: ParallelLayout) -> bool:
         if role in models and split_errors(layout, role, *models[role]):
@@ -222,15 +224,18 @@ def _numerics(config: ExperimentConfig, allocation: Allocation) -> Iterator[Viol
 
 
 def _minibatches(
-    layouts: Mapping[str, ParallelLayout], *, ppo_n_minibatches: int = 1, **batch: int
+    layouts: Mapping[str, ParallelLayout], size: str, *, ppo_n_minibatches: int = 1, **batch: int
 ) -> Iterator[Violation]:
-    """Yield a number of minibatches that does not divide the prompts; what is suggested suits `layouts`."""
+    """Yield a number of minibatches that does not divide the prompts, which the key `size` sets; what is suggested
+    suits `layouts`."""
     prompts = batch["train_bs_n_seqs"]
     if prompts % ppo_n_minibatches:
         near = nearest_minibatches(layouts, ppo_n_minibatches=ppo_n_minibatches, **batch)
+        is_own = size == "dataset.train_bs_n_seqs"
+        of_size = f"train_bs_n_seqs={prompts}" if is_own else f"the {prompts} prompts of {size}"
         yield Violation(
-            ("ppo.ppo_n_minibatches", "dataset.train_bs_n_seqs"),
-            f"ppo_n_minibatches={ppo_n_minibatches} must divide train_bs_n_seqs={prompts}; nearest: {near}",
+            ("ppo.ppo_n_minibatches", size),
+            f"ppo_n_minibatches={ppo_n_minibatches} must divide {of_size}; nearest: {near}",
         )
 
 
@@ -242,7 +247,6 @@ def _violation(error: AllocationError, *others: str) -> Violation:
 
 _BATCH_KEYS = {
     "group_size": "group_size",
-    "train_bs_n_seqs": "dataset.train_bs_n_seqs",
     "ppo_n_minibatches": "ppo.ppo_n_minibatches",
 }
 

@@ -589,6 +589,8 @@ def test_a_training_step_has_answers_of_its_own_number_and_jobs_synchronize_by_e
         ConfigError, match="train_batch_size.*9 answers are no multiple of group_size=2; nearest: 8 or 10"
     ):
         load(tmp_path, SMALLEST_PPO, *batches, "experience.train_batch_size=9")
+    with pytest.raises(ConfigError, match="must divide the 4 prompts of experience.train_batch_size; nearest: 2 or 4"):
+        load(tmp_path, SMALLEST_PPO, *batches, "ppo.ppo_n_minibatches=3")
     sets = ("dataset.path=''", "task_sets.a.path=a.jsonl", "task_sets.a.group_size=3")
     with pytest.raises(ConfigError, match="group_size=2, and task_sets.a has groups of 3"):
         load(tmp_path, SMALLEST_PPO, *batches, *sets)

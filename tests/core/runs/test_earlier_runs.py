@@ -124,6 +124,7 @@ IDENTITY = {"train_bs_n_seqs": 1, "group_size": 1, "n_nodes": 1}
 def start_of(folder: Path, *, resume_from: Path | None = None, ignore_changes: bool = False, **identity: int) -> Start:
     config = SimpleNamespace(
         recovers=True,
+        batch_key="dataset.train_bs_n_seqs",
         must_recover=False,
         recover_setting="recover_mode=auto",
         recover_ignore_changes=ignore_changes,
