@@ -48,8 +48,8 @@ _DOCUMENT = """<!doctype html>
 <body><main class="document">{body}</main></body></html>
 """
 _MOST_POINTS = 2000
-_FRESH_SECONDS, _LOOK_SECONDS = 0.25, 0.01
-"""How long a request waits for new rows, and the interval of its checks."""
+_FIRST_SECONDS, _FRESH_SECONDS, _LOOK_SECONDS = 5.0, 0.25, 0.01
+"""How long a request waits for the first rows of a file and for new ones, and the interval of its checks."""
 _NICE = 10
 _MOST_RUNS, _JUDGED_RUNS = 12, 50
 """Runs of one chart, and runs whose rules the list applies at once."""
@@ -104,9 +104,11 @@ class Indices:
                     logger.warning("Reading failed: %s", error)
                 refresh = partial(index.refresh, stop=self._stopped.is_set)
                 self._reading[id(index)] = loop.run_in_executor(self._reader, refresh)
-        until = loop.time() + _FRESH_SECONDS
-        waiting = list(indices)
-        while waiting and loop.time() < until:
+        began, waiting = loop.time(), list(indices)
+        while waiting:
+            limit = _FRESH_SECONDS if all(index.has_rows for index in waiting) else _FIRST_SECONDS
+            if loop.time() > began + limit:
+                break
             await asyncio.wait([self._reading[id(index)] for index in waiting], timeout=_LOOK_SECONDS)
             waiting = [i for i in waiting if not self._reading[id(i)].done() and not (i.is_long and i.has_rows)]
 
@@ -269,9 +271,7 @@ class Studio:
     async def runs(self, request: web.Request) -> object:
         """Return the runs of the folders."""
         runs = await asyncio.to_thread(self.folders.runs)
-        for run in runs[:_JUDGED_RUNS]:
-            if run.small:
-                await self.indices.fresh(self.indices.series(run))
+        await self.indices.fresh(*[self.indices.series(run) for run in runs[:_JUDGED_RUNS] if run.small])
 
         def rows() -> list[dict[str, object]]:
             return [{**overview(run), "light": self._light(run)} for run in runs]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Callable
 from http.cookiejar import CookieJar
 from pathlib import Path
@@ -19,7 +21,7 @@ from tools.studio.folders import Folders
 from tools.studio.guard import same_user
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
-from tools.studio.server import rendered
+from tools.studio.server import Indices, rendered
 
 
 def get(base: str, path: str, **headers: str) -> Any:
@@ -256,6 +258,20 @@ def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() ->
     assert np.array_equal(y[shown_x], shown_y)
     assert smoothed(np.full(20, 3.0), 5).tolist() == [3.0] * 20
     assert smoothed(np.array([0.0, 3.0, 6.0]), 3)[1] == 3.0
+
+
+def test_a_request_waits_for_the_first_rows_of_a_file(tmp_path: Path) -> None:
+    class Slow(SampleIndex):
+        def refresh(self, *, stop: Callable[[], bool] = lambda: False) -> None:
+            time.sleep(0.5)
+            super().refresh(stop=stop)
+
+    make_run(tmp_path, steps=2)
+    (run,) = Folders([tmp_path]).runs()
+    index, indices = Slow(run), Indices()
+    asyncio.run(indices.fresh(index))
+    indices.close()
+    assert index.status()["samples"] == 16
 
 
 def test_a_text_is_searched_page_by_page_without_losing_an_answer(tmp_path: Path) -> None:
