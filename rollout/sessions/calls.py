@@ -129,13 +129,16 @@ def read(body: Mapping[str, object], name: str, kind: type, default: object = _R
 
 
 def refuse_unsupported(body: Mapping[str, object]) -> None:
-    """Raise CallError for options of any dialect that change the answer and are not supported."""
+    """Raise CallError for options of any dialect that change the answer and are not supported or out of bounds."""
     text = body.get("text")
     asked = {**body, "text.format": text.get("format") if isinstance(text, Mapping) else None}
     for names, (allowed, why) in _OPTIONS.items():
         for name in names.split():
             if (value := _type_of(asked.get(name))) not in (None, *allowed):
                 raise CallError(f"{name}={value!r} is not supported: {why}.", param=name)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if (most := read(body, name, int, None)) is not None and most < 1:
+            raise CallError(f"{name}={most}: it must be at least 1.", param=name)
     if body.get("logprobs") and body.get("model", POLICY) != POLICY:
         message = f"log-probabilities are those of the policy: ask for model={POLICY!r}, not {body['model']!r}."
         raise CallError(message, param="model")

@@ -197,8 +197,6 @@ def _call_of(dialect: ModuleType, body: dict[str, object]) -> Call:
         call: Call = dialect.read_call(body)
     except (AttributeError, KeyError, TypeError) as error:
         raise CallError(f"The request is malformed: {error!r}.") from error
-    if call.max_tokens is not None and call.max_tokens < 0:
-        raise CallError(f"max_tokens={call.max_tokens}: it must be at least 1.", param="max_tokens")
     return call
 
 

@@ -262,6 +262,7 @@ def test_stop_texts_of_the_client_end_the_answer_and_what_follows_is_not_trained
         ({"stop": [1]}, "stop must be a text or a list of texts"),
         ({"stop": 5}, "stop must be a text or a list of texts"),
         ({"max_tokens": -5}, "max_tokens=-5: it must be at least 1."),
+        ({"max_completion_tokens": 0}, "max_completion_tokens=0: it must be at least 1."),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_the_format_of_openai(body: dict[str, Any], said: str) -> None:
@@ -298,6 +299,7 @@ def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
         ("responses", {"input": [{"role": "wizard", "content": "x"}]}, "input: there is no role 'wizard'."),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config={'format': {"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice='any' is not supported"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens=0: it must be at least 1."),
         ("messages", {"n": 2}, "n=2 is not supported: ask once for each answer."),
         ("messages", {"messages": [{"role": "user", "content": ["?"]}]}, "The request is malformed: AttributeError"),
     ],
