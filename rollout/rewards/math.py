@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from rollout.rewards.math_reading import read
-from rollout.rewards.math_spelling import spelled, unit_of
+from rollout.rewards.math_spelling import TURNING, spelled, unit_of
 from rollout.types import Prompt
 
 __all__ = ["RIGHT", "WRONG", "UnparsableAnswerError", "extracted_answer", "math_reward", "quick_math_reward"]
@@ -56,11 +56,12 @@ _OTHERWISE = re.compile(
 )
 """What makes the number behind it another answer, or part of a formula."""
 _DENIED = re.compile(
-    r"(?i)[\s*$]*(?:\?|(?:is|was|can|could|would|will)(?: not| never|n't)\b|can(?:not|'t)\b|is (?:wrong|false)\b"
+    r"(?i)[\s*$]*(?:\?|(?:is|was|can|could|would|will)(?: not| never|n't)\b|can(?:not|'t)\b"
     r"|or (?:more|less|fewer)\b|(?:squared|cubed|hundred|thousand|[mb]illion)\b)"
 )
 """What stands behind a number that is no answer, or not all of it."""
-_CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|=|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
+_JUDGED = re.compile(r"(?i)[\s*$,]*(?:which )?(?:is|was) (\w+)")
+_CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
 _NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
 _FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")
 _UNIT = re.compile(
@@ -231,7 +232,8 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
         return ""
     before, after = text[: found[-1].start()], text[found[-1].end() :]
     is_denied = _OTHERWISE.search(before) or _NEGATION.search(_CLAUSE.split(before)[-1]) or _DENIED.match(after)
-    if is_denied:
+    judged = _JUDGED.match(after)
+    if is_denied or (judged and TURNING.match(judged[1])):
         return ""
     answer, words = found[-1].group().strip(), _UNIT.match(after)
     unit = unit_of(spelled(words[1])) if words and answer[-1].isdigit() else None

@@ -28,7 +28,7 @@ mm 1/1000 m; cm 1/100 m; km 1000 m; mg 1/1000 g; kg 1000 g; ml 1/1000 l; cent 1/
 day 86400 s; week 604800 s; ft 12 in; yd 36 in; mi 63360 in; lb 16 oz; yr 12 month
 """
 _MULTIPLES = {unit: (base, Fraction(size)) for unit, size, base in map(str.split, _IN_SMALLER_UNITS.split(";"))}
-_TURNING = re.compile(
+TURNING = re.compile(
     r"(?i)\b(?:not?|never|none|neither|nor|isn't|cannot|false|wrong|incorrect|impossible|excluded|except|but|is|are|was|be|or"
     r"|and|if|unless|without|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above|below|over|under|minimum"
     r"|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million|billion|dozen|factorial|squared|cubed"
@@ -36,6 +36,7 @@ _TURNING = re.compile(
     r"|invalid|extraneous|unlikely|bogus|untrue|error|mistaken?|absurd|ruled|out|thirds|quarters|halves"
     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b|n't\b"
 )
+"""Words that turn around what they stand beside."""
 FILLING = r"\b(?:an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
 _UNIT_SPELLINGS = (
     (r"\\text\s*\{([^{}]*)\}", r" \1 "),
@@ -289,7 +290,7 @@ def unit_of(text: str) -> Unit | None:
     r"""Return the unit in a spelled text such as "\text{m/s}^{2}", None where it is none."""
     for pattern, plain in _UNIT_SPELLINGS:
         text = re.sub(pattern, plain, text)
-    if _TURNING.search(text) or re.sub(_FACTOR, "", text).strip():
+    if TURNING.search(text) or re.sub(_FACTOR, "", text).strip():
         return None
     exponents: dict[str, int] = {}
     size, sign = Fraction(1), 1
