@@ -6,12 +6,11 @@ import asyncio
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers.sglang_attached import at_the_server, check, request, run, sampling_of
 from helpers.sglang_double import model
-from helpers.sglang_double.scheduler import TOKENS_PER_VERSION, token_at
+from helpers.sglang_double.scheduler import token_at
 from helpers.sglang_double.server import SGLangDouble
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
@@ -184,8 +183,3 @@ def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: 
                 check(outcome, [0] * (1 + int(name[1:]) % 3))
 
     run(use, folder)
-
-
-def test_the_tokens_of_the_double_show_their_version() -> None:
-    tokens = np.array([token_at(position, version) for version in range(10) for position in range(100)])
-    assert (tokens // TOKENS_PER_VERSION == np.repeat(np.arange(10), 100)).all()
