@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from rollout.data.prompts import PromptDataset, check_same_stream
 from rollout.data.source import DatasetError
 from rollout.plugins import load_plugin
 from rollout.types import Prompt
-
-Order = Literal["sequential", "shuffled", "curriculum"]
 
 
 @dataclass(frozen=True, kw_only=True)

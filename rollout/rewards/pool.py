@@ -92,7 +92,6 @@ class RewardPool:
         self._outcomes: Counter[Outcome] = Counter()
         self.last_error = "none"
         """Why a completion could not be scored, in one line."""
-        self._score_sum = 0.0
         self._error: BaseException | None = None
 
     async def __aenter__(self) -> RewardPool:

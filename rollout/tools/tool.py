@@ -1,4 +1,4 @@
-"""What a tool is, and functions of the user as tools."""
+"""What a tool is, functions of the user as tools, and the tool `python`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from threading import Thread
 from typing import get_args, get_origin, get_type_hints
 
 from rollout.plugins import PluginError, find_plugin
+from rollout.sandbox.pool import Sandbox
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -114,3 +115,25 @@ def _parameters(function: Callable[..., object]) -> dict[str, object]:
 
 def _text(result: object) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def python_tool(sandbox: Sandbox) -> Tool:
+    """Return a tool that runs code in `sandbox`."""
+
+    async def call(arguments: Mapping[str, object]) -> str:
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            raise ToolError("python: needs the argument code, a text")
+        ran = await sandbox.run_async(code)
+        if ran.status != "ok":
+            raise ToolError(ran.output)
+        return ran.output
+
+    return Tool(
+        name="python",
+        description="Runs Python code and returns what it prints and the value of its last expression. "
+        "Each call begins anew.",
+        parameters={"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        call=call,
+        limits_itself=True,
+    )
