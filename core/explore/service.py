@@ -60,13 +60,15 @@ class RolloutService(BatchService):
         self._answers: dict[tuple[str, int, int], Episode] = {}  # of the evaluation of step _answers_of
         self._answers_of: int | None = None
         self._server: PolicyServer | None = None
-        self._auxiliary = AuxiliaryModel(config, auxiliary) if auxiliary else None
+        self._frozen = auxiliary
+        self._auxiliary: AuxiliaryModel | None = None
         self._questions: Questions | None = None
 
     async def start(self) -> DataFacts:
         """Read the data sets, open the store and start the reward workers; return facts about the prompts."""
         config, reward = self._config, self._config.reward
-        if self._auxiliary is not None:
+        if self._frozen:
+            self._auxiliary = AuxiliaryModel(config, self._frozen)
             await self._auxiliary.start()  # first: processes that start from now on know its address
         facts = await super().start()
         self._failed_scores = FailedScores(reward)
