@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from allocation import ParallelLayout
 from helpers.engine_cases import make_engine, per_token, policy_loss, random_batch
 from helpers.mcore_ranks import Rank, RankPool
 from helpers.memory_faults import injected
-from helpers.tiny_models import write_model
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 
 DP2 = ParallelLayout(dp=2)
@@ -43,11 +41,11 @@ def run_out(rank: Rank, model: str, failing_rank: int | None) -> dict[str, Any]:
         return {"steps": steps, "ran_out": ran_out, "shard": shard, "again": again}
 
 
-def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_agree_that_memory_ran_out_and_do_the_same_step_again(ranks: RankPool, model_folders: Any) -> None:
     failing_rank = 1
-    write_model("qwen2_tied", tmp_path / "model")
-    quiet = ranks.run(run_out, 2, str(tmp_path / "model"), None)
-    disturbed = ranks.run(run_out, 2, str(tmp_path / "model"), failing_rank)
+    model = str(model_folders["qwen2_tied"][0])
+    quiet = ranks.run(run_out, 2, model, None)
+    disturbed = ranks.run(run_out, 2, model, failing_rank)
     longest = int(random_batch().seq_lens.max())
     for number, (got, expected) in enumerate(zip(disturbed, quiet, strict=True)):
         assert expected["ran_out"] == []
@@ -82,11 +80,11 @@ def lowered_limit_run(rank: Rank, model: str, longest: int) -> dict[str, Any]:
 
 
 def test_a_limit_that_was_lowered_makes_way_for_a_longer_sequence_up_to_the_configured_one(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, model_folders: Any
 ) -> None:
-    write_model("qwen2_tied", tmp_path / "model")
+    model = str(model_folders["qwen2_tied"][0])
     lens = random_batch().seq_lens
-    (result,) = ranks.run(lowered_limit_run, 1, str(tmp_path / "model"), int(lens.max()))
+    (result,) = ranks.run(lowered_limit_run, 1, model, int(lens.max()))
     assert result["step"]["num_microbatches"] >= int(lens.sum()) / int(lens.max())
     torch.testing.assert_close(*result["per_token"], rtol=1e-5, atol=1e-5)
 
@@ -102,9 +100,9 @@ def moe_run(rank: Rank, model: str, *, runs_out: bool) -> dict[str, float]:
         return engine.train_step(batch, policy_loss, max_tokens_per_mb=50)
 
 
-def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
-    write_model("qwen3_moe", tmp_path / "model")
-    (quiet,), (again,) = (
-        ranks.run(partial(moe_run, runs_out=out), 1, str(tmp_path / "model")) for out in (False, True)
-    )
+def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(
+    ranks: RankPool, model_folders: Any
+) -> None:
+    model = str(model_folders["qwen3_moe"][0])
+    (quiet,), (again,) = (ranks.run(partial(moe_run, runs_out=out), 1, model) for out in (False, True))
     assert again == pytest.approx(quiet, rel=1e-5) and quiet["moe_aux_loss"] > 0

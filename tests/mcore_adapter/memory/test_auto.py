@@ -14,7 +14,6 @@ import torch
 from allocation import ParallelLayout
 from helpers.engine_cases import make_engine, policy_loss, random_batch
 from helpers.mcore_ranks import LAYOUTS, Rank, RankPool
-from helpers.tiny_models import write_model
 from mcore_adapter.memory.auto import SPARE
 from mcore_adapter.memory.estimate import activation_bytes
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
@@ -68,10 +67,12 @@ def chosen_by_limit(rank: Rank, layout: ParallelLayout, model: str) -> dict[str,
 
 
 @pytest.mark.parametrize("layout", ["one process", "pp2"])
-def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(ranks: RankPool, tmp_path: Any, layout: str) -> None:
-    write_model("qwen3", tmp_path / "model")
+def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(
+    ranks: RankPool, model_folders: Any, layout: str
+) -> None:
+    model = str(model_folders["qwen3"][0])
     where = LAYOUTS[layout]
-    results = ranks.run(chosen_by_limit, where.world_size, where, str(tmp_path / "model"))
+    results = ranks.run(chosen_by_limit, where.world_size, where, model)
     for result in results:
         for figures, _ in result["steps"].values():
             assert figures == result["plain"]
@@ -105,9 +106,9 @@ def corrected(rank: Rank, model: str) -> list[int]:
         return choices
 
 
-def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    ((first, second, third, larger),) = ranks.run(corrected, 1, str(tmp_path / "model"))
+def test_a_measured_peak_below_the_estimate_allows_less_recomputation(ranks: RankPool, model_folders: Any) -> None:
+    model = str(model_folders["qwen3"][0])
+    ((first, second, third, larger),) = ranks.run(corrected, 1, model)
     assert first in (3 * 4, 3 * 3 + 2) and second < first, "after the first update it is corrected"
     assert third == second, "and settles"
     assert third < larger < 3 * 4, "what was measured holds for larger microbatches too"
@@ -144,9 +145,9 @@ def exceeded(rank: Rank, model: str) -> tuple[list[int], list[int]]:
         return same, [sum(map(LEVELS.index, auto.choice.levels))]
 
 
-def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    (((first, *later), (afresh,)),) = ranks.run(exceeded, 1, str(tmp_path / "model"))
+def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, model_folders: Any) -> None:
+    model = str(model_folders["qwen3"][0])
+    (((first, *later), (afresh,)),) = ranks.run(exceeded, 1, model)
     assert min(later) > first, "another choice took less, and the estimate of the first one sank with it"
     assert afresh <= first, "after microbatches of another size, all is chosen anew"
 
@@ -164,10 +165,10 @@ def exceeded_on_one_stage(rank: Rank, layout: ParallelLayout, model: str) -> lis
         return found
 
 
-def test_stages_agree_on_what_is_measured(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
+def test_stages_agree_on_what_is_measured(ranks: RankPool, model_folders: Any) -> None:
+    model = str(model_folders["qwen3"][0])
     layout = LAYOUTS["pp2"]
-    first, second = ranks.run(exceeded_on_one_stage, layout.world_size, layout, str(tmp_path / "model"))
+    first, second = ranks.run(exceeded_on_one_stage, layout.world_size, layout, model)
     assert first == second == [True, True, True, False, False]
 
 
@@ -194,9 +195,9 @@ def failed(rank: Rank, model: str) -> list[float]:
         return [*shares, auto.choice.activation_bytes / size / 2**30, sum(map(LEVELS.index, auto.choice.levels))]
 
 
-def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3", tmp_path / "model")
-    ((before, after, larger, other, levels),) = ranks.run(failed, 1, str(tmp_path / "model"))
+def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, model_folders: Any) -> None:
+    model = str(model_folders["qwen3"][0])
+    ((before, after, larger, other, levels),) = ranks.run(failed, 1, model)
     assert before == pytest.approx(1.0)
     assert after <= 0.92 and larger <= 0.92
     assert levels == 0 and other <= 1.0, "microbatches of another size have the whole limit"
@@ -217,11 +218,11 @@ def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_rank_with_less_memory_than_before_lets_its_stage_recompute(
-    ranks: RankPool, tmp_path: Any, layout: str
+    ranks: RankPool, model_folders: Any, layout: str
 ) -> None:
-    write_model("qwen3", tmp_path / "model")
+    model = str(model_folders["qwen3"][0])
     where = LAYOUTS[layout]
-    first, second = ranks.run(squeezed, 2, where, str(tmp_path / "model"))
+    first, second = ranks.run(squeezed, 2, where, model)
     layers = 4 // where.pp
     assert first == [0, 0, layers * LEVELS.index("full")]
     assert second == (first if where.pp == 1 else [0, 0, 0])
@@ -250,9 +251,11 @@ def ran_out(rank: Rank, model: str, least: int) -> Any:
             return e.repeatable, engine._recompute.choice.levels
 
 
-def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(ranks: RankPool, tmp_path: Any) -> None:
-    write_model("qwen3_moe", tmp_path / "model")
-    ((same, levels),) = ranks.run(ran_out, 1, str(tmp_path / "model"), 6)
+def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(
+    ranks: RankPool, model_folders: Any
+) -> None:
+    model = str(model_folders["qwen3_moe"][0])
+    ((same, levels),) = ranks.run(ran_out, 1, model, 6)
     assert same and 6 <= sum(map(LEVELS.index, levels)) < 20
 
 
@@ -273,9 +276,9 @@ def on_host(rank: Rank, model: str) -> list[float]:
         return found + [one._host_limit() for one in given]
 
 
-def test_activations_take_as_much_host_memory_as_is_given(ranks: RankPool, tmp_path: Path) -> None:
-    write_model("qwen3", tmp_path / "model")
-    assert ranks.run(on_host, 1, str(tmp_path / "model")) == [[0.0, 7.0 * 2**30, 0.0, pytest.approx(6.0)]]
+def test_activations_take_as_much_host_memory_as_is_given(ranks: RankPool, model_folders: Any) -> None:
+    model = str(model_folders["qwen3"][0])
+    assert ranks.run(on_host, 1, model) == [[0.0, 7.0 * 2**30, 0.0, pytest.approx(6.0)]]
 
 
 def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
