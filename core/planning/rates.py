@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 
@@ -172,16 +174,16 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     turn = _TURN_SECONDS if scene.shares_gpus and scene.on_gpu else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
 
-    def batch(beside: float) -> float:
-        return prefill + _batch_seconds(scene, servers, decode, answers, running=running, beside=beside)
+    def batch(every: float) -> float:
+        return prefill + _batch_seconds(scene, servers, decode, answers, running=running, every=every)
 
     if in_turns:
-        rollout, lag = batch(0.0), 0.0
+        rollout, lag = batch(math.inf), 0.0
         step = rollout + trainer + push + turn
     else:
         step = lag = max(rollout, trainer)
-        for _ in range(_ROUNDS):  # the longer a step is, the fewer requests run beside its longest answers
-            lag = (lag + (batch(running * rollout / step) + trainer) / (scene.max_staleness + 1)) / 2
+        for _ in range(_ROUNDS):  # the longer a step is, the later others join its longest answers
+            lag = (lag + (batch(step) + trainer) / (scene.max_staleness + 1)) / 2
             step = max(rollout, trainer, lag)
         step = step * _SLACK + push
     return StepTime(
@@ -190,19 +192,35 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
 
 
 def _batch_seconds(
-    scene: Scene, servers: Servers, decode: Decoding, answers: Lengths, *, running: int, beside: float
+    scene: Scene, servers: Servers, decode: Decoding, answers: Lengths, *, running: int, every: float
 ) -> float:
-    """Return the seconds in which servers decode a batch to the end of its longest answer: with fewer and fewer
-    requests, once the last ones have begun, but no fewer than run `beside` them on average."""
+    """Return the seconds in which servers decode a batch to the end of its longest answer, while another one begins
+    `every` so many seconds: with fewer and fewer of its own requests, once the last ones have begun."""
     share, prompt = scene.sequences / servers.layout.dp, scene.prompt_tokens / 2
     together = min(running, share)
     usual = prompt + answers.mean_begun
-    seconds = (share - together) * answers.mean * decode(together, usual) / together
+    first = (share - together) * answers.mean * decode(together, usual) / together
     part = answers.longest_of(scene.sequences) / _DRAIN_PARTS
-    for number in range(_DRAIN_PARTS):
-        begun = (number + 0.5) * part
-        left = max(1.0, together * answers.share_beyond(begun))
-        seconds += part * (decode(left, prompt + begun) if left > beside else decode(beside, usual))
+    begun = [(number + 0.5) * part for number in range(_DRAIN_PARTS)]
+    left = [max(1.0, together * answers.share_beyond(tokens)) for tokens in begun]
+    alone = [*accumulate((part * decode(n, prompt + t) for n, t in zip(left, begun, strict=True)), initial=first)]
+
+    def others(age: float) -> float:
+        """Return the requests of the batches that began later, when this one has such an age."""
+        count, age = 0.0, age - every
+        while age > 0:
+            number = bisect(alone, age)
+            count += together if number == 0 else left[number - 1] if number <= len(left) else 0.0
+            age -= every
+        return count
+
+    seconds = first
+    for own, tokens in zip(left, begun, strict=True):
+        if (more := min(running - own, others(seconds))) > 0:
+            context = (own * (prompt + tokens) + more * usual) / (own + more)
+            seconds += part * decode(own + more, context)
+        else:
+            seconds += part * decode(own, prompt + tokens)
     return seconds
 
 
