@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import resource
 import shutil
@@ -200,6 +201,18 @@ def test_a_full_disk_on_one_rank_is_told_to_who_waits_and_leaves_no_checkpoint(r
     message, _ = ranks.run(background_failure_run, 2, str(folder / "model"), str(path), failing_rank)
     assert f"rank {failing_rank} could not write its part of the checkpoint" in message
     assert "File too large" in message and not (path / "metadata.json").exists()
+
+
+def test_a_failure_at_the_last_file_leaves_a_folder_without_the_marker(tmp_path):
+    class Writer:
+        def finish(self, metadata: Any, everyone: list[Any]) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    copied = object.__new__(CopiedCheckpoint)
+    copied._path, copied._writer, copied._metadata = tmp_path, Writer(), None
+    with pytest.raises(OSError, match="No space left"):
+        copied.finish([[]])
+    assert not (tmp_path / "metadata.json").exists()
 
 
 def test_the_folder_holds_all_that_a_converter_needs(saved):
