@@ -150,6 +150,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
         "rollout.experience.processors",
         "core.data.datasets": "rollout.data.tokenizer",
+        "core.explore.auxiliary": "rollout.data.tokenizer",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.prompts": "rollout.data.tokenizer",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from model_specs.families import read_config
 from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
-from rollout.data.tokenizer import load_tokenizer
 from rollout.inference.router import NoGeneratorError, Routed, Router
 from rollout.programs import Endpoint, announce_auxiliary
 from rollout.sessions.bridge import Bridge
@@ -35,6 +34,8 @@ class AuxiliaryModel:
 
     def __init__(self, config: PPOMATHConfig, servers: Mapping[str, Routed]) -> None:
         """Raises DatasetError for a tokenizer without a chat template."""
+        from rollout.data.tokenizer import load_tokenizer  # imports transformers, which a driver does without
+
         self._router = Router(servers, config.generator)
         folder = config.auxiliary.path
         encoder = Encoder(load_tokenizer(folder), folder=folder)
