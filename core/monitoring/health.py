@@ -25,6 +25,7 @@ _LEAST_FLAT = 30
 """Steps of a run of which it can be said that its reward does not rise."""
 _LEAST_EVALUATIONS = 12
 """Evaluations of a run of which it can be said that they rise."""
+_BATCH_KEYS = ("dataset.train_bs_n_seqs", "experience.train_batch_size", "group_size")
 LEAST = {"ppo.ppo_n_minibatches": 1, "staleness.max_staleness": 0}
 """The least values of keys that actions lower; those of other keys have none that a run comes near to."""
 
@@ -239,8 +240,10 @@ def _entropy(history: History) -> Found | None:
     first, now = history.first("sampled_entropy"), history.now("sampled_entropy")
     if first <= 0 or now >= 0.25 * first:
         return None
+    if _learns(history):
+        return None
     flat = _flat(history)
-    if flat is None or flat.light == "unknown":
+    if flat is not None and flat.light == "unknown":
         return flat
     reason = (
         f"The entropy fell from {first:.3g} to {now:.3g}, and the reward does not rise: answers become alike, and "
@@ -252,7 +255,7 @@ def _entropy(history: History) -> Found | None:
 def _kl(history: History) -> Found | None:
     """Return a finding where the divergence has grown, unless a held-out evaluation shows that the model learns."""
     first, now = history.first("ref_kl"), history.now("ref_kl")
-    if now <= max(0.1, 5 * abs(first)) or (_evaluation(history) is None and _flat(history) is None):
+    if now <= max(0.1, 5 * abs(first)) or (_evaluation(history) is None and _learns(history)):
         return None
     reason = f"The divergence from the reference model grew from {first:.3g} to {now:.3g} nats a token."
     return Found("bad" if now > 0.5 else "warning", reason, now)
@@ -271,7 +274,7 @@ def _spread(history: History) -> Found | None:
     """Return a finding where groups have equal rewards and the reward does not rise: those that a model has learned to
     solve are equal, too."""
     share = history.now("groups/equal")
-    if share <= 0.8 or _flat(history) is None:
+    if share <= 0.8 or _learns(history):
         return None
     reason = f"{share:.0%} of the groups have equal rewards: they have no advantage, and nothing is learned from them."
     return Found("bad" if share > 0.95 else "warning", reason, share)
@@ -302,6 +305,12 @@ def _flat(history: History) -> Found | None:
         f"{best:.3g}."
     )
     return Found("warning", reason, now)
+
+
+def _learns(history: History) -> bool:
+    """Return whether the mean reward or that of the evaluation is above its first values, and _flat() finds nothing."""
+    names = [name for name in ("reward/mean", "eval/reward") if history.has(name)]
+    return any(history.now(name) > history.first(name) for name in names) and _flat(history) is None
 
 
 def _rises(values: np.ndarray, best: float) -> bool:
@@ -356,7 +365,9 @@ def _staleness(history: History) -> Found | None:
     masked = history.added("rollout/num_masked_tokens") / max(history.added("rollout/num_tokens"), 1.0)
     if masked > 0.02:
         return Found("warning", f"{masked:.0%} of the sampled tokens are over the bound and not trained.", masked)
-    prompts = history.settings.get("dataset.train_bs_n_seqs")
+    prompts, answers, size = map(history.settings.get, _BATCH_KEYS)
+    if isinstance(answers, int) and isinstance(size, int):
+        prompts = answers // size
     if history.has("rollout/num_late") and isinstance(prompts, int):
         late = history.now("rollout/num_late") / prompts
         if late > 0.02:

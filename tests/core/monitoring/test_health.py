@@ -52,6 +52,7 @@ FAULTS: Sequence[tuple[str, Light, Fault]] = [
     ("clipped", "bad", {"actor_clip_ratio": (0.05, 0.7)}),
     ("spread flat", "warning", {**STALLED, "groups/equal": (0.3, 0.9)}),
     ("spread flat", "bad", {**STALLED, "groups/equal": (0.3, 0.97)}),
+    ("spread", "bad", {**STALLED, "reward/mean": (0, 0), "reward/max": (0, 0), "groups/equal": (1, 1)}),
     ("length", "warning", {"answer_length/mean": (200, 600)}),
     ("length", "bad", {"answer_length/mean": (200, 3000)}),
     ("cut_off", "warning", {"no_eos_ratio": (0.0, 0.4)}),
@@ -98,6 +99,18 @@ def wrong(answers: list[Judgement]) -> list[str]:
 def test_every_rule_is_silent_on_a_healthy_run() -> None:
     answers = judge(History(rows({}), SETTINGS, LIMITS))
     assert {one.light for one in answers} == {"good"}, [one for one in answers if one.light != "good"]
+
+
+def test_a_collapse_is_a_fault_although_the_reward_rises_a_little_after_it() -> None:
+    found = []
+    for row in RECORDED:
+        early, last = row["step"] < 300, row["step"] > 892
+        wrong = {
+            "reward/mean": 0.6 if early else 0.15 if last else 0.1, "sampled_entropy": 0.66 if early else 0.03,
+            "ref_kl": 0.01 if early else 3.0, "groups/equal": 0.3 if early else 0.97,
+        }  # fmt: skip
+        found.append({**row, "eval/reward": 0.2} if "eval/reward" in row else {**row, **wrong})
+    assert {one.rule.name for one in judge(History(Rows(found))) if one.light == "bad"} == {"entropy", "kl", "spread"}
 
 
 def test_a_divergence_is_a_fault_where_no_evaluation_shows_that_the_model_learns() -> None:
