@@ -121,6 +121,7 @@ class RolloutProducer:
         self._end_late()
         self._again.extend(self._experience.adopt())
         self._start_prompts()
+        self._end_slow()  # looks at those that have started
 
     def _end_late(self) -> None:
         """Stop the episodes that a step has given up, which nothing trains on."""
@@ -327,8 +328,8 @@ class RolloutProducer:
         self._journals.pop(tags.id).end()
         if self._slow is not None:
             self._slow.add(asyncio.get_running_loop().time() - self._began.pop(tags.id))
-            self._end_slow()  # starts others, too
         self._start_prompts()
+        self._end_slow()
 
     def _on_task_end(self, id: str, task: asyncio.Task[None]) -> None:
         """Fail the store when the task of an episode has ended in any other way than _run_episode has planned:

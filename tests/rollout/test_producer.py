@@ -824,6 +824,21 @@ def test_a_limit_below_the_longest_durations_ends_some_prompts_and_not_all() -> 
     run_virtual(main())
 
 
+def test_a_step_whose_prompts_all_hang_is_not_waited_for() -> None:
+    class Hanging(CallWorkflow):
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            self._seconds = 1e6 if prompt.query_id == "q1" else 1.0
+            return await super().run(prompt, generator)
+
+    async def main() -> None:
+        workflow = Hanging()
+        async with make_producer(workflow, 4, dynamic_timeout=2.0, batch_size=1, max_staleness=0) as producer:
+            taken = await asyncio.wait_for(train(producer, workflow, range(3)), timeout=100)
+            assert taken == ["q2@0", "q0@0", "q3@0"], "q1, the third, hangs"
+
+    run_virtual(main())
+
+
 def test_a_store_that_fails_at_a_late_prompt_ends_the_run() -> None:
     class Lost(CallWorkflow):
         async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
