@@ -56,11 +56,11 @@ _OTHERWISE = re.compile(
 )
 """What makes the number behind it another answer, or part of a formula."""
 _DENIED = re.compile(
-    r"(?i)[\s*$]*(?:\?|(?:is|was|can|could|would|will)(?: not| never|n't)\b|can(?:not|'t)\b"
-    r"|or (?:more|less|fewer)\b|(?:squared|cubed|hundred|thousand|[mb]illion)\b)"
+    r"(?i)[\s*$]*(?:\?|(?:is|was|does|did|can|could|would|will|should|must)(?: not| never|n't)\b"
+    r"|(?:cannot|can't|won't|fails)\b|or (?:more|less|fewer)\b|(?:squared|cubed|hundred|thousand|[mb]illion)\b)"
 )
 """What stands behind a number that is no answer, or not all of it."""
-_JUDGED = re.compile(r"(?i)[\s*$,]*(?:which )?(?:is|was) (\w+)")
+_JUDGED = re.compile(r"(?i)[\s*$,]*(?:which )?(?:is|was|must be|should be) (?:an? |\w+ly )?(\w+)")
 _CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
 _NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
 _FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")

@@ -74,7 +74,11 @@ _KNOWN = re.compile(
     r"|xi|rho|sigma|tau|phi|varphi|chi|psi|omega|Delta|Omega|vec|hat|mathbb\{[A-Z]\}|[|]|mp|ell|zeta|eta|kappa)(?![a-zA-Z])"
     r"|[0-9A-Za-z+\-*/^_{}()|!\[\], ]|\.(?=\d)|(?<=\d)\.|=(?=[^{}]*\}))+"
 )
-_ADJACENT = re.compile(r"\d\s+\d|[|)]\s*\d|\d\s*_|\d/\d+/\d|\d-0\d")
+_YEAR, _DAY = r"(?:1[5-9]|20)\d\d", r"(?:0?[1-9]|[12]\d|3[01])"
+_ADJACENT = re.compile(
+    r"\d\s+\d|[|)]\s*\d|\d\s*_|\d/\d+/\d|\d-0\d"
+    rf"|(?<!\d)(?:{_YEAR}-{_DAY}-{_DAY}|{_DAY}-{_DAY}-{_YEAR})(?!\d)"
+)
 """Two numbers without a sign between them, or a date."""
 
 

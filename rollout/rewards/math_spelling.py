@@ -130,7 +130,7 @@ _REWRITINGS: list[_Rewriting] = [
         lambda m: rf"{_count(m[2])}\frac{{{_count(m[3]) or 1}}}{{{_PARTS[m[4].lower()]}}} {m[1]}",
     ),
     (
-        rf"(?i)^\s*({_TEXT_OPENING})\s*({_COUNTED})(?![\w-]| point\b)",
+        rf"(?i)^\s*({_TEXT_OPENING})\s*((?>{_COUNTED}))(?![\w-]| point\b)",
         lambda m: f"{_count(m[2])} {m[1]}" if _count(m[2]) else m[0],
     ),
     (r"^\s*=", ""),
@@ -225,7 +225,7 @@ def _count(words: str | None) -> str:
             group = (group or 1) * _SCALES[word]
             if group >= 1000:
                 total, group = total + group, 0
-        elif group % (10 if _COUNTS[word] < 10 else 100):  # four five
+        elif group % 100 and (_COUNTS[word] not in range(1, 10) or group % 100 < 20 or group % 10):  # four five
             return ""
         else:
             group += _COUNTS[word]
