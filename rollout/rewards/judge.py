@@ -64,11 +64,12 @@ class Judge:
         max_tokens: int = 512,
         seconds: float = 30.0,
     ) -> None:
-        """`url`: up to and with /v1, or AUXILIARY: the model of auxiliary.path. `instruction` has {question},
-        {solution} and {answer}. `api_key`: None is that of the environment variable JUDGE_API_KEY. `cache`: SQLite file
-        of all workers, in which equal answers are asked for once. `max_calls`: replies of the judge to all workers,
-        also after restarts, as the cache counts them; those without points count, too. `seconds`: of a call; less than
-        reward.timeout_seconds. Raises ValueError for a limit without a cache."""
+        """`url`: up to and with /v1, or AUXILIARY: the model of auxiliary.path. `model`: its name at the server and
+        in the cache; the auxiliary model takes any. `instruction` has {question}, {solution} and {answer}. `api_key`:
+        None is that of the environment variable JUDGE_API_KEY. `cache`: SQLite file of all workers, in which equal
+        answers are asked for once. `max_calls`: replies of the judge to all workers, also after restarts, as the cache
+        counts them; those without points count, too. `seconds`: of a call; less than reward.timeout_seconds. Raises
+        ValueError for a limit without a cache."""
         if max_calls is not None and cache is None:
             raise ValueError(f"max_calls={max_calls}: calls are counted in the cache; name a file")
         self._url, self._model, self._instruction = url.rstrip("/"), model, instruction
