@@ -73,6 +73,27 @@ def test_the_kernels_are_those_that_a_server_of_this_model_compiled() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_qwen3_normalizes_queries_and_keys(model_type: str) -> None:
+    qwen3 = QWEN2 | {"model_type": model_type, "head_dim": 64}
+    assert named({}, qwen3)["_jit_qknorm_module"] == [64, "bfloat16"]
+    assert named({"dtype": "float32"}, qwen3)["_jit_kvcache_module"] == [512, 512]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotated"),
+    [
+        ({}, 64),
+        ({"partial_rotary_factor": 0.25}, 32),
+        ({"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": 1.0}}, 128),
+        ({"rope_scaling": {"partial_rotary_factor": 0.25}, "rope_parameters": None}, 32),
+    ],
+)
+def test_glm4_rotates_a_part_of_each_head(keys: dict[str, Any], rotated: int) -> None:
+    glm4 = QWEN2 | {"model_type": "glm4", **keys}
+    assert named({}, glm4)["_jit_fused_rope_module"] == [False, rotated, "bfloat16", "bfloat16"]
+
+
 def test_latent_attention_has_kernels_of_its_own() -> None:
     assert named({}, {"model_type": "deepseek_v2", "kv_lora_rank": 512}).keys() == {
         "activation_module", "_jit_clamp_position_module",
