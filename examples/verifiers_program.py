@@ -21,8 +21,8 @@ from typing import Any
 
 
 def reward(prompt: object, text: str) -> float:
-    """Return the number that the program below prints."""
-    return float(text)
+    """Return the number that the program below prints last; a taskset may print before it."""
+    return float(text.splitlines()[-1])
 
 
 async def play(row: dict[str, Any], block: dict[str, Any]) -> float:
