@@ -253,6 +253,8 @@ class RolloutService(BatchService):
             if of_run.on_error == "skip" or isinstance(error, _NOT_OF_A_PROMPT):
                 raise
             raise evaluation_failure(error, _NOT_OF_A_PROMPT) from None
+        if self._config.job == "bench":  # others look after each step
+            self._check_scores(step)
         results = {}
         for name, one in sets.items():
             answers = [(prompt, ended[key]) for key, prompt in asked.items() if key[0] == name]

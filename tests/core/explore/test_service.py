@@ -209,6 +209,21 @@ def test_a_workflow_renders_its_messages_as_the_prompts_of_its_set(assets) -> No
     assert train == prompts != own
 
 
+def test_a_bench_job_says_that_answers_could_not_be_scored(assets, caplog: pytest.LogCaptureFixture) -> None:
+    async def evaluate() -> dict[str, float]:
+        reward = "helpers.rewards:length_of_auxiliary"  # this run has none
+        made = service(assets, Recording(), [str(assets.prompts)], reward=reward)
+        made._config = made._config.model_copy(update={"mode": "bench"})
+        try:
+            await made.start()
+            return await made.evaluate(0)
+        finally:
+            await made.close()
+
+    asyncio.run(evaluate())
+    assert "completions could not be scored" in caplog.text and "set auxiliary.path" in caplog.text
+
+
 class Failing(SingleTurnMathWorkflow):
     async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
         raise KeyError("no such tool")
