@@ -23,7 +23,7 @@ class OpenEnv:
     Observations are their text, or JSON where they have more fields."""
 
     def __init__(self, name: str) -> None:
-        """Raises OSError where no server answers, and ValueError for one with other actions."""
+        """Raises aiohttp.ClientError where no such server answers, and ValueError for one with other actions."""
         url, _, self._field = name.partition("#")
         self._loop = asyncio.new_event_loop()
         try:
@@ -45,7 +45,7 @@ class OpenEnv:
     async def _connect(self, url: str) -> None:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=_CONNECT_SECONDS))
         if not self._field:
-            async with self._http.get(f"{url}/schema") as response:
+            async with self._http.get(f"{url}/schema", raise_for_status=True) as response:
                 self._field = _text_field(await response.read(), url)
         self._socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
 
