@@ -63,6 +63,7 @@ _DENIED = re.compile(
 _JUDGED = re.compile(r"(?i)[\s*$,]*(?:which )?(?:is|was|must be|should be) (?:an? |\w+ly )?(\w+)")
 _CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
 _NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
+_CALLED_WRONG = re.compile(r"(?i)\b(?:is|was) (?:\w+ly )?(?:wrong|incorrect|false|impossible)\b")
 _FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")
 _UNIT = re.compile(
     r" ?(?!in\b)((?:(?:square|cubic|sq|cu) )?[a-zA-Z]+(?:(?: ?/ ?| per )[a-zA-Z]+)?(?:\^?\{?[23]\}?|[²³])?)(?![\w^{])"
@@ -223,7 +224,8 @@ def _unmarked_answer(text: str, *, is_choice: bool) -> str:
     if is_choice:
         sentence = re.split(r"(?<=[.!?:])\s+|\n", text.rstrip(" .*"))[-1]
         letters = set(_LETTER.findall(sentence))
-        return letters.pop() if len(letters) == 1 and not _NEGATION.search(sentence) else ""
+        is_denied = _NEGATION.search(sentence) or _CALLED_WRONG.search(sentence)
+        return letters.pop() if len(letters) == 1 and not is_denied else ""
     line = _last_line(text)
     if _FORMULA_LINE.fullmatch(line) or _is_quantity(line):
         return line
