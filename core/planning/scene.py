@@ -86,6 +86,8 @@ class Servers:
     colocated_share: float
     """Value of `share` if servers share the GPUs with the trainer."""
     on_gpu: bool
+    num_auxiliary: int = 0
+    """Further ones of allocation_mode, which serve the auxiliary model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +240,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
         share=share,
         colocated_share=colocated_share,
         on_gpu=placed.on_gpu,
+        num_auxiliary=config.num_auxiliary_servers,
     )
 
 

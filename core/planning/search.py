@@ -58,7 +58,8 @@ class Proposal:
         """allocation_mode."""
         assert self.scene.servers is not None, "a search has generators"
         servers, separator = self.scene.servers, "|" if self.scene.shares_gpus else "+"
-        return f"{servers.backend}.{servers.layout}{separator}{self.scene.actor.layout}"
+        placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
+        return f"{servers.backend}.{placed}{separator}{self.scene.actor.layout}"
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -236,8 +237,11 @@ def _candidates(
             sides = [served]
         placed = replace(scene, shares_gpus=False) if rest else _in_turns(scene)
         trainers = list(_fitting(placed, layout)) if sides else []
+        others = scene.servers.num_auxiliary
         for side in sides:
-            servers = replace(scene.servers, layout=side)
+            if side.dp <= others:
+                continue
+            servers = replace(scene.servers, layout=replace(side, dp=side.dp - others))
             for trainer in trainers:
                 whole = _with_requests(replace(trainer, servers=servers), servers, answers)
                 if (time := step_time(whole, calibration, answers)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -237,6 +238,22 @@ def test_every_proposal_passes_the_checks_and_fits(
         "latency": [one.latency for one in every],
     }[metric]
     assert values == sorted(values)
+
+
+def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
+    path, judge = write_recipe(tmp_path, SHAPES["7B"]), tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps(SHAPES["7B"]))
+    words = [f"auxiliary.path={judge}", "dataset.train_bs_n_seqs=128", "ppo.gen.max_new_tokens=4096"]
+
+    def load(more: Sequence[str]) -> LoadedConfig:
+        return load_config("ppo-math", path, [*words, *more])
+
+    scene, calibration = scene_of(load(["allocation_mode=sglang.d12m1p1+d4m1p1"]).config, GPUS["H100"]), CALIBRATION
+    found = proposals(load, scene, calibration, Lengths(mean=2000, longest=4096), num_gpus=16)
+    assert found.best and not any(one.scene.shares_gpus for one in found.best)
+    for proposal in found.best:
+        assert scene_of(load(proposal.overrides).config, GPUS["H100"]).servers == proposal.scene.servers
 
 
 def test_experts_are_searched_on_layouts_that_divide_them(tmp_path: Path) -> None:
