@@ -2,7 +2,8 @@
 Anthropic.
 
 The rollout process has the address, and so has what it starts: reward workers, environments, tools and programs. Equal
-requests get equal answers, so that an episode which is run again after a restart meets the same opponent.
+requests get equal answers where the servers compute alike whatever runs beside a request (SGLang:
+enable_deterministic_inference), so that an episode which is run again after a restart meets the same opponent.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class AuxiliaryModel:
         encoder = Encoder(load_tokenizer(folder), folder=folder)
         if encoder.chat is None:
             raise DatasetError(f"auxiliary.path={folder}: its tokenizer has no chat template; choose a chat model")
-        positions = read_config(folder).max_position_embeddings
+        given = config.merged_flags.get("context_length")
+        positions = int(str(given)) if given else read_config(folder).max_position_embeddings
         sampling = SamplingParams(
             max_new_tokens=positions, temperature=config.auxiliary.temperature, stop_token_ids=encoder.end_token_ids
         )
