@@ -36,8 +36,8 @@ class Recipe:
     text: str
 
     def __call__(self, rows: Rows) -> Iterator[dict[str, object]]:
-        """Yield the rows that the operators leave. Raises ImportError without Data-Juicer, ValueError for another file,
-        and what operators raise."""
+        """Yield the rows that the operators leave. Raises ImportError without Data-Juicer, ValueError for another file
+        and for a column that what operators measure would overwrite, and what operators raise."""
         given, process = [*rows], _operators(self.path, self.text)
         try:
             from data_juicer.core.data import NestedDataset
@@ -49,7 +49,15 @@ class Recipe:
         columns = dict.fromkeys(name for row in given for name in row)
         made = NestedDataset.from_list([{name: row.get(name) for name in columns} for row in given])
         for row in made.process(load_ops(process), open_monitor=False).to_list():
-            yield {name: value for name, value in row.items() if not name.startswith(_OWN)} | (row.get(_STATS) or {})
+            left = {name: value for name, value in row.items() if not name.startswith(_OWN)}
+            measured = row.get(_STATS) or {}
+            for name in left.keys() & measured.keys():
+                if left[name] != measured[name]:
+                    raise ValueError(
+                        f"the operators measure {name}={measured[name]!r:.40}, but the rows have a column {name} with "
+                        f"{left[name]!r:.40}; rename that column"
+                    )
+            yield left | measured
 
 
 def load_recipe(spec: str) -> Recipe:

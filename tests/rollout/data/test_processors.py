@@ -124,6 +124,9 @@ def test_a_recipe_of_data_juicer_filters_deduplicates_and_scores_rows(data: Path
         {"prompt": "1+1=", "solutions": ["2"], "text_len": 4, "level": 2},
         {"prompt": "1+2=", "solutions": ["3"], "text_len": 4, "level": 3},
     ]
+    data.write_text(json.dumps({"prompt": "1+1=", "solutions": ["2"], "text_len": "short"}) + "\n")
+    with pytest.raises(DatasetError, match=rf"{data}: .*text_len=4, but the rows have a column text_len with 'short'"):
+        [*read_records(both)]
 
 
 @pytest.mark.parametrize(
