@@ -55,6 +55,7 @@ class AuxiliaryModel:
             host="127.0.0.1",
             port=0,
             api_key=self._key,
+            key_hint="that of rollout.programs.auxiliary()",
             seed=config.seed,
             varies=False,
         )

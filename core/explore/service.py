@@ -288,6 +288,7 @@ class RolloutService(BatchService):
             host=config.serve.host,
             port=config.serve.port,
             api_key=config.serve.api_key,
+            key_hint="serve.api_key",
             seed=config.seed,
         )
         await self._server.start()

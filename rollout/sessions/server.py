@@ -248,18 +248,19 @@ class PolicyServer(SessionServer):
         host: str,
         port: int,
         api_key: str,
+        key_hint: str,
         seed: int,
         varies: bool = True,
     ) -> None:
-        """`api_key`: the key that clients must send; empty: none is needed. `varies`: equal requests get different
-        samples."""
+        """`api_key`: the key that clients must send; empty: none is needed. `key_hint`: where they find it, for those
+        that send another. `varies`: equal requests get different samples."""
         super().__init__(host=host, port=port)
         self._bridge, self._sampler, self._limits, self._api_key = bridge, sampler, limits, api_key
-        self._seed, self._varies, self._numbers = seed, varies, itertools.count()
+        self._key_hint, self._seed, self._varies, self._numbers = key_hint, seed, varies, itertools.count()
 
     def _session_of(self, request: web.Request) -> Session:
         if self._api_key and self._api_key != key_of(request):
-            raise CallError("Incorrect API key; it is serve.api_key.", code="invalid_api_key", status=401)
+            raise CallError(f"Incorrect API key; it is {self._key_hint}.", code="invalid_api_key", status=401)
         count, empty = next(self._numbers), np.empty(0, np.int32)
         number = count if self._varies else 0  # of the seed; the name is that of a conversation
         prompt = Prompt(query_id=f"served-{count}", index=number, task="", text="", token_ids=empty, solutions=())

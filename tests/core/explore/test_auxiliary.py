@@ -66,7 +66,7 @@ def test_equal_requests_get_equal_answers(model: Path, temperature: float, monke
             with pytest.raises(JudgeError, match="no line 'Points: N'"):  # it was asked, and has random weights
                 await asyncio.to_thread(Judge("auxiliary", "judge", max_tokens=8), PROMPT, "4")
             monkeypatch.setenv("SLIPSTREAM_AUXILIARY_KEY", "another")
-            with pytest.raises(JudgeError, match="401"):
+            with pytest.raises(JudgeError, match=r"401.*it is that of rollout\.programs\.auxiliary"):
                 await asyncio.to_thread(Judge("auxiliary", "judge"), PROMPT, "4")
         finally:
             await frozen.close()
