@@ -264,8 +264,27 @@ def _auxiliary(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
         )
 
 
+def _dynamic_timeout(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    limit, staleness = config.workflow.dynamic_timeout, config.staleness.max_staleness
+    if limit is not None and allocation.shares_gpus and staleness > 0:
+        yield Violation(
+            ("workflow.dynamic_timeout", "allocation_mode", "staleness.max_staleness"),
+            f"dynamic_timeout={limit:g} with max_staleness={staleness} would end prompts as slow that an update has "
+            "paused, as generators share GPUs with the trainer; write null, + for GPUs of their own in "
+            "allocation_mode, or max_staleness=0",
+        )
+
+
 _Rule = Callable[[PPOMATHConfig, Allocation], Iterator[Violation]]
-_OF_LAYOUTS: tuple[_Rule, ...] = (_transport, _shared_ranks, _colocation, _interrupt, _routing_replay, _auxiliary)
+_OF_LAYOUTS: tuple[_Rule, ...] = (
+    _transport,
+    _shared_ranks,
+    _colocation,
+    _interrupt,
+    _routing_replay,
+    _auxiliary,
+    _dynamic_timeout,
+)
 """Rules of generators that depend on layouts."""
 _OF_BACKENDS: tuple[_Rule, ...] = (_server_arguments, _weight_format, _quantization)
 """Rules of generators that do not."""

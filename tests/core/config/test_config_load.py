@@ -347,6 +347,10 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
             "token; the generator is embedded; write sglang in allocation_mode, or false",
         ),
         (
+            "n_gpus_per_node=1 allocation_mode=sglang.d1m1p1 staleness.max_staleness=1 workflow.dynamic_timeout=3",
+            "workflow.dynamic_timeout: dynamic_timeout=3 with max_staleness=1 would end prompts as slow that an update",
+        ),
+        (
             "n_gpus_per_node=4 allocation_mode=sglang.d1m1p2+d2m1p1 actor.moe_routing_replay=true",
             "actor.moe_routing_replay: moe_routing_replay=true needs p1 on the generator's side, got d1m1p2",
         ),
