@@ -147,6 +147,7 @@ class PromptOnlyDatasetConfig(DataSection):
         "step of explore jobs, which synchronizer.interval counts",
         ge=1,
         le=10**9,
+        needs=equals("experience.train_batch_size", None) | equals("mode", "explore", "train"),
     )
 
 

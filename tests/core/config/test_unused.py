@@ -79,6 +79,10 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
             {"evaluation", "exp_ctrl.eval_freq_steps"}, "benchmarks do not evaluate",
             "exp_ctrl.benchmark_steps=null",
         ),
+        (
+            "experience.train_batch_size=8 group_size=1", {"dataset.train_bs_n_seqs"},
+            "experience.train_batch_size=8, mode=ray", "experience.train_batch_size=null",
+        ),
         ("wandb.group=g", {"wandb.group"}, "wandb.mode=disabled", "wandb.mode=offline"),
         ("samples.share=0 samples.keep_files=2", {"samples.keep_files"}, "samples.share=0", "samples.share=1"),
         (
