@@ -60,7 +60,7 @@ def is_same(gold: Answer, answer: Answer) -> bool:
         case ("relation", _) if _is_equation(gold):
             return _is_constant(gold.parts[0][0]) and _gives(gold, answer)
         case ("relation" | "sets", _) | (_, "relation" | "sets"):
-            return _is_same_set(_as_set(gold), _as_set(answer))
+            return _is_same_set(gold, answer)
         case ("quantity", "quantity"):
             return _is_same_quantity(gold, answer)
         case ("group", "group"):
@@ -216,9 +216,8 @@ def _is_same_relation(gold: Answer, answer: Answer) -> bool:
     if gold.kind != answer.kind or _is_equation(gold) != _is_equation(answer):
         return False
     (sides, signs, _), (other_sides, other_signs, _) = gold.parts, answer.parts
-    names, other_names = (_names(each.parts[0]) for each in (gold, answer))
-    if not _is_equation(gold) and len(names) < 2 and len(other_names) < 2:
-        return (names == other_names or not names or not other_names) and _is_same_set(_as_set(gold), _as_set(answer))
+    if not _is_equation(gold) and all(len(_names(each.parts[0])) < 2 for each in (gold, answer)):
+        return _is_same_set(gold, answer)
     differences: list[Any] = [value_of("-".join(f"({side})" for side in each)) for each in (sides, other_sides)]
     if None in differences or not len(sides) == len(other_sides) == 2:
         return False
@@ -261,8 +260,18 @@ def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
     return joined
 
 
-def _is_same_set(gold: Any, answer: Any) -> bool:
-    return None not in (gold, answer) and (gold == answer or bool((gold ^ answer).is_empty))
+def _is_same_set(gold: Answer, answer: Answer) -> bool:
+    if len(_variables(gold) | _variables(answer)) > 1:
+        return False
+    left, right = _as_set(gold), _as_set(answer)
+    return None not in (left, right) and (left == right or bool((left ^ right).is_empty))
+
+
+def _variables(answer: Answer) -> set[str]:
+    """Return what a condition is about: x of "x = 1 or x > 3"."""
+    if answer.kind == "sets" and answer.parts[1]:
+        return set[str]().union(*map(_variables, answer.parts[0]))
+    return _names(answer.parts[0]) if answer.kind in {"named", "relation"} else set()
 
 
 def is_same_formula(gold: str, answer: str) -> bool:

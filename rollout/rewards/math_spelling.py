@@ -107,7 +107,7 @@ _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4}
 _STEMS = ("four", "fif", "six", "seven", "eigh", "nin", "ten")
 _PARTS |= {f"{stem}th": number for number, stem in enumerate(_STEMS, start=4)}
 _COUNT = rf"(?:{'|'.join(_COUNTS | _SCALES)})\b"
-_COUNTED = rf"(?:an? )?{_COUNT}(?:[ -](?:and )?{_COUNT})*"
+_COUNTED = rf"(?:an? )?{_COUNT}(?:[ -](?:(?:(?<=hundred )|(?<=thousand )|(?<=illion ))and )?{_COUNT})*"
 _PHRASES = {
     "at least|no less than|no fewer than|not less than": r"\ge ",
     "at most|no more than|not more than": r"\le ",
@@ -126,8 +126,8 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(?<!\\)\$|\*\*|`|\\[()]|(?<!\\)\\[\[\]]", ""),
     (
         rf"(?i)^\s*({_TEXT_OPENING})\s*(?:({_COUNTED}|\d+)[ -]and[ -])?(?:({_COUNTED}|an?)[ -]|(?=half\b))"
-        rf"({'|'.join(_PARTS)})s?\b",
-        lambda m: rf"{_count(m[2])}\frac{{{_count(m[3]) or 1}}}{{{_PARTS[m[4].lower()]}}} {m[1]}",
+        rf"({'|'.join(_PARTS)})(s?)\b",
+        lambda m: _parts(m),
     ),
     (
         rf"(?i)^\s*({_TEXT_OPENING})\s*((?>{_COUNTED}))(?![\w-]| point\b)",
@@ -219,6 +219,8 @@ def spelled(content: str) -> str:
 def _count(words: str | None) -> str:
     """Return the digits of a number in words or digits; "" for an article, and for words that are no number."""
     counted = re.findall(_COUNT, (words or "").lower())
+    if "zero" in counted and len(counted) > 1:
+        return ""
     total = group = 0
     for word in counted:
         if word in _SCALES:
@@ -230,6 +232,16 @@ def _count(words: str | None) -> str:
         else:
             group += _COUNTS[word]
     return str(total + group) if counted else re.sub(r"\D", "", words or "")
+
+
+def _parts(match: re.Match[str]) -> str:
+    """Return "two and three fourths" in LaTeX; as it is where it is no fraction, as "twenty-fifth"."""
+    opening, whole, number, part, plural = match.groups()
+    is_one = number is None or number.lower() in ("a", "an", "one")
+    above = "1" if is_one else _count(number)
+    if is_one == bool(plural) or not above or (whole and not _count(whole)):
+        return match[0]
+    return rf"{_count(whole)}\frac{{{above}}}{{{_PARTS[part.lower()]}}} {opening}"
 
 
 def _as_text(match: re.Match[str]) -> str:
