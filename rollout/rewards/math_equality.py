@@ -261,10 +261,10 @@ def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
 
 
 def _is_same_set(gold: Answer, answer: Answer) -> bool:
-    if len(_variables(gold) | _variables(answer)) > 1:
-        return False
     left, right = _as_set(gold), _as_set(answer)
-    return None not in (left, right) and (left == right or bool((left ^ right).is_empty))
+    if left is None or right is None or len(_variables(gold) | _variables(answer)) > 1:
+        return False
+    return left == right or bool((left ^ right).is_empty)
 
 
 def _variables(answer: Answer) -> set[str]:
