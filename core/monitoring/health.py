@@ -296,7 +296,10 @@ def _flat(history: History) -> Found | None:
         return Found("unknown", f"fewer than {_LEAST_FLAT} steps", float(len(rewards)))
     best = float(history.values("reward/max").max())
     before, now = _last_third(rewards)
-    if best - now <= 0.05 * max(1.0, abs(best)) or _rises(rewards, best):
+    if best <= rewards.min():
+        return Found("unknown", f"every answer has got the reward {best:.3g}", now)
+    near = 0.05 * max(best - history.first("reward/mean"), abs(best))  # a run may begin with nearly all answers right
+    if best - now <= near or _rises(rewards, best):
         return None
     if len(evaluations) >= _LEAST_EVALUATIONS and _rises(evaluations, best):
         return None
@@ -471,7 +474,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="flat", title="Rise of the reward", problem="The reward does not rise",
-        healthy="The mean reward or the evaluation rises in the last third of the run, or it is near the best reward.",
+        healthy="The mean reward or the evaluation rises in the last third of the run, or is near the best reward.",
         actions=("solve the other problems on this page first", "raise actor.optimizer.lr"),
         docs="monitoring.md#metrics-to-watch", needs=("reward/mean", "reward/max"), check=_flat,
     ),

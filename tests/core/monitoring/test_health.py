@@ -58,6 +58,7 @@ FAULTS: Sequence[tuple[str, Light, Fault]] = [
     ("cut_off", "warning", {"no_eos_ratio": (0.0, 0.4)}),
     ("cut_off", "bad", {"no_eos_ratio": (0.0, 0.6)}),
     ("flat", "warning", STALLED),
+    ("flat", "warning", {**STALLED, "reward/mean": (0, 0.01), "reward/max": (0.04, 0.04), "eval/reward": (0.01, 0.01)}),
     ("evaluation", "warning", {"eval/accuracy": (0.6, 0.52), "ref_kl": (0.01, 0.05)}),
     ("evaluation", "bad", {"eval/accuracy": (0.6, 0.3), "ref_kl": (0.01, 0.05)}),
     ("mismatch", "warning", {"behave_approx_kl": (-0.01, -0.1)}),
@@ -111,6 +112,14 @@ def test_a_collapse_is_a_fault_although_the_reward_rises_a_little_after_it() -> 
         }  # fmt: skip
         found.append({**row, "eval/reward": 0.2} if "eval/reward" in row else {**row, **wrong})
     assert {one.rule.name for one in judge(History(Rows(found))) if one.light == "bad"} == {"entropy", "kl", "spread"}
+
+
+@pytest.mark.parametrize(("mean", "light"), [(0.0, "unknown"), (0.98, "good")])
+def test_a_run_without_a_right_answer_is_not_called_near_the_best_reward(mean: float, light: Light) -> None:
+    best = 1.0 if mean else 0.0
+    found = rows({**STALLED, "reward/mean": (mean, mean), "reward/max": (best, best)})
+    (answer,) = judge(History(found), [rule for rule in RULES if rule.name == "flat"])
+    assert answer.light == light and ("every answer has got the reward 0" in answer.reason) == (mean == 0.0)
 
 
 def test_a_divergence_is_a_fault_where_no_evaluation_shows_that_the_model_learns() -> None:
