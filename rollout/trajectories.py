@@ -46,7 +46,8 @@ def turns(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     """Return (first, end) of each turn: a run of trained tokens."""
     import numpy as np
 
-    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).tolist()
+    mask = np.concatenate(([False], loss_mask, [False]))
+    edges = np.flatnonzero(mask[1:] != mask[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

@@ -184,7 +184,10 @@ class TaskSets:
 
     def _named(self, one: TaskSet, prompt: Prompt) -> Prompt:
         """Return a prompt with the name of its set. Indices, and so seeds, differ between sets."""
-        return replace(prompt, task_set=one.name, index=prompt.index + self._first_index[one.name])
+        first = self._first_index[one.name]
+        if not first and prompt.task_set == one.name:
+            return prompt
+        return replace(prompt, task_set=one.name, index=prompt.index + first)
 
     def positions(self) -> dict[str, int]:
         """Return how many prompts of each set are before the cursor."""
