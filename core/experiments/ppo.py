@@ -249,6 +249,7 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         logger.info("Serving version %d at %s/v1", version, url, extra=NOTICE)
         while True:
             time.sleep(_LOOK_EVERY_SECONDS)
+            rollout.call(RolloutActor.check)
             push.sync_rejoined()
             if subscription is not None and (newer := follow(subscription, weights, push)) is not None:
                 rollout.call(RolloutActor.follow, newer)

@@ -103,6 +103,8 @@ class RolloutService(BatchService):
                 logs=self._logs,
             )
         self._producer = self._make_producer()
+        if self._auxiliary is not None and config.job in ("bench", "serve"):  # which never begin
+            self._auxiliary.watch(self._producer.fail)
         await self._rewards.start()
         return facts
 
@@ -254,6 +256,7 @@ class RolloutService(BatchService):
                 raise
             raise evaluation_failure(error, _NOT_OF_A_PROMPT) from None
         if self._config.job == "bench":  # others look after each step
+            self._producer.check()
             self._check_scores(step)
         results = {}
         for name, one in sets.items():

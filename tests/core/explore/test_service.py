@@ -24,6 +24,8 @@ from core.explore.data import RunData
 from core.explore.service import RolloutService
 from core.monitoring.metrics import read_rows
 from core.monitoring.samples import read_samples
+from helpers.chat_tokenizer import chat_tokenizer
+from helpers.sglang_environment import Models
 from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
 from rollout.errors import GeneratorGone, OnError, WorkflowFailureError
@@ -222,6 +224,45 @@ def test_a_bench_job_says_that_answers_could_not_be_scored(assets, caplog: pytes
 
     asyncio.run(evaluate())
     assert "completions could not be scored" in caplog.text and "set auxiliary.path" in caplog.text
+
+
+def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(
+    assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Models(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    given = config_of(assets, [str(assets.prompts)], reward="helpers.rewards:length_of_auxiliary")
+    config = given.model_copy(
+        update={
+            "mode": "bench",
+            "auxiliary": given.auxiliary.model_copy(update={"path": str(tmp_path)}),
+            "generator": given.generator.model_copy(update={"health_interval_seconds": 0.1}),
+        }
+    )
+
+    async def evaluate() -> None:
+        server = EmbeddedGenerator(tmp_path, threads=1)
+        generators, frozen = {"generator-0": EmbeddedGenerator(assets.model, threads=1)}, {"auxiliary-0": server}
+        job = RolloutService(
+            generators, config, tmp_path / "logs", put=lambda arrays: arrays, fetch=list, auxiliary=frozen
+        )
+        try:
+            await job.start()
+            await job.evaluate(0)
+            await server.close()
+            with pytest.raises(NoGeneratorError):
+                async with asyncio.timeout(60):
+                    while True:
+                        await job.check()
+                        await asyncio.sleep(0.05)
+            await job.evaluate(1)
+        finally:
+            await job.close()
+
+    for name in ("SLIPSTREAM_AUXILIARY_URL", "SLIPSTREAM_AUXILIARY_KEY"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    with pytest.raises(NoGeneratorError, match="auxiliary-0"):
+        asyncio.run(evaluate())
 
 
 class Failing(SingleTurnMathWorkflow):
