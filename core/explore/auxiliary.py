@@ -2,8 +2,8 @@
 Anthropic.
 
 The rollout process has the address, and so has what it starts: reward workers, environments, tools and programs. Equal
-requests get equal answers where the servers compute alike whatever runs beside a request (SGLang:
-enable_deterministic_inference), so that an episode which is run again after a restart meets the same opponent.
+requests get equal answers where the servers compute alike whatever runs beside a request, so that an episode which is
+run again after a restart meets the same opponent.
 """
 
 from __future__ import annotations
