@@ -43,6 +43,14 @@ def test_a_whole_server_stays_on_one_node_and_its_slots_are_neighbours() -> None
     ]
 
 
+def test_servers_that_are_split_off_keep_their_own_slots_whole() -> None:
+    generator = parse("sglang.d3m2p1+d2m1p1", n_nodes=1, n_gpus_per_node=8).generator
+    first, last = generator.split(1)
+    assert last is not None and first.layout.dp == 2 and last.layout.dp == 1
+    assert (first.replicas, last.replicas) == (generator.replicas[:2], generator.replicas[2:])
+    assert generator.split(0) == (generator, None)
+
+
 def test_the_context_parallel_ranks_of_a_replica_keep_to_one_node() -> None:
     # In a row, the second replica would be GPU 4 of node 0 with 0 to 2 of node 1.
     order = Cluster(4, 5).whole().order(ParallelLayout(dp=5, cp=4), generator=False)

@@ -15,7 +15,16 @@ from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
 from core.planning.memory import plan_memory, plan_servers, states_of, usual_level
-from core.planning.rates import Lengths, calibration_of, decoding, pass_seconds, step_time, update_seconds, wave_seconds
+from core.planning.rates import (
+    LONGEST_ANSWERS,
+    Lengths,
+    calibration_of,
+    decoding,
+    pass_seconds,
+    step_time,
+    update_seconds,
+    wave_seconds,
+)
 from core.planning.scene import GPUS, Engine, Scene, Servers, scene_of
 from core.planning.search import Metric, parse_fixed, proposals, search
 from core.planning.simulation import simulate, world_of
@@ -203,6 +212,16 @@ def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int
     time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
     assert time is not None and world is not None
     assert time.step == pytest.approx(simulate(world, 12 + 2 * staleness).seconds, rel=0.15)
+
+
+def test_the_next_batch_slows_the_longest_answers_of_a_batch() -> None:
+    scene = make_scene(WIDTHS)
+    assert scene.servers is not None
+    scene = replace(scene, max_staleness=1, answer_tokens=15360, servers=replace(scene.servers, max_running=256))
+    answers = Lengths(mean=2000, longest=15360)
+    time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
+    assert time is not None and world is not None and time.limited_by == LONGEST_ANSWERS
+    assert time.step == pytest.approx(simulate(world, 16).seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(

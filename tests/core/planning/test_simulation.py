@@ -43,12 +43,13 @@ def test_a_server_with_one_request_at_a_time_takes_the_sum_of_its_answers() -> N
 
 
 def test_each_token_of_an_answer_makes_the_steps_after_it_longer() -> None:
+    """Also while others begin and end: a request adds its tokens so far to each of its steps."""
     alone = replace(
-        WORLD, num_servers=1, max_running=2, group_size=2, prompts=4, answers=Lengths(mean=100, longest=100),
-        prefill_seconds=0.0, train_token_seconds=0.0, push_seconds=0.0, token_seconds=1e-4, max_staleness=0,
+        WORLD, num_servers=1, step_seconds=[0.005] * 65, train_token_seconds=0.0, push_seconds=0.0, max_staleness=0,
     )  # fmt: skip
-    context = 2 * 100**2 / 2 * 1e-4  # of both answers, in 100 steps
-    assert simulate(alone, 8).seconds == pytest.approx(4 * (100 * 0.0052 + context + 2.5 * 0.005), rel=0.02)
+    longer = replace(alone, token_seconds=1e-5)
+    read = 32 * 4 * alone.answers.mean_square / 2 * 1e-5
+    assert simulate(longer, 20).seconds - simulate(alone, 20).seconds == pytest.approx(read, rel=0.05)
 
 
 def test_faults_cost_throughput() -> None:

@@ -42,7 +42,9 @@ def test_without_weights_an_epoch_has_every_row_of_every_set_once() -> None:
     for epoch in range(2):
         of_epoch = drawn(stream, 16, first=16 * epoch)
         assert len(set(of_epoch)) == 16 and {e for *_, e in of_epoch} == {epoch}
-    assert len({stream.at(k).index for k in range(16)}) == 16, "no two rows share the seeds of an index"
+    unnamed = TaskSets([TaskSet("few", rows("few", 4)), TaskSet("", rows("many", 12))])
+    for each in (stream, unnamed):
+        assert len({each.at(k).index for k in range(16)}) == 16, "no two rows share the seeds of an index"
 
 
 def test_weights_are_the_shares_of_any_stretch_of_the_stream_and_small_sets_begin_again() -> None:
