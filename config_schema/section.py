@@ -26,6 +26,8 @@ def _of_known_home(path: str) -> str:
     return path
 
 
+ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A model folder that may begin with ~ or ~user, or the id of a model of the hub."""
 OutputPath = Annotated[str, AfterValidator(_of_known_home)]
 """A path that may begin with ~ or ~user, where a run writes."""
 

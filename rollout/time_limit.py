@@ -48,11 +48,11 @@ class _Clock:
 
 
 class DynamicLimit:
-    """A time limit of prompts that follows those before: `ratio` times the mean of the last `count` that have ended.
-    None before so many have.
+    """A time limit of prompts: `ratio` times the mean duration of the last `count` prompts that have ended. There is
+    none before `count` have ended.
 
-    Those that exceeded it count with the time that they had. Without them the limit would sink with every prompt that
-    it ends, until it ends all."""
+    Prompts that were stopped at the limit count, too. Without them each would lower the limit for those after it,
+    until every prompt is stopped."""
 
     def __init__(self, ratio: float, count: int) -> None:
         self._ratio, self._count, self._ended = ratio, count, deque[float](maxlen=count)

@@ -6,16 +6,13 @@ Key names and defaults follow the AReaL 0.2 schema that tutorials for this kind 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from pydantic import field_validator
-
 from config_schema.needs import equals, fact, given
-from config_schema.section import Section, Violation, key, section
+from config_schema.section import ModelPath, Section, Violation, key, section
 from core.config.ppo import PromptConfig
 from core.config.runtime import (
     RECOVERS,
@@ -47,17 +44,11 @@ class _ModelFolder(Section):
     """Which model."""
 
     type: ModelFamily = section(ModelFamily, "Model family and head")
-    path: str = key(
+    path: ModelPath = key(
         "",
         "Hugging Face model folder, or id of a model of the hub, as owner/name or owner/name@revision. ref and critic: "
         "empty means actor.path",
     )
-
-    @field_validator("path")
-    @classmethod
-    def _expand(cls, path: str) -> str:
-        """Replace a leading ~ by the user's home folder."""
-        return os.path.expanduser(path)
 
     @property
     def has_folder(self) -> bool:

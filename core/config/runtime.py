@@ -8,11 +8,9 @@ import os
 from collections.abc import Iterator
 from typing import Literal, Self
 
-from pydantic import field_validator
-
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
-from config_schema.section import OutputPath, Section, Violation, key, section
+from config_schema.section import ModelPath, OutputPath, Section, Violation, key, section
 from core.config.parsing.problems import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection, SetConfig
 from rollout.errors import OnError
@@ -545,7 +543,7 @@ class SynchronizerConfig(Section):
     interval: int = key(
         1,
         "Publish weights every N steps, and after the last one; at most staleness.max_staleness + 1. With "
-        "experience.train_batch_size, interval and offset count N times the prompts of dataset.train_bs_n_seqs",
+        "experience.train_batch_size, a step of interval and offset is dataset.train_bs_n_seqs sampled prompts",
         ge=1,
         needs=_APART,
     )
@@ -603,17 +601,11 @@ class ServeConfig(Section):
 class AuxiliaryConfig(Section):
     """A frozen model beside the policy: a judge, an opponent, a simulated user."""
 
-    path: str = key("", "Hugging Face folder of the model. Empty: there is none", needs=unlike("mode", "train"))
+    path: ModelPath = key("", "Hugging Face folder of the model. Empty: there is none", needs=unlike("mode", "train"))
     num_servers: int = key(
         1, "Generators of allocation_mode that serve it in place of the policy", ge=1, needs=_AUXILIARY
     )
     temperature: float = key(0.0, "Temperature of its answers; 0: the most likely tokens", ge=0, needs=_AUXILIARY)
-
-    @field_validator("path")
-    @classmethod
-    def _expand(cls, path: str) -> str:
-        """Replace a leading ~ by the user's home folder."""
-        return os.path.expanduser(path)
 
 
 class BenchConfig(Section):

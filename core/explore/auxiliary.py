@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class AuxiliaryModel:
-    """See the file."""
+    """The auxiliary model of a run behind an address of this host: make it, start() it, and close() it at the end."""
 
     def __init__(self, config: PPOMATHConfig, servers: Mapping[str, Routed]) -> None:
         """Raises DatasetError for a tokenizer without a chat template."""

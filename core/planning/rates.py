@@ -194,8 +194,9 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
 def _batch_seconds(
     scene: Scene, servers: Servers, decode: Decoding, answers: Lengths, *, running: int, every: float
 ) -> float:
-    """Return the seconds in which servers decode a batch to the end of its longest answer, while another one begins
-    `every` so many seconds: with fewer and fewer of its own requests, once the last ones have begun."""
+    """Return the seconds in which servers decode a batch to the end of its longest answer. Once its last request has
+    begun, fewer and fewer of them are left. `every`: seconds from the begin of one batch to that of the next, whose
+    requests run beside them; infinity: no other batch runs."""
     share, prompt = scene.sequences / servers.layout.dp, scene.prompt_tokens / 2
     together = min(running, share)
     usual = prompt + answers.mean_begun

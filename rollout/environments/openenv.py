@@ -19,8 +19,8 @@ _NOT_READ = ("done", "reward", "metadata")
 
 
 class OpenEnv:
-    """An environment by the address of its server. Actions of the server have one text, or URL#FIELD names theirs.
-    Observations are their text, or JSON where they have more fields."""
+    """An environment of the server at an address. The answer of the policy becomes the one text field of an action, or
+    the field FIELD of URL#FIELD. The policy reads the text of an observation, or JSON where it has more fields."""
 
     def __init__(self, name: str) -> None:
         """Raises aiohttp.ClientError where no such server answers, and ValueError for one with other actions."""
