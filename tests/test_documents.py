@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from config_schema.section import all_keys
+from core.config.experiments import EXPERIMENTS
+from core.config.migrate import systems
+from core.config.presets import PRESETS
+from rollout.inference.registry import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 LOG_BOOK = [f"benchmarks/{p.name}" for p in (ROOT / "benchmarks").glob("*.md")]
@@ -89,3 +95,43 @@ def test_the_figures_of_the_readme_stand_in_the_benchmarks() -> None:
 
 def test_the_page_of_benchmarks_stays_one_page() -> None:
     assert len((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_the_comparison_says_of_slipstream_what_the_code_has() -> None:
+    row = _comparison()["Slipstream"]
+    generators = {word.lower() for word in re.findall(r"\w+", re.sub(r"\(.*?\)", "", row["generation"]))}
+    assert generators == BACKENDS.keys() - {"mock"}
+    assert set(re.findall(r"`(\w+)`", row["staleness"])) <= {
+        key.rpartition(".")[2] for key in all_keys(EXPERIMENTS["ppo-math"])
+    }
+    others = ", ".join(name.upper() for name in EXPERIMENTS if name != "ppo-math")
+    assert row["algorithms"] == f"{len(PRESETS)} presets; {others}"
+    assert f"[{len(PRESETS)} algorithms]" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_comparison_names_the_key_of_another_project_that_is_translated_to_ours() -> None:
+    tables = {system.name.partition(" (")[0]: system.keys for system in systems()}
+    named = [
+        (project, key)
+        for project, row in _comparison().items()
+        for key in re.findall(r"`(\w+_\w+)`", row["staleness"])
+        if project in tables
+    ]
+    assert [project for project, _ in named] == ["AReaL", "ROLL", "TRL", "NeMo-RL", "SkyRL"]
+    for project, key in named:
+        (target,) = {value for name, value in tables[project].items() if name.rpartition(".")[2] == key}
+        assert target.partition(" ")[0] == "staleness.max_staleness", (project, key)
+
+
+def test_the_readme_lists_the_projects_of_the_comparison() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"covers ((?:.|\n)+?)\.\n", readme)[0]
+    assert re.split(r",\s+|\s+and\s+", listed) == [project for project in _comparison() if project != "Slipstream"]
+
+
+def _comparison() -> dict[str, dict[str, str]]:
+    """The rows of the comparison by project, each with its cells by column."""
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    columns, _, *rows = lines
+    return {re.sub(r"\[(.*)\]\(.*\)", r"\1", row[0]): dict(zip(columns, row, strict=True)) for row in rows}

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from core import quickstart
+from core.checks.rules import load_config
+from core.config.reference import recorded
 from core.processes.signals import SIGNALS, end_at_signals
 from core.runs.paths import RunPaths
-from core.runs.record import write_complete
+from core.runs.record import write_complete, write_record
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +107,36 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run     slipstream ") and "Training is complete already" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(("changes", "code"), [([], 0), (["actor.optimizer.lr=1e-5"], 2)])
+def test_a_complete_trial_is_said_before_a_process_or_a_heavy_import(
+    tmp_path: Path, changes: list[str], code: int
+) -> None:
+    path = write_run(tmp_path)
+    config = load_config("ppo-math", path, []).config
+    paths = RunPaths.of(config)
+    paths.logs.mkdir(parents=True)
+    write_record("ppo-math", recorded(config), paths, ["slipstream", "train"])
+    write_complete(paths, config.exp_ctrl.length_keys)
+    before = (paths.logs / "config.yaml").read_bytes()
+    script = (
+        "import sys\n"
+        "starts = {'subprocess.Popen', 'os.fork', 'os.forkpty', 'os.posix_spawn', 'os.exec', 'os.system'}\n"
+        "found = set()\n"
+        "sys.addaudithook(lambda event, _: found.add(event) if event in starts else None)\n"
+        "from core.quickstart import main\n"
+        "code = main(sys.argv[1:])\n"
+        "found |= {'torch', 'ray', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'{found}' if found else code)"
+    )
+    done = run("-c", script, "train", "--config", str(path), *changes, module="")
+    assert (done.returncode, done.stderr) == (code, "")
+    assert "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=1; to train anew" in (
+        " ".join(done.stdout.split())
+    )
+    assert ("lr: 2e-05 -> 1e-05" in done.stdout) == bool(changes)
+    assert (paths.logs / "config.yaml").read_bytes() == before
 
 
 def test_a_file_without_a_flag_and_an_underscore_are_what_they_look_like(tmp_path: Path) -> None:
