@@ -162,3 +162,5 @@ PLANNED: dict[str, dict[str, object]] = {
 """Those of the measurements `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B and -4B, slices of Qwen3-8B, Qwen2.5-7B and
 Qwen3-30B-A3B, the last of two layers, and a small one; of the later ones: Qwen3-1.7B, Qwen2.5-3B, Llama-3.2-1B, and
 slices of Qwen3-32B and Qwen3-30B-A3B."""
+MODELS = PLANNED | SHAPES
+"""Those that --shape takes."""

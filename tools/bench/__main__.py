@@ -27,7 +27,7 @@ from pathlib import Path
 
 from rollout.inference.gpus import query_gpus
 from tools import arguments as cli
-from tools.bench import DEFAULT_SHAPE, SHAPES, Figure, Scene
+from tools.bench import DEFAULT_SHAPE, MODELS, Figure, Scene
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "sglang", "sgl-deep-gemm", "transformer-engine")
 MEASUREMENTS = {
@@ -52,6 +52,7 @@ MEASUREMENTS = {
         "long": "gpu.trainer:long",
         "rollout": "gpu.servers:rollout",
         "server_start": "gpu.servers:server_start",
+        "waves": "gpu.servers:waves",
         "push": "gpu.push:push",
         "checkpoint": "gpu.trainer:checkpoint",
         "plan": "gpu.plan:plan",
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")
-    parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="gpu: shape of the model")
+    parser.add_argument("--shape", choices=list(MODELS), default=DEFAULT_SHAPE, help="gpu: shape of the model")
     parser.add_argument("--sglang-python", type=Path, help="gpu: Python interpreter with SGLang, if this one has none")
     parser.add_argument("--trial", action="store_true", help="gpu: without a GPU, run everything small on the CPU")
     parser.add_argument("--output", type=cli.new_folder, default=Path("benchmarks"))
@@ -119,7 +120,7 @@ def _measure(given: argparse.Namespace, *, num_gpus: int) -> Iterator[str]:
             trl_python=given.trl_python,
             sglang_python=given.sglang_python,
             shape=given.shape,
-            raw=SHAPES[given.shape],
+            raw=MODELS[given.shape],
         )
         for name, place in MEASUREMENTS[given.device].items():
             if given.only and name not in given.only:

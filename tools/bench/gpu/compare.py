@@ -26,10 +26,10 @@ from pathlib import Path
 from allocation import ParallelLayout
 from core.planning.memory import engine_peak
 from core.planning.rates import calibration_of, wave_seconds
-from core.planning.scene import Servers
 from model_specs.families import parse_config
 from tools.bench import SHAPES
 from tools.bench.gpu.plan import CASES, Case
+from tools.bench.gpu.servers import planned_server
 
 MEASURED = Path(__file__).parents[3] / "benchmarks/predictions"
 _GPU = "H200"
@@ -94,15 +94,8 @@ def servers(folder: Path) -> Iterator[Row]:
             one = RuntimeConfig(batch_size=count, isl=prompt, osl=answer)
             milliseconds = backend.run_static(built, database, one, mode="static").get_summary_df().iloc[0]
             guess = 1e3 * count * answer / milliseconds["request_latency"]
-            seconds = wave_seconds(_server(shape), calibration, running=count, prompt=prompt, answer=answer)
+            seconds = wave_seconds(planned_server(shape), calibration, running=count, prompt=prompt, answer=answer)
             yield f"{shape}, {load}", measured, count * answer / seconds, guess
-
-
-def _server(shape: str) -> Servers:
-    return Servers(
-        backend="sglang", config=parse_config(SHAPES[shape]), layout=ParallelLayout(), itemsize=2, fp8=False,
-        max_running=520, share=None, colocated_share=0.6, on_gpu=True,
-    )  # fmt: skip
 
 
 _LLAMA = dict(

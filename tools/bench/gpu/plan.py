@@ -1,6 +1,6 @@
 """The measurements `plan`, `plan_later` and `plan_runs`: updates and whole runs against the planner's prediction.
 
-    python -m tools.bench.gpu.plan plan_later > benchmarks/predictions/later.json    # before; also plan, plan_runs
+    python -m tools.bench.gpu.plan plan_later > benchmarks/predictions/later.json    # before; plan, plan_runs, waves
     python -m tools.bench gpu --only plan_later                # minutes; the baseline is the prediction
 
 A case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Each of its
@@ -45,6 +45,7 @@ from rollout.inference.gpus import device_names, query_gpus
 from tools.bench import PLANNED, Figure, Scene
 from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.runs import async_config
+from tools.bench.gpu.servers import predicted_waves
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
 from tools.bench.workload import SIGMA, length_of
 
@@ -422,16 +423,21 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
     yield Figure(f"run.{run}, staleness", staleness, "steps", guess.get("mean staleness"))
 
 
+_CALIBRATED = ("H100", "H200")
+_WAVES_OF = ("1.5B", "7B", "0.6B", "3B")
+"""Models whose servers get waves of requests."""
+
+
 def _predictions(name: str) -> dict[str, object]:
     """Return what is predicted of a measurement, by case."""
+    if name == "waves":
+        return {shape: {gpu: predicted_waves(shape, GPUS[gpu]) for gpu in _CALIBRATED} for shape in _WAVES_OF}
     if name != "plan_runs":
         cases = LATER if name == "plan_later" else CASES
         return {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
-        return {
-            str(run): {name: run.predicted(_of(scene, run), GPUS[name]) for name in ("H100", "H200")} for run in RUNS
-        }
+        return {str(run): {name: run.predicted(_of(scene, run), GPUS[name]) for name in _CALIBRATED} for run in RUNS}
 
 
 if __name__ == "__main__":

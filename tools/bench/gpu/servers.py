@@ -12,16 +12,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
+from allocation import ParallelLayout
 from core.data.rollout_batch import pack_trajectories
-from model_specs.families import read_config
+from core.planning.memory import plan_servers
+from core.planning.rates import calibration_of, wave_seconds
+from core.planning.scene import Gpu, Servers, gpu_of_machine
+from core.planning.scene import Scene as PlannedScene
+from model_specs.families import parse_config, read_config
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSets
 from rollout.experience import Lessee, MemoryExperience, make_rules
@@ -40,7 +46,7 @@ from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import make_workflow
-from tools.bench import Figure, Scene
+from tools.bench import MODELS, Figure, Scene
 from tools.bench.gpu.trainer import model_of, vocab_size
 
 logger = logging.getLogger(__name__)
@@ -84,9 +90,9 @@ async def generator(settings: BackendSettings) -> AsyncIterator[SGLangGenerator]
         await started.close()
 
 
-def prompts(scene: Scene, count: int, *, seed: int = 0) -> list[np.ndarray]:
+def prompts(scene: Scene, count: int, *, seed: int = 0, length: int | None = None) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    vocabulary, length = vocab_size(scene), sizes()[1]
+    vocabulary, length = vocab_size(scene), length or sizes()[1]
     return [rng.integers(0, vocabulary, length, dtype=np.int32) for _ in range(count)]
 
 
@@ -114,6 +120,80 @@ def server_start(scene: Scene) -> Iterator[Figure]:
         later.append(asyncio.run(_seconds_to_start(generator(server))))
     logger.info("seconds of later starts: %s; of launch_server: %s", later, bare)
     yield Figure("server_start.later", statistics.median(later), "s", statistics.median(bare), "<= 30")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wave:
+    """Requests that a server gets at once, with tokens of each."""
+
+    requests: int
+    prompt: int
+    answer: int
+
+    def __str__(self) -> str:
+        return f"{self.requests} x ({self.prompt} + {self.answer})"
+
+
+WAVES = (
+    Wave(requests=128, prompt=128, answer=512),
+    Wave(requests=64, prompt=2048, answer=512),
+    Wave(requests=512, prompt=128, answer=256),
+    Wave(requests=32, prompt=8192, answer=256),
+    Wave(requests=256, prompt=128, answer=512),
+    Wave(requests=32, prompt=128, answer=512),
+)
+_TRIAL_WAVES = (Wave(requests=4, prompt=16, answer=8), Wave(requests=2, prompt=32, answer=16))
+"""In place of WAVES without GPUs."""
+
+
+def planned_server(shape: str) -> Servers:
+    """Return a server of these measurements on a GPU as the planner describes it."""
+    return Servers(
+        backend="sglang", config=parse_config(MODELS[shape]), layout=ParallelLayout(), itemsize=2, fp8=False,
+        max_running=520, share=None, colocated_share=0.6, on_gpu=True,
+    )  # fmt: skip
+
+
+def predicted_waves(shape: str, gpu: Gpu) -> dict[str, float]:
+    """Return the tokens of the cache of a server, and new tokens/s of each wave; nothing without a calibration."""
+    if (calibration := calibration_of(gpu.name)) is None:
+        return {}
+    server = planned_server(shape)
+    alone = PlannedScene(
+        gpu=gpu, on_gpu=True, engines=(), servers=server, shares_gpus=False, n_nodes=1, n_gpus_per_node=1,
+        bucket_bytes=0, sequences=0, prompts=0, group_size=1, minibatches=1, prompt_tokens=0, answer_tokens=0,
+        max_staleness=0, writes_checkpoints=False,
+    )  # fmt: skip
+
+    def rate(wave: Wave) -> float:
+        seconds = wave_seconds(server, calibration, running=wave.requests, prompt=wave.prompt, answer=wave.answer)
+        return wave.requests * wave.answer / seconds
+
+    return {"cache": float(plan_servers(alone, server).tokens)} | {str(wave): rate(wave) for wave in WAVES}
+
+
+def waves(scene: Scene) -> Iterator[Figure]:
+    """Yield the tokens of the cache of a server and its rate at each wave of requests, beside what is predicted of
+    them. One GPU."""
+    gpu = gpu_of_machine()
+    guess = {} if gpu is None or not query_gpus() else predicted_waves(scene.shape, gpu)
+    for name, value in asyncio.run(_waves(scene)).items():
+        unit, target = ("tokens", "within 1 %") if name == "cache" else ("tokens/s", "within 7 %")
+        yield Figure(f"waves.{scene.shape} {name}", value, unit, guess.get(name), target)
+
+
+async def _waves(scene: Scene) -> dict[str, float]:
+    gpu = 0 if query_gpus() else None
+    async with generator(server_settings(scene, gpu)) as server:
+        url = server.endpoint.url
+        async with aiohttp.ClientSession(url) as session, session.get("/server_info") as response:
+            info = await response.json()
+        found = {"cache": float(info["max_total_num_tokens"])}
+        for wave in WAVES if gpu is not None else _TRIAL_WAVES:
+            for seed, tokens in ((1, 8), (2, wave.answer)):  # first kernels for these sizes
+                asked = prompts(scene, wave.requests, seed=seed, length=wave.prompt)
+                found[str(wave)] = await _answered(url, asked, tokens, wave.requests)
+    return found
 
 
 async def _seconds_to_start(server: AbstractAsyncContextManager[object]) -> float:
@@ -174,7 +254,11 @@ async def _is_up(session: aiohttp.ClientSession) -> bool:
 async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = None) -> float:
     """Return tokens/s of direct requests, twice as many as run at once."""
     in_flight, _, most = sizes()
-    new_tokens = new_tokens or most
+    return await _answered(url, prompts(scene, 2 * in_flight, seed=seed), new_tokens or most, in_flight)
+
+
+async def _answered(url: str, asked: Sequence[np.ndarray], new_tokens: int, in_flight: int) -> float:
+    """Return tokens/s of requests that a server gets directly."""
     limit = asyncio.Semaphore(in_flight)
 
     async def one(session: aiohttp.ClientSession, prompt: np.ndarray) -> int:
@@ -183,7 +267,6 @@ async def _plainly(scene: Scene, url: str, seed: int, new_tokens: int | None = N
         async with limit, session.post("/generate", data=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as r:
             return len(orjson.loads(await r.read())["output_ids"])
 
-    asked = prompts(scene, 2 * in_flight, seed=seed)
     start = time.perf_counter()
     async with unlimited_session(url) as session:
         lengths = await asyncio.gather(*(one(session, prompt) for prompt in asked))
