@@ -69,7 +69,7 @@ def _cached(path: str, weights: bool) -> str:
     fetch = partial(snapshot_download, found["name"], allow_patterns=patterns, ignore_patterns=["*/*"])
     try:
         commit = HfApi().model_info(found["name"], revision=found["revision"], timeout=_SECONDS).sha
-        folder = fetch(revision=commit)
+        folder: str = fetch(revision=commit)
     except Exception as error:  # noqa: BLE001 - the library raises its own errors and those of httpx
         try:
             folder = fetch(revision=found["revision"], local_files_only=True)

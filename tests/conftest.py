@@ -25,7 +25,6 @@ LONGEST = (
     "test_layouts",
     "test_sft_end_to_end",
     "test_quickstart_cli",
-    "test_task_sets_run",
     "test_ppo_sglang",
 )
 """Modules by their processor time; those that are not listed take less."""
