@@ -52,7 +52,7 @@ nightly-layouts: $(STAMP)
 
 nightly-fresh: $(STAMP)
 	SLIPSTREAM_TEST_FRESH=1 $(BIN)/python -m pytest -n 0 tests/core/experiments tests/core/processes/test_attempts.py \
-		tests/core/recovery
+		tests/core/train
 
 nightly-sglang: $(STAMP)
 	@test -n "$$SLIPSTREAM_SGLANG_ENV" || { echo "left out: SLIPSTREAM_SGLANG_ENV is not set"; exit 0; }; \

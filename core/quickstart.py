@@ -31,8 +31,7 @@ from rich.table import Table
 
 from allocation import AllocationRow
 from config_schema import nearest_names
-from core.checks import run_checks
-from core.checks.header import header
+from core.checks import header, run_checks
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.migrate import hint, read, system_of
@@ -42,7 +41,7 @@ from core.config.reference import difference_line, help_text, ignored_lines, lis
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
 from core.monitoring.screen import Screen, duration
-from core.placement.allocation import RAY_ADDRESS, not_joined_note, resolve_allocation
+from core.placement import RAY_ADDRESS, not_joined_note, resolve_allocation
 from core.planning.memory import summary_lines
 from core.processes.supervise import (
     BAD_INPUT,

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from core.algorithms.base import FIELDS, Algorithm, Objective, Pass
-from core.algorithms.saved_steps import SavedSteps
 from core.data.stored_batch import InferencePass, Ref, UpdatePass, Use
 from core.monitoring.metrics import DRIVER, Histogram, SkippedUpdates, largest, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
-from core.recovery.recover import MemoryLimits, RunState
-from core.train.step_batch import BatchFacts, BatchRequest, Scoring
+from core.train.recover import MemoryLimits, RunState
+from core.train.step_batch import BatchFacts, BatchRequest, SavedSteps, Scoring
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from typing import Any
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy
 from rollout.experience import Episode, Experience, Rules, Tags, episode_id
-from rollout.experience.episode import SLOW
-from rollout.experience.processors import Processor, is_dropped, make_episode
+from rollout.experience.episode import SLOW, Processor, is_dropped, make_episode
 from rollout.journal import JournaledSampler
 from rollout.plugins import user_place
 from rollout.time_limit import DynamicLimit, within

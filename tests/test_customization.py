@@ -20,9 +20,8 @@ import torch
 
 import model_specs.families
 from allocation import GENERATOR_BACKENDS
-from core.algorithms.build import build_algorithm
+from core.algorithms.build import build_algorithm, check_algorithm
 from core.checks import run_checks
-from core.checks.algorithm import check_algorithm
 from core.checks.rules import load_config, unused_keys
 from core.config.experiments import PPOMATHConfig
 from core.data.rollout_batch import RolloutBatch

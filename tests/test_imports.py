@@ -86,7 +86,7 @@ ORDER = {
         "data",
         "algorithms placement",
         "planning",
-        "weight_sync recovery",
+        "weight_sync",
         "train",
         "explore",
         "checks",
@@ -112,8 +112,7 @@ ORDER = {
         "rates",
         "search simulation calibrate",
     ),
-    "core.placement": ("allocation", "rules"),
-    "core.checks": ("rules algorithm host resumption", "recipe", "header"),
+    "core.checks": ("rules host resumption", "recipe"),
     "slipstream": ("api cli",),
     "tools": (
         "arguments",
@@ -126,14 +125,14 @@ ORDER = {
         "chaos bench studio",
     ),
     "tools.studio": (
-        "lines table guard",
+        "table guard",
         "folders",
-        "series sampled timeline processes tokens configure",
+        "series sampled processes configure",
         "answers",
         "server",
         "__main__",
     ),
-    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "agents experience gpu", "__main__"),
+    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "agents gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers", "plan push", "compare"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
@@ -148,17 +147,16 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
     },
     "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
         "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
-        "rollout.experience.processors",
+        "rollout.experience.episode",
         "core.data.datasets": "rollout.data.tokenizer",
-        "core.explore.auxiliary": "rollout.data.tokenizer",
+        "core.explore.servers": "rollout.data.tokenizer",
         "core.explore.data": "rollout.data.tokenizer",
         "core.monitoring.monitor": "torch",
         "rollout.data.prompts": "rollout.data.tokenizer",
         "rollout.inference.embedded": "rollout.inference.embedded.generator",
         "rollout.inference.sglang": "rollout.inference.sglang.generator",
         "slipstream.cli": "core.config.presets",
-        "tools.chaos.compare": "torch",
-        "tools.chaos.run": "transformers",
+        "tools.chaos.run": "torch transformers",
         "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
         "mcore_adapter.parallel",
         "tools.curves": "torch transformers",
@@ -177,7 +175,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
-        "core.launch.trainer_rank": "core.weight_sync.senders mcore_adapter.engine mcore_adapter.parallel",
+        "core.launch.trainer_rank": "core.weight_sync.buckets mcore_adapter.engine mcore_adapter.parallel",
     },
     "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",

@@ -14,7 +14,7 @@ from rollout.data.chat_template import ChatTemplate, Message
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
-from rollout.sessions.tool_calls import tool_format
+from rollout.sessions.bridge import tool_format
 from tools import arguments as cli
 
 _TOOL = {

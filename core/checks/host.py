@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from allocation import Allocation, AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import Problem
-from core.placement.allocation import connection_error, joined_cluster, resolve_allocation
+from core.placement import connection_error, joined_cluster, resolve_allocation
 from core.processes.watchdog import unusable_temporary
 from core.runs.paths import RunPaths
 from model_specs.model_folder import stored_parameters

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from allocation import AllocationError
-from core.checks.algorithm import check_algorithm
+from core.algorithms.build import check_algorithm
 from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
 from core.config.common import ModelUse
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
 from core.config.ppo import SetConfig, TaskSetConfig
 from core.explore.workflow import check_workflows
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from core.placement.rules import nearest_allocation, split_errors
 from core.runs.checkpoints import read_stream
 from model_specs import hub
@@ -282,7 +282,7 @@ def _store(config: PPOMATHConfig) -> Iterator[Problem]:
     if not config.experience.is_durable and not replay.is_on and not processors:
         return
     from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
-    from rollout.experience.processors import load_processors
+    from rollout.experience.episode import load_processors
 
     try:
         check_store(config.experience.store)

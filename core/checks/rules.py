@@ -21,7 +21,7 @@ from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig, apply_overrides, load, tree_of
 from core.config.parsing.problems import ConfigError
 from core.config.parsing.yaml_tree import Scalar, Table
-from core.placement.allocation import resolve_allocation, transport_of
+from core.placement import resolve_allocation, transport_of
 from core.placement.rules import check_allocation
 from model_specs import hub
 from model_specs.config import ModelConfig

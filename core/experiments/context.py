@@ -18,11 +18,11 @@ from core.launch.cluster import Cluster
 from core.monitoring.metrics import Journal, SkippedUpdates
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer, TensorBoardSink
 from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
-from core.placement.allocation import joined_cluster
-from core.recovery.recover import MemoryLimits, RecoverStore, RunState, Start
+from core.placement import joined_cluster
 from core.runs.checkpoints import DamagedError, ends_too_early, near_trials, too_few_steps, verify
 from core.runs.record import saved_models
 from core.train.periodic import Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
+from core.train.recover import MemoryLimits, RecoverStore, RunState, Start
 from tracing import record_spans
 
 if TYPE_CHECKING:

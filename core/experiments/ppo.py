@@ -17,7 +17,6 @@ import torch
 from rich.table import Table
 
 from core.algorithms.build import build_algorithm
-from core.algorithms.saved_steps import SavedSteps
 from core.experiments.context import RunContext, wait_facts
 from core.experiments.workers import (
     TrainerSide,
@@ -31,9 +30,10 @@ from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
 from core.launch.trainer_group import PublishedWeights
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
-from core.placement.allocation import resolve_allocation, transport_of
+from core.placement import resolve_allocation, transport_of
 from core.processes.stacks import forget_modules
 from core.train.periodic import DueTimer, Evaluations, Frequency
+from core.train.step_batch import SavedSteps
 from core.trainer import PPOTrainer
 from core.weight_sync.folder import Publisher, VersionFolder
 from core.weight_sync.push import PUSHED

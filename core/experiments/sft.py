@@ -23,10 +23,10 @@ from core.experiments.workers import TrainedEngines, trainer_groups
 from core.launch.cluster import Cluster
 from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from core.processes.stacks import forget_modules
-from core.recovery.recover import MemoryLimits, RunState
 from core.train.periodic import PeriodicActions, SerialEvaluations, schedule_from_control
+from core.train.recover import MemoryLimits, RunState
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR, ModelOutput, Sequences, sequence_of_token, weigh_tokens
 from mcore_adapter.settings import EngineModel

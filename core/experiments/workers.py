@@ -15,7 +15,7 @@ from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
-from core.recovery.recover import MemoryLimits
+from core.train.recover import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import SenderSettings, Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
@@ -25,7 +25,7 @@ from rollout.inference.registry import BACKENDS, Transport
 
 if TYPE_CHECKING:
     from core.config.experiments import ExperimentConfig, PPOMATHConfig
-    from core.recovery.recover import WaitWritten
+    from core.train.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.explore.auxiliary import AuxiliaryModel
 from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
-from core.explore.questions import Questions
+from core.explore.servers import AuxiliaryModel, Questions
 from core.explore.workflow import task_set_workflow
 from model_specs.families import read_config
 from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
-from rollout.experience.processors import load_processors
+from rollout.experience.episode import load_processors
 from rollout.inference.router import NoGeneratorError, Routed, Router, StopTexts, requests_at_once
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError

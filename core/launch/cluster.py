@@ -38,7 +38,7 @@ from allocation import Allocation
 from core.errors import LaunchError, first_line
 from core.launch.remote import Waiter, without_unused_processes
 from core.monitoring.logs import WorkerWarnings, worker_environment
-from core.placement.allocation import AUTO, STARTED, JoinedCluster, connection_error
+from core.placement import AUTO, STARTED, JoinedCluster, connection_error
 from core.processes.meeting import LOOPBACK
 from core.processes.signals import Interrupts, begin_shutdown
 from core.processes.stacks import collect_stacks
@@ -49,7 +49,7 @@ from rollout.plugins import ROOT, python_path
 
 if TYPE_CHECKING:
     from core.config.runtime import DeadlineConfig
-    from core.placement.allocation import JoinedCluster
+    from core.placement import JoinedCluster
 
 
 logger = logging.getLogger(__name__)

@@ -169,7 +169,7 @@ class TrainerRank:
     def push_connect(self, plan: SenderSettings, servers: Sequence[WeightEndpoint], host: str | None) -> None:
         """Make this rank's sender and join the servers, which reach it at `host`, or at this node's address."""
 
-        from core.weight_sync.senders import SENDERS
+        from core.weight_sync.buckets import make_sender
 
         self._receivers = TRANSPORTS[plan.type].receivers
         settings = replace(
@@ -179,7 +179,7 @@ class TrainerRank:
             device=str(self._device.torch_device),
             host=host or ray.util.get_node_ip_address(),
         )
-        self._sender: Sender = SENDERS[plan.type](settings)
+        self._sender: Sender = make_sender(settings)
         self._sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> None:

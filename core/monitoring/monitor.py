@@ -25,7 +25,7 @@ from core.monitoring.screen import Screen
 from tracing import add_span, span
 
 if TYPE_CHECKING:
-    from rollout.experience.schedule import Schedule
+    from rollout.experience.selection import Schedule
 
 logger = logging.getLogger(__name__)
 

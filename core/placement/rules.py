@@ -22,7 +22,7 @@ from allocation.checks import nearest_layouts_of
 from allocation.plan import SAME_WEIGHTS
 from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
-from core.placement.allocation import on_devices, resolve_allocation, transport_of
+from core.placement import on_devices, resolve_allocation, transport_of
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
 from rollout.inference.registry import BACKENDS

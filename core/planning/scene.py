@@ -13,7 +13,7 @@ from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
 from core.config.common import ModelUse
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.presets import PRESETS
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder

@@ -203,7 +203,7 @@ class Attempt:
 
     number: int = 1
     memory: dict[str, float] = field(default_factory=dict)
-    """Memory limits of earlier attempts; see core/recovery/recover.py."""
+    """Memory limits of earlier attempts; see core/train/recover.py."""
     pipe: int | None = None
     began: int = 0
     """Steps that were finished when it began."""

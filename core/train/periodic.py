@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from core.data.stored_batch import Ref
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
-from core.recovery.recover import RecoverStore, RunState, WaitWritten
+from core.train.recover import RecoverStore, RunState, WaitWritten
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:

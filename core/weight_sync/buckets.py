@@ -31,6 +31,7 @@ from model_specs.weight_files import BLOCK, SCALE, is_quantized
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.backend import TensorFormat, WeightEndpoint
+from rollout.plugins import find_plugin
 from tracing import add_span
 
 FP8 = torch.float8_e4m3fn
@@ -104,6 +105,20 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+SENDERS: Mapping[str, str] = {
+    "nccl": "core.weight_sync.nccl:NcclSender",
+    "ipc": "core.weight_sync.ipc:IpcSender",
+    "disk": "core.weight_sync.disk:DiskSender",
+}
+"""Senders by transport, which rollout/inference/registry.py chooses. Local pushes have none."""
+
+
+def make_sender(settings: SenderSettings) -> Sender:
+    """Return the sender of this rank for the transport of the settings."""
+    made: Sender = find_plugin(SENDERS[settings.type], kind="transport")(settings)
+    return made
 
 
 class Buckets:

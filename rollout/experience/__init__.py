@@ -17,14 +17,14 @@ from rollout.experience.base import (
 )
 from rollout.experience.episode import Episode, Event, Tags, episode_id, without_epoch
 from rollout.experience.lessee import Lessee
-from rollout.experience.replay import Replay, make_priority
-from rollout.experience.rules import Rules, make_rules
-from rollout.experience.schedule import ENDLESS, Schedule
+from rollout.experience.rules import Replay, Rules, make_priority, make_rules
 from rollout.experience.selection import (
+    ENDLESS,
     SELECTIONS,
     FirstFinished,
     InOrder,
     OldestFirst,
+    Schedule,
     SpreadFilter,
     StalenessAdmission,
 )

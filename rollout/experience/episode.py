@@ -5,12 +5,13 @@ Invariant: an id names the same prompt, in the same epoch, in every attempt of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict
 
 import numpy as np
 
+from rollout.plugins import load_plugin
 from rollout.types import PROMPT_VERSION, Completion, Prompt, Trajectory
 
 Fate = Literal["open", "ready", "leased", "trained", "dropped", "skipped", "late"]
@@ -147,3 +148,38 @@ def _means(reported: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float:
     found = [float(value) for value in values]
     return sum(found) / len(found)
+
+
+Processor = Callable[[Tags, list[Trajectory]], list[Trajectory] | str]
+"""A function of the user that gets the tags and trajectories of every finished episode before it is stored. It returns
+trajectories, with changed rewards or some of them removed, or the reason for which the episode is dropped. Processors
+run in the order of experience.processors, each on what the one before returned. What they raise counts as a failure of
+the workflow."""
+Check = Callable[[list[Trajectory]], list[Trajectory]]
+
+
+def load_processors(specs: Sequence[str]) -> list[Processor]:
+    """Return the functions at these import paths. Raises PluginError."""
+    return [load_plugin(spec, kind="processor", arguments=("tags", "trajectories")) for spec in specs]
+
+
+def make_episode(tags: Tags, group: list[Trajectory], processors: Sequence[Processor], check: Check) -> Episode:
+    """Return the finished episode of a group. `tags.reason`: that for which a processor drops it. `check`: returns what
+    a processor returns, or raises TypeError or ValueError. Raises what a processor raises."""
+    episode = Episode(tags=replace(tags, **summary(group)), trajectories=group)
+    for processor in processors:
+        found = processor(episode.tags, [*episode.trajectories])
+        if isinstance(found, str):
+            return replace(episode, tags=replace(episode.tags, reason=found or "no reason given"))
+        try:
+            group = check(found)
+        except (TypeError, ValueError) as error:
+            name = getattr(processor, "__qualname__", repr(processor))
+            raise type(error)(f"processor {name}: {error}") from error
+        episode = Episode(tags=replace(tags, **summary(group)), trajectories=group)
+    return episode
+
+
+def is_dropped(tags: Tags, ahead: int) -> bool:
+    """Return whether a processor drops an episode."""
+    return bool(tags.reason)

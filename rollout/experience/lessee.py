@@ -16,8 +16,7 @@ import numpy as np
 
 from rollout.experience.base import Experience, Lease, Outstanding, Patience, Selection, StalenessError
 from rollout.experience.episode import Episode, Tags, length_bias
-from rollout.experience.replay import Replay
-from rollout.experience.rules import Rules
+from rollout.experience.rules import Replay, Rules
 from rollout.trajectories import turns
 from rollout.types import PROMPT_VERSION, Trajectory, lowest_right
 

@@ -16,8 +16,7 @@ from rollout.rewards.pool import RewardPool
 from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.calls import ToolCall, answer_message
-from rollout.tools.mcp_server import McpServer, check_mcp
-from rollout.tools.tool import Tool, ToolError, check_names, function_tool, python_tool
+from rollout.tools import McpServer, Tool, ToolError, check_mcp, check_names, function_tool, python_tool
 from rollout.trajectories import Conversation, all_of
 from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 

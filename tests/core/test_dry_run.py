@@ -14,8 +14,8 @@ import pytest
 from core.checks import host, run_checks
 from core.checks.rules import load_config
 from core.quickstart import main
-from core.recovery.recover import write_state
 from core.runs.paths import RunPaths
+from core.train.recover import write_state
 from helpers.config_inputs import write_prompts, write_run
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset

@@ -16,9 +16,9 @@ from core.checks.rules import load_config
 from core.data import datasets
 from core.data.datasets import opener
 from core.quickstart import main
-from core.recovery.recover import write_state
 from core.runs.paths import RunPaths
 from core.train.periodic import schedule_from_control
+from core.train.recover import write_state
 from rollout.data.source import DatasetError
 
 ANSWERS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 31)]

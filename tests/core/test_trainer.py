@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from core.algorithms.policy_gradient import PolicyGradient
-from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import AlgorithmSettings
+from core.train.step_batch import SavedSteps
 from helpers.fake_training import Answer, PerAnswer, Run, Step, newest_state, recover_store, train
 
 LN2, LN8 = math.log(2.0), math.log(8.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.checks.rules import load_config
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 
 ROOT = Path(__file__).resolve().parents[2]
 

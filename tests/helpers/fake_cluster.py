@@ -15,7 +15,7 @@ from allocation import parse
 from core.errors import LaunchError
 from core.launch import generators as launch_generators
 from core.launch.generators import GeneratorPool
-from core.recovery.recover import MemoryLimits
+from core.train.recover import MemoryLimits
 from core.weight_sync.push import SenderSettings, WeightPush
 from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.sglang.client import SGLangEndpoint

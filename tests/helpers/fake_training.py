@@ -22,7 +22,6 @@ from rich.console import Console
 from torch import Tensor
 
 from core.algorithms.build import build_algorithm
-from core.algorithms.saved_steps import SavedSteps
 from core.config.algorithm import AlgorithmConfig
 from core.config.experiments import PPOMATHConfig
 from core.config.ppo import GenerationHyperparameters, PPOHyperparameters, StalenessConfig
@@ -33,10 +32,10 @@ from core.launch.rollout_client import Taken
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.samples import Sample
 from core.monitoring.screen import Screen
-from core.recovery.recover import MemoryLimits, RecoverStore, RunState
 from core.runs.checkpoints import RunIdentity
 from core.train.periodic import PeriodicActions
-from core.train.step_batch import BatchRequest, Scored, Scoring, StepBatch
+from core.train.recover import MemoryLimits, RecoverStore, RunState
+from core.train.step_batch import BatchRequest, SavedSteps, Scored, Scoring, StepBatch
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.batch import ROUTED_EXPERTS, TOKEN_WEIGHTS, Divisors, ModelOutput, PackedBatch, Sequences

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.weight_sync.buckets import Sender
+from core.weight_sync.buckets import Sender, make_sender
 from core.weight_sync.push import SenderSettings
-from core.weight_sync.senders import SENDERS
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import UPDATES
@@ -35,7 +34,7 @@ def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
         type=kind, dtype="float32", timeout_seconds=30.0, bucket_bytes=1 << 20, folder=folder,
         model_path=str(folder),
     )  # fmt: skip
-    return SENDERS[kind](SenderSettings(**values | changes))
+    return make_sender(SenderSettings(**values | changes))
 
 
 def buckets(version: int) -> Iterator[Mapping[str, Tensor]]:

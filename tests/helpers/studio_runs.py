@@ -13,12 +13,12 @@ import psutil
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from core.algorithms.saved_steps import SavedSteps
 from core.data.rollout_batch import pack_trajectories
 from core.monitoring.metrics import Histogram, Journal
 from core.monitoring.samples import Sample, SampleFile, Turn
 from core.runs.paths import RunPaths
 from core.runs.record import write_complete, write_record
+from core.train.step_batch import SavedSteps
 from rollout.types import Trajectory
 
 Change = Callable[[int, int], Mapping[str, float]]

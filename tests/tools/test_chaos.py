@@ -12,12 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
-from core.checks.algorithm import check_algorithm
+from core.algorithms.build import check_algorithm
 from core.checks.rules import load_config
 from core.config.presets import PRESETS
 from tools.chaos.__main__ import Report, RunFailed, plan, run_killed
-from tools.chaos.compare import Verdict, compare
-from tools.chaos.run import Leftovers, Trial, _config, targets_of
+from tools.chaos.run import Leftovers, Trial, Verdict, _config, compare, targets_of
 from tools.demo.data import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from core.config.presets import PRESETS
+from tools.conformance import CASES
 from tools.conformance.__main__ import GOLDEN, GRADIENT_CASES, PEERS, gradients, main
-from tools.conformance.cases import CASES
 
 
 @pytest.mark.parametrize("family", GOLDEN)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from core.algorithms.build import build_algorithm
-from core.algorithms.saved_steps import SavedSteps
 from core.config.experiments import PPOMATHConfig
+from core.train.step_batch import SavedSteps
 from helpers.batches import batch_of, by_answer
 from tools.conformance.__main__ import one_token
 from tools.loss.__main__ import main

@@ -21,7 +21,7 @@ from core.config.runtime import DeadlineConfig
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import ActorGenerator
 from core.launch.generators import GeneratorPool
-from core.recovery.recover import MemoryLimits
+from core.train.recover import MemoryLimits
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSets

@@ -38,7 +38,7 @@ from core.launch.trainer_rank import TrainerRank
 from core.monitoring.metrics import peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen
-from core.recovery.recover import MemoryLimits, RunState
+from core.train.recover import MemoryLimits, RunState
 from core.trainer import EngineRef, PPOTrainer
 from core.weight_sync.push import PushReport
 from mcore_adapter.data.planner import BatchShard, Planner

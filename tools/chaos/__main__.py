@@ -40,13 +40,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from core.config.presets import PRESETS
 from tools import arguments
 from tools.chaos.agent import is_under_way
-from tools.chaos.compare import Verdict, compare
 from tools.chaos.postgres import NoServerError, PostgresServer
 from tools.chaos.run import (
     DATABASE,
     ENVIRONMENT,
     Leftovers,
     Trial,
+    Verdict,
+    compare,
     family,
     find_target,
     make_assets,

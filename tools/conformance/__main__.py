@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from tools.conformance.cases import CASES, SEEDS, Case, Result, make_batch, ours, to_case
+from tools.conformance import CASES, SEEDS, Case, Result, make_batch, ours, to_case
 from tools.loss.compute import Case as LossCase
 from tools.loss.compute import Result as LossResult
 from tools.loss.compute import compute

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from core.algorithms.base import FIELDS, Objective, check_fields
-from core.algorithms.build import build_algorithm
+from core.algorithms.build import build_algorithm, check_algorithm
 from core.algorithms.losses import correction_weights, policy_terms
 from core.algorithms.offline import DPO
 from core.algorithms.policy_gradient import DEMONSTRATION, PolicyGradient
-from core.checks.algorithm import check_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.config.migrate import nested
 from core.config.ppo import DPOHyperparameters

@@ -33,7 +33,7 @@ from core.config.migrate import read, system_of
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
 from core.config.reference import choices_of, python_type
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from core.planning.memory import plan_memory
 from core.planning.rates import usual_calibration
 from core.planning.scene import GPUS, PlanError, find_gpu, scene_of

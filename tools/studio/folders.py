@@ -20,7 +20,7 @@ from core.monitoring.logs import DRIVER_LOG
 from core.runs.paths import RUNNING
 from core.runs.record import CONFIG, STARTS, settings_of
 from tools.runs import history_of, state_of
-from tools.studio.lines import parsed
+from tools.studio.table import parsed
 
 METRICS = "metrics.jsonl"
 _DEPTH = 6

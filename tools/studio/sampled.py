@@ -19,8 +19,17 @@ import numpy as np
 
 from rollout.experience import without_epoch
 from tools.studio.folders import NotFound, Run
-from tools.studio.lines import PIECE_BYTES, Source, pieces, row_at, source_of
-from tools.studio.table import CACHED_BYTES, UNREADABLE, Columns, cache_folder
+from tools.studio.table import (
+    CACHED_BYTES,
+    PIECE_BYTES,
+    UNREADABLE,
+    Columns,
+    Source,
+    cache_folder,
+    pieces,
+    row_at,
+    source_of,
+)
 
 _CURRENT, _CLOSED = "samples.jsonl", "samples-*.jsonl"
 _SHORT_CHARS = 300

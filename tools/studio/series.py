@@ -15,8 +15,17 @@ from pathlib import Path
 import numpy as np
 
 from tools.studio.folders import METRICS, NotFound, Run
-from tools.studio.lines import Source, pieces, row_at, source_of, spread_rows
-from tools.studio.table import CACHED_BYTES, UNREADABLE, Columns, cache_folder
+from tools.studio.table import (
+    CACHED_BYTES,
+    UNREADABLE,
+    Columns,
+    Source,
+    cache_folder,
+    pieces,
+    row_at,
+    source_of,
+    spread_rows,
+)
 
 _PREVIEW_ROWS = 300
 _PREVIEW_FROM_BYTES = 8 << 20

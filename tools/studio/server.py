@@ -30,14 +30,12 @@ from core.monitoring.health import RULES, Rule, judge
 from core.runs.record import CONFIG
 from rollout.plugins import ROOT
 from tools.studio import configure
-from tools.studio.answers import add_note, notes, pairs
+from tools.studio.answers import add_note, answer_tokens, explain, notes, pairs, saved_steps
 from tools.studio.folders import Folders, NotFound, Run, last_row, log_figures
 from tools.studio.guard import guard
-from tools.studio.processes import answers_questions, ask, log_lines, processes, stacks
+from tools.studio.processes import answers_questions, ask, log_lines, processes, stacks, timeline
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
-from tools.studio.timeline import timeline
-from tools.studio.tokens import answer_tokens, explain, saved_steps
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from core.algorithms.build import build_algorithm
-from core.checks.algorithm import check_algorithm
+from core.algorithms.build import build_algorithm, check_algorithm
 from core.checks.rules import config_warnings, load_config, unused_keys
 from core.config.experiments import PPOMATHConfig
 from core.config.presets import PRESETS

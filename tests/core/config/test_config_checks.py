@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from core import quickstart
+from core import placement, quickstart
 from core.config.parsing.problems import ConfigError
-from core.placement import allocation
 from core.runs.paths import RunPaths
 from helpers.config_inputs import (
     SMALLEST_PPO,
@@ -457,7 +456,7 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> 
 def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(allocation, "_num_gpus", allocation._num_gpus.__wrapped__)  # not those of an earlier test
+    monkeypatch.setattr(placement, "_num_gpus", placement._num_gpus.__wrapped__)  # not those of an earlier test
     monkeypatch.setattr("rollout.inference.gpus._PATIENCE_SECONDS", 0.0)
     fake_gpus(
         tmp_path,

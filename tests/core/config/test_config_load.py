@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.problems import ConfigError
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from helpers.config_inputs import SMALLEST_PPO, write_run
 
 

@@ -7,7 +7,7 @@ import pytest
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.parsing.problems import ConfigError
 from core.config.reference import difference_line, ignored_lines
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from helpers.config_inputs import (
     ASYNC_PPO_EVERY_KEY,
     PPO_1_5B_8_GPUS,

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from allocation import Allocation, AllocationError
-from core import quickstart
+from core import placement, quickstart
 from core.checks import run_checks
 from core.checks.rules import config_warnings, load_config
 from core.config.parsing.problems import ConfigError
 from core.experiments.workers import backend_settings
-from core.placement import allocation as config_allocation
-from core.placement.allocation import resolve_allocation
+from core.placement import resolve_allocation
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
 from rollout.inference.mock import MockBackend
@@ -27,9 +26,9 @@ SFT = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path
 def fresh_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The GPUs of this machine are looked up once a process, and no cluster is joined by accident."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config_allocation._num_gpus.cache_clear()
+    placement._num_gpus.cache_clear()
     yield
-    config_allocation._num_gpus.cache_clear()
+    placement._num_gpus.cache_clear()
 
 
 def allocated(folder: Path, *overrides: str) -> Allocation:
@@ -121,7 +120,7 @@ def test_what_the_machine_decides_is_said_with_the_reason(
 ) -> None:
     fake_gpus(tmp_path, monkeypatch, *(cards or (":",)))
     if not cards:
-        monkeypatch.setattr(config_allocation, "query_gpus", lambda: [])
+        monkeypatch.setattr(placement, "query_gpus", lambda: [])
     row = allocated(tmp_path, "allocation_mode=d1m1p1", "n_gpus_per_node=1").table()[0]
     assert (row.backend, row.device) == (backend, device) and row.why.startswith(why)
     trainer = sft(tmp_path).trainer
@@ -132,7 +131,7 @@ def test_a_run_of_several_nodes_is_not_taken_for_one_of_this_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recipe for a cluster, checked where there is no GPU: its trainer is not that of a CPU."""
-    monkeypatch.setattr(config_allocation, "query_gpus", lambda: [])
+    monkeypatch.setattr(placement, "query_gpus", lambda: [])
     several = ("n_nodes=2", "n_gpus_per_node=1", "allocation_mode=d2m1p1")
     assert sft(tmp_path, *several).trainer.on_gpu
     assert not sft(tmp_path, *several, "launch.trainer_device=cpu").trainer.on_gpu
@@ -162,7 +161,7 @@ def test_a_named_backend_is_no_choice_of_the_machine(tmp_path: Path) -> None:
 def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: str
 ) -> None:
-    monkeypatch.setattr(config_allocation, "query_gpus", lambda: pytest.fail("looked at this machine"))
+    monkeypatch.setattr(placement, "query_gpus", lambda: pytest.fail("looked at this machine"))
     overrides = [joined]
     if joined == "environment":
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.checks.rules import load_config
-from core.placement.allocation import JoinedCluster, joined_cluster, not_joined_note, running_ray
+from core.placement import JoinedCluster, joined_cluster, not_joined_note, running_ray
 from core.quickstart import main
 from helpers.config_inputs import write_run
 

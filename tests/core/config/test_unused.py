@@ -10,7 +10,7 @@ import pytest
 from core.checks.rules import config_warnings, load_config, unused_keys
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.experiments import workers
-from core.placement.allocation import resolve_allocation, transport_of
+from core.placement import resolve_allocation, transport_of
 from helpers.config_inputs import SMALLEST_PPO, write_model, write_run
 
 SMALLEST_SFT = """\

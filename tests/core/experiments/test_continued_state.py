@@ -17,9 +17,9 @@ from core.experiments import context
 from core.experiments.context import Start, find_start
 from core.monitoring.screen import Screen
 from core.processes.supervise import Attempt
-from core.recovery.recover import RecoverStore, RunState, write_state
 from core.runs.checkpoints import seal
 from core.runs.paths import RunPaths
+from core.train.recover import RecoverStore, RunState, write_state
 from helpers.config_inputs import write_run
 from tracing import record_spans
 

@@ -17,7 +17,7 @@ from core.experiments.sft import DPOTrainer, SFTTrainer
 from core.monitoring.metrics import Row, SkippedUpdates
 from core.monitoring.monitor import Monitor, StepTimer
 from core.monitoring.screen import Screen
-from core.recovery.recover import MemoryLimits
+from core.train.recover import MemoryLimits
 from core.trainer import EngineRef
 from mcore_adapter.data.planner import Planner
 from rollout.data.encoder import MaskedSequence

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core.data.datasets import AnswerDataset
 from core.experiments.context import Start
 from core.experiments.sft import _check_same_rows
-from core.recovery.recover import RunState
+from core.train.recover import RunState
 from rollout.data.encoder import Encoder
 from rollout.data.rows import read_examples
 from rollout.data.source import DatasetError

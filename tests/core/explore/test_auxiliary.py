@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from core.explore.auxiliary import AuxiliaryModel
+from core.explore.servers import AuxiliaryModel
 from helpers.chat_tokenizer import chat_tokenizer
 from helpers.sglang_environment import Models
 from rollout.inference.backend import GeneratorConfig

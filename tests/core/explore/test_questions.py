@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from core.explore.questions import Questions
+from core.explore.servers import Questions
 from core.runs.paths import QUESTIONS
 from rollout.data.encoder import Encoder
 from rollout.types import Completion, GenerateRequest, SamplingParams

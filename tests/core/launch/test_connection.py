@@ -13,7 +13,7 @@ import pytest
 from core.errors import LaunchError
 from core.launch import cluster as connection
 from core.launch.cluster import Options, OwnPackagesFirst, join
-from core.placement.allocation import JoinedCluster
+from core.placement import JoinedCluster
 from rollout.plugins import ROOT
 
 

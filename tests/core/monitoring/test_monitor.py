@@ -14,7 +14,7 @@ from core.monitoring import monitor as monitoring
 from core.monitoring.metrics import Histogram, split_memory
 from core.monitoring.monitor import Monitor, StepTimer, TensorBoardSink
 from core.monitoring.screen import Screen
-from rollout.experience.schedule import Schedule
+from rollout.experience.selection import Schedule
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSet, TaskSets
 from rollout.evaluation import Episode
 from rollout.experience import episode_id, without_epoch
-from rollout.experience.schedule import Schedule
+from rollout.experience.selection import Schedule
 from rollout.types import PROMPT_VERSION, Prompt, Trajectory
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from core.experiments.context import Start, find_start
-from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity, near_trials
 from core.runs.paths import RunningError, RunPaths, begins_anew, set_aside, sole_run
+from core.train.recover import RecoverStore
 from helpers.fake_training import Answer, Step, recover_store, train
 
 WHEN = 1_700_000_000.0

@@ -9,9 +9,9 @@ import pytest
 from core.config.runtime import ExperimentSaveEvalControl
 from core.experiments.context import Start, check_ends_later, fit_to_schedule, rows_that_stay
 from core.monitoring.monitor import StepTimer
-from core.recovery.recover import RunState
 from core.runs.checkpoints import RunIdentity
 from core.train.periodic import DueTimer, Frequency, PeriodicActions, SerialEvaluations, schedule_from_control
+from core.train.recover import RunState
 from rollout.experience import Schedule
 
 NEVER = Frequency(epochs=None, steps=None, seconds=None)

@@ -12,8 +12,8 @@ import pytest
 from core.config.runtime import ExperimentSaveEvalControl
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import SIGNALS, EndNow, Interrupts, raise_if_interrupted
-from core.recovery.recover import RunState
 from core.train.periodic import PeriodicActions, SerialEvaluations
+from core.train.recover import RunState
 from rollout.experience import Schedule
 
 

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.weight_sync.buckets import FP8, Buckets, wrong_formats
+from core.weight_sync.buckets import FP8, Buckets, make_sender, wrong_formats
 from core.weight_sync.push import PushError, SenderSettings, SendReport
-from core.weight_sync.senders import SENDERS
 from model_specs.weight_files import QUANTIZATION_CONFIG
 from rollout.bucket import FlatBucket
 from rollout.inference.backend import TensorFormat
@@ -92,7 +91,7 @@ def holder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Holder:
 def push(holder: Holder, version: int, *, kind: str = "ipc", weight_format: str = "fp8_block") -> SendReport:
     settings: dict[str, Any] = {"type": kind, "weight_format": weight_format, "model_path": holder.model_path}
     settings |= {"dtype": "bfloat16", "timeout_seconds": 30.0, "bucket_bytes": 1 << 20}
-    sender: Any = SENDERS[kind](SenderSettings(**settings, folder=Path(holder.model_path)))
+    sender: Any = make_sender(SenderSettings(**settings, folder=Path(holder.model_path)))
     sender.connect([holder])
 
     def buckets() -> Iterator[Mapping[str, Tensor]]:

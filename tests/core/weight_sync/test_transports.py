@@ -19,7 +19,7 @@ from torch import Tensor
 
 from allocation import parse
 from core.errors import LaunchError
-from core.weight_sync.buckets import Buckets, buckets_to_stage
+from core.weight_sync.buckets import Buckets, buckets_to_stage, make_sender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
 from core.weight_sync.push import (
@@ -31,7 +31,6 @@ from core.weight_sync.push import (
     in_background,
     with_colocated_ranks,
 )
-from core.weight_sync.senders import SENDERS
 from helpers.mcore_ranks import warm_context
 from helpers.push_receiver import receive
 from rollout.bucket import FlatBucket
@@ -72,7 +71,7 @@ def sender_on(kind: str, rank: int, folder: Path, staged_bytes: int | None) -> A
         type=kind, rank=rank, world_size=2, dtype="bfloat16", timeout_seconds=30.0, bucket_bytes=1000,  # type: ignore[arg-type]
         staged_bytes=staged_bytes, folder=folder, model_path=str(folder),
     )  # fmt: skip
-    return SENDERS[kind](settings)
+    return make_sender(settings)
 
 
 def trainer_rank(rank: int, pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, out: Any) -> None:

@@ -23,7 +23,7 @@ FRESH = "SLIPSTREAM_TEST_FRESH"
 LIBRARIES = (
     "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
     "requests", "jsonschema", "pyarrow", "pydantic", "attr", "google.protobuf", "msgpack", "charset_normalizer",
-    "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.explore.service", "rollout.workflows.builder",
+    "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.explore.service", "rollout.workflows",
     "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers",
     "safetensors.torch",
 )  # fmt: skip

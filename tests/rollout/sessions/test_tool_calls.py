@@ -14,8 +14,7 @@ import pytest
 from helpers.chat_tokenizer import chat_tokenizer
 from rollout.data.encoder import Encoder
 from rollout.data.source import DatasetError
-from rollout.sessions.bridge import Bridge
-from rollout.sessions.tool_calls import NamedFormat, ObjectFormat, TaggedFormat
+from rollout.sessions.bridge import Bridge, NamedFormat, ObjectFormat, TaggedFormat
 
 _TURNS = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% if m.tool_calls %}CALLS{% endif %}<|im_end|>

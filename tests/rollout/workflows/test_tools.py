@@ -17,8 +17,7 @@ from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
-from rollout.tools.mcp_server import McpServer
-from rollout.tools.tool import ToolError, function_tool
+from rollout.tools import McpServer, ToolError, function_tool
 from rollout.types import Prompt, SamplingParams, Trajectory
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
 from rollout.workflows.tools import ToolsWorkflow

@@ -161,8 +161,8 @@ def test_damaged_lines_are_left_out_and_counted_and_a_half_line_waits(tmp_path: 
 
 
 def test_a_line_without_end_is_left_out_and_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr("tools.studio.lines.MOST_LINE_BYTES", 1 << 12)
+    monkeypatch.setattr("tools.studio.table.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("tools.studio.table.MOST_LINE_BYTES", 1 << 12)
     file = make_run(tmp_path, steps=2).logs / "metrics.jsonl"
     with open(file, "a") as end:
         end.write('{"step": 3, "x": "' + "x" * 50_000 + '"}\n{"step": 4, "time/step": 1}\n' + "y" * 50_000)
@@ -217,7 +217,7 @@ def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_t
     with open(logs / "metrics.jsonl", "a") as file:
         file.write("damaged\n" * 20 + '{"step": 41, "reward/mean": 9, "new": 1}\n')
     again, samples = Series(run), SampleIndex(run)
-    monkeypatch.setattr("tools.studio.lines.PIECE_BYTES", 64)  # pieces shorter than a line, and some damaged alone
+    monkeypatch.setattr("tools.studio.table.PIECE_BYTES", 64)  # pieces shorter than a line, and some damaged alone
     again.refresh()
     (logs / "samples.jsonl").rename(logs / "samples-000099.jsonl")
     (logs / "samples.jsonl").touch()

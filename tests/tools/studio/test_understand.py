@@ -15,12 +15,10 @@ from rollout.experience import SQLiteExperience
 from tests.tools.test_ledger import fill
 from tests.tools.test_timeline import write
 from tools.demo.data import make_tokenizer
-from tools.studio.answers import pairs
+from tools.studio.answers import answer_tokens, pairs
 from tools.studio.folders import Folders, NotFound, Run
-from tools.studio.processes import processes
+from tools.studio.processes import processes, timeline
 from tools.studio.sampled import SampleIndex
-from tools.studio.timeline import timeline
-from tools.studio.tokens import answer_tokens
 
 
 def run_of(root: Path, **changes: object) -> tuple[Folders, Run]:

@@ -17,9 +17,8 @@ import orjson
 from torch import Tensor
 
 from allocation import parse
-from core.weight_sync.buckets import Sender
+from core.weight_sync.buckets import Sender, make_sender
 from core.weight_sync.push import SenderSettings
-from core.weight_sync.senders import SENDERS
 from mcore_adapter.device import Device
 from mcore_adapter.engine import MegatronEngine
 from rollout.inference.gpus import query_gpus
@@ -77,7 +76,7 @@ def sender(scene: Scene, device: Device, bucket_bytes: int, *, beside: bool) -> 
         folder=scene.folder,
         device=str(device.torch_device),
     )
-    return SENDERS[plan.type](plan)
+    return make_sender(plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,14 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed (extra gpu)")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from core.config.runtime import Changes  # noqa: E402
-from core.weight_sync.buckets import Sender  # noqa: E402
+from core.weight_sync.buckets import (
+    Sender,  # noqa: E402
+    make_sender,  # noqa: E402
+)
 from core.weight_sync.push import (
     PushError,  # noqa: E402
     SenderSettings,  # noqa: E402
 )
-from core.weight_sync.senders import SENDERS  # noqa: E402
 from helpers.sglang_live import TOLERANCE, models, prompt_of, request, server, update, with_generator  # noqa: E402
 from rollout.inference.changes import NOT_THE_BASE  # noqa: E402
 from rollout.inference.embedded.model import restrict  # noqa: E402
@@ -288,7 +290,7 @@ def sender_of(kind: str, models: Models, folder: Path, *, changes: Changes = "ne
         type=kind, dtype="float32", timeout_seconds=60.0, bucket_bytes=1 << 20, folder=folder,
         model_path=str(models.folder), changes=changes,
     )  # fmt: skip
-    return SENDERS[kind](SenderSettings(**values | other))
+    return make_sender(SenderSettings(**values | other))
 
 
 def address_of(server: SGLangServer) -> SGLangEndpoint:

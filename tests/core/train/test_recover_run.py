@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from core.recovery.recover import RecoverStore
 from core.runs.checkpoints import RunIdentity
+from core.train.recover import RecoverStore
 from helpers.commands import Command
 from helpers.runs import changed, metrics_of, mock_ppo, rows
 from rollout.data.encoder import Encoder

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import LaunchError
-from core.recovery.recover import MemoryLimits
+from core.train.recover import MemoryLimits
 from mcore_adapter.data.planner import PassLimits
 from mcore_adapter.memory.out_of_memory import StepOutOfMemory
 from rollout.inference.backend import BackendSettings, GeneratorConfig, MemoryFlag

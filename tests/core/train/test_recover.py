@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import LaunchError
-from core.recovery.recover import RecoverStore, RunState
 from core.runs import checkpoints
 from core.runs.checkpoints import DamagedError, RunIdentity, verify
+from core.train.recover import RecoverStore, RunState
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
@@ -327,7 +327,7 @@ def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
         given_up.wait(60)
         return num_bytes
 
-    monkeypatch.setattr("core.recovery.recover.seal", held_back)
+    monkeypatch.setattr("core.train.recover.seal", held_back)
     with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
         begin(store, 3)
         assert sealed.wait(60)

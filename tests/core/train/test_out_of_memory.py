@@ -13,7 +13,7 @@ import torch
 from core.algorithms.offline import SFT
 from core.data.stored_batch import InferencePass, UpdatePass
 from core.errors import LaunchError
-from core.recovery.recover import MemoryLimits, reports_out_of_memory
+from core.train.recover import MemoryLimits, reports_out_of_memory
 from core.trainer import EngineRef
 from helpers import memory_faults
 from helpers.memory_faults import run_out

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.recovery.recover import RecoverError, RecoverStore, RunState, read_state, write_state
 from core.runs.checkpoints import RunIdentity, read_run, seal
+from core.train.recover import RecoverError, RecoverStore, RunState, read_state, write_state
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
 

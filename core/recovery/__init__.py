@@ -1,1 +1,0 @@
-"""Recover checkpoints and memory limits that outlive an attempt."""

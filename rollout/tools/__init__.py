@@ -1,1 +1,0 @@
-"""Tools that the policy may call: functions of the user, Python in the sandbox, MCP servers."""
