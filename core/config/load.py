@@ -29,7 +29,7 @@ from config_schema.section import (
 from core.config.areal_v02 import Translated, translate
 from core.config.common import ModelTrainEvalConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
-from core.config.migrate import HINTS, hint
+from core.config.migrate import hint, is_foreign
 from core.config.parsing.problems import ConfigError, Problem, broken_bounds
 from core.config.parsing.values import CoerceError, Interpolator, coerce, describe, to_node
 from core.config.parsing.yaml_tree import Node, Scalar, Table, apply_override, copied, read_yaml
@@ -291,12 +291,13 @@ class _Binder:
         if len(self.problems) >= _MOST_SUGGESTIONS:
             self.problems.append(Problem(key=path, message="unknown key", where=node.where))
             return
-        known = hint(name, path)
-        if known is None and isinstance(node, Table) and any(f"{path}.{child}" in HINTS for child in node.children):
-            for child, value in node.children.items():
+        if isinstance(node, Table) and (is_foreign(name) or hint(name, path)):
+            known = {child: value for child, value in node.children.items() if _is_known(child, value, path)}
+            for child, value in known.items():
                 self._unknown(model, child, value, f"{path}.{child}")
-            return
-        near = [] if known else nearest_names(name, fields_by_key(model))
+            if known and len(known) == len(node.children):
+                return
+        near = [] if hint(name, path) or is_foreign(name) else nearest_names(name, fields_by_key(model))
         self.meant.update(path.removesuffix(name) + meant for meant in near)
         message = f"unknown key; {_suggestion(self._model, model, name, path)}"
         self.problems.append(Problem(key=path, message=message, where=node.where))
@@ -317,6 +318,14 @@ class _Binder:
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
 
 
+def _is_known(name: str, node: Node, path: str) -> bool:
+    """Return whether another system has the key `name` of the section at `path`, or one in it, that is another here."""
+    path = f"{path}.{name}"
+    if hint(name, path) is not None:
+        return True
+    return isinstance(node, Table) and any(_is_known(child, value, path) for child, value in node.children.items())
+
+
 def _suggestion(root: type[Section], model: type[Section], name: str, path: str) -> str:
     """Return the nearest known key: of the same section, of the same name elsewhere, or of a similar path. A name
     without a section, as of flat configurations, is first looked for elsewhere."""
@@ -329,12 +338,13 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     prefix = path.removesuffix(name)
     everywhere = [known for known in all_keys(root) if ".NAME." not in known]
     same_name = [k for k in everywhere if k.rpartition(".")[2] == name]
-    near = nearest_names(name, siblings)
+    foreign = is_foreign(name)
+    near = [] if foreign else nearest_names(name, siblings)
     if near and (prefix or not same_name):
         return f"did you mean {prefix + near[0]!r}?"
     if same_name:
         return f"did you mean {' or '.join(map(repr, same_name[:3]))}?"
-    if near := nearest_names(path, everywhere, cutoff=0.7):
+    if not foreign and (near := nearest_names(path, everywhere, cutoff=0.7)):
         return f"did you mean {near[0]!r}?"
     few = prefix and len(siblings) <= MOST_LISTED
     return f"keys here are {', '.join(siblings) or 'none'}" if few else "--help lists all keys"

@@ -59,6 +59,11 @@ class System:
     stages: str = ""
     """Their key of a list of stages, each with its keys over those of the file. Empty: they have none."""
 
+    @property
+    def without(self) -> list[str]:
+        """The keys that have no target."""
+        return [key for group in (*self.no_meaning, *self.no_equivalent) for key in group["keys"]]
+
     def experiment_of(self, recipe: Recipe) -> str:
         """Return the experiment that a flat recipe is one of."""
         name = str(recipe.get(self.experiment, "")).lower()
@@ -294,40 +299,43 @@ def _number(value: object) -> object:
 
 _TIMELINE = "write monitor.timeline_mib, and see python -m tools.timeline"
 HINTS: Mapping[str, str] = {
+    "actor_infer.generating_args": "write ppo.gen.*",
     "actor_rollout_ref": "write actor, ref and generator.*",
-    "adv_estimator": "write algorithm.name",
-    "advantage_estimator": "write algorithm.name",
-    "algorithm.adv_estimator": "write algorithm.name",
+    "algo": "write algorithm.*",
     "algorithm.kl_ctrl": "write ppo.kl_ctl",
     "algorithm.optimizer": "write actor.optimizer",
-    "algorithm_type": "write algorithm.name",
+    "apply_chat_template": "write prompt.chat_template",
+    "async_train": "write staleness.max_staleness; 0: synchronous",
     "async_training": "write staleness.max_staleness; 0: synchronous",
+    "aux_loss_coef": "write moe_aux_loss_coeff of the model",
     "buffer": "write dataset.* and staleness.*",
-    "cluster.gpu_per_node": "write n_gpus_per_node at the top level",
-    "cluster.node_num": "write n_nodes at the top level",
+    "chat_template_path": "write prompt.chat_template",
     "continue_from_checkpoint": "write recover_mode: auto continues, disabled begins anew",
+    "custom_reward_function": "write reward.function",
     "data": "write dataset.*",
     "data_processor": "write dataset.processors for rows, experience.processors for what was sampled",
     "dataset.fields": "write dataset.prompt_field, chosen_field and rejected_field",
+    "default_workflow_type": "write workflow.type",
     "enable_ray_timeline": _TIMELINE,
+    "eval_gconfig": "write evaluation.temperature and evaluation.max_new_tokens",
     "evaluator": "write exp_ctrl.eval_freq_*",
-    "explorer": "write generator.*",
+    "explorer": "write generator.*, workflow.* and experience.*",
     "gconfig": "write ppo.gen.* and group_size",
     "global_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
     "gpu_memory_utilization": "write generator.flags, by the names of the servers",
     "grad_clip": "write optimizer.gradient_clipping of the model",
     "gradient_accumulation_steps": "write ppo.ppo_n_minibatches, the optimizer updates of a batch",
     "hf_checkpoint": "write actor.path",
-    "importance_sampling_level": "write algorithm.ratio",
-    "kl_coef": "write ppo.kl_ctl",
     "kl_loss_fn": "write algorithm.kl_in=loss and algorithm.kl_estimator",
     "kl_penalty_fn": "write algorithm.kl_in=reward and algorithm.kl_estimator",
     "log": "write monitor.log_level",
     "log.level": "write monitor.log_level",
     "logging_steps": "leave it out: every step is logged",
     "lora_rank": "LoRA is not supported; all weights are trained",
+    "loss_agg_mode": "write algorithm.aggregation",
     "loss_type": "write algorithm.name, or algorithm.loss and algorithm.aggregation",
     "max_model_len": "write dataset.max_prompt_len and ppo.gen.max_new_tokens",
+    "max_running_requests": "write generator.max_running",
     "micro_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "micro_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "n_samples_per_prompt": "write group_size",
@@ -335,6 +343,7 @@ HINTS: Mapping[str, str] = {
     "num_rollout": "write exp_ctrl.total_train_steps",
     "per_device_train_batch_size": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "ppo_epochs": "write ppo.actor_sample_reuse",
+    "ppo_max_token_len_per_gpu": "write mb_spec.max_tokens_per_mb, the tokens of a microbatch",
     "ppo_mini_batch_size": "write ppo.ppo_n_minibatches, the number of minibatches of a step",
     "profiler_output_dir": _TIMELINE,
     "project": "write experiment_name, and wandb.project",
@@ -344,58 +353,89 @@ HINTS: Mapping[str, str] = {
     "remote_rm_url": "write reward.function",
     "report_to": "write wandb.mode or monitor.tensorboard",
     "reward_clip": "rewards are not clipped; see ppo.reward_output_scaling and reward_output_bias",
+    "reward_fn": "write reward.function",
     "reward_funcs": "write reward.function",
+    "reward_manager": "write reward.function",
+    "reward_weights": "write reward.weights",
+    "rewards": "write reward.function",
     "rm_type": "write reward.function",
     "rollout": "write generator.* and staleness.max_staleness",
     "rollout_max_response_len": "write ppo.gen.max_new_tokens",
+    "router_aux_loss_coef": "write moe_aux_loss_coeff of the model",
     "save_steps": "write exp_ctrl.save_freq_steps",
     "saver": "write exp_ctrl.save_freq_*",
     "scale_rewards": "write algorithm.advantage_std",
     "service": "there are no services; rewards and workflows are functions: reward.function, workflow.type",
     "stages": "slipstream train runs the stages of a file, [{sft: {...}}, {grpo: {...}}]",
+    "stats_logger": "write wandb.* and monitor.*",
     "stop_sequences": "write ppo.gen.stop",
     "stop_strings": "write ppo.gen.stop",
-    "stats_logger": "write wandb.* and monitor.*",
+    "sync_method": "write push.type",
     "system_envs": "write external_configs.envs",
+    "system_prompt": "write prompt.system",
     "tensor_parallel_size": "write allocation_mode, where m is tensor parallelism",
+    "train_batch_size": "write dataset.train_bs_n_seqs, the prompts of a step, and ppo.ppo_n_minibatches",
     "train_dataset": "write dataset.*",
-    "trainer": "write actor.*, ppo.* and exp_ctrl.*",
+    "trainer": "write actor.*, ppo.*, exp_ctrl.*, n_nodes and n_gpus_per_node",
+    "trainer.logger": "write wandb.mode or monitor.tensorboard",
     "use_kl_loss": "write algorithm.kl_in=loss",
     "use_lora": "LoRA is not supported; all weights are trained",
     "use_peft": "LoRA is not supported; all weights are trained",
     "use_vllm": "write allocation_mode, which names the generators",
+    "use_wandb": "write wandb.mode",
     "valid_dataset": "write evaluation.*",
+    "validation": "write evaluation.*",
     "vllm_gpu_memory_utilization": "write generator.flags, by the names of the servers",
+    "vllm_mode": "write allocation_mode: a+b for GPUs of their own, a|b for shared ones",
 }
 """What to write for keys that the tables do not rename, as the nearest name would mislead. By path, or by name where
 that is of several words, which mean the same in every section."""
 
 
 @cache
-def _renamed() -> list[tuple[str, str]]:
-    """Return the keys of other systems that are only renamed here, with our keys."""
-    return [
-        (key, target)
-        for system in systems()
-        for key, target in system.keys.items()
-        if re.fullmatch(r"[\w.]+", target) and target.rpartition(".")[2] != key.rpartition(".")[2]
-    ]
+def _targets() -> list[tuple[str, str | None]]:
+    """Return the keys of other systems that are named otherwise here, with our key; None where they have no single
+    one."""
+    renamed = [(key, target) for system in systems() for key, target in system.keys.items() if key != target]
+    without = [key for system in systems() for key in system.without if "*" not in key]
+    return [(key, _single(target)) for key, target in renamed] + [(key, None) for key in without]
+
+
+def _single(target: str) -> str | None:
+    """Return the key of a target; None for one that needs other keys, but for the key that turns it on."""
+    found = re.fullmatch(r"([\w.]+)(: [^=]+=.*?)?( if (?!.* else ).*)?", target)
+    return None if found is None else found[1]
+
+
+@cache
+def _theirs() -> set[str]:
+    """Return the names of all keys and sections in the tables of other systems."""
+    keys = [key for system in systems() for key in (*system.keys, *system.without)]
+    return {name for key in keys for name in key.split(".") if "*" not in name}
 
 
 def hint(name: str, path: str) -> str | None:
     """Return what to write for the key `name` at the dotted `path`; None where nothing is known about it. The tables of
-    other systems know what the keys that are only renamed are called here."""
+    other systems know what their keys are called here."""
     if path in HINTS:
         return HINTS[path]
-    if target := _only_target(path):
-        return f"write {target}"
-    if "_" not in name or name == "experiment_name":  # which is a key here too
+    target = _only_target(path)
+    if target is None and "_" in name and name != "experiment_name":  # which is a key here too
+        if name in HINTS:
+            return HINTS[name]
+        target = _only_target(name)
+    if target is None:
         return None
-    target = _only_target(name)
-    return HINTS.get(name) or (f"write {target}" if target else None)
+    return f"write {target} at the top level" if "." in path and "." not in target else f"write {target}"
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether another system has a key or section of this name: the nearest of our names would mislead."""
+    return name in _theirs()
 
 
 def _only_target(names: str) -> str | None:
-    """Return our key for the keys of other systems that end with these names; None where they have several."""
-    targets = {target for key, target in _renamed() if f".{key}".endswith(f".{names}")}
+    """Return our key for the keys of other systems that end with these names; None where they have several, or one of
+    them has none."""
+    targets = {target for key, target in _targets() if f".{key}".endswith(f".{names}")}
     return targets.pop() if len(targets) == 1 else None

@@ -76,12 +76,13 @@ gruop_size: 8
     ("line", "suggestion"),
     [
         ("max_new_tokens: 5", "did you mean 'ppo.gen.max_new_tokens' or 'evaluation.max_new_tokens'?"),
-        ("eps_clip: 0.1", "did you mean 'ppo.eps_clip'?"),
+        ("eps_clip: 0.1", "write ppo.eps_clip"),
         (
             "temperature: 1",
             "did you mean 'ppo.gen.temperature' or 'auxiliary.temperature' or 'evaluation.temperature'?",
         ),
         ("ppo.eps_clip: 0.1", "write ppo.eps_clip as nested sections"),
+        ("disable_valu: true", "did you mean 'ppo.disable_value'?"),
         ("stalenes: {max_staleness: 1}", "did you mean 'staleness'?"),
         ("xyzzy: 1", "--help lists all keys"),
         (

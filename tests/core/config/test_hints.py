@@ -1,6 +1,7 @@
 """Keys of other trainers: what is proposed for them exists, and is what they mean."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from config_schema.section import all_keys
 from core.checks.rules import load_config
 from core.config.experiments import EXPERIMENTS
-from core.config.migrate import HINTS, hint
-from core.config.parsing.problems import ConfigError
+from core.config.migrate import HINTS, System, hint, systems
+from core.config.parsing.problems import ConfigError, Problem
 from core.quickstart import main
 
 KEYS = {key for model in EXPERIMENTS.values() for key in all_keys(model)}
@@ -48,16 +49,49 @@ def test_what_a_hint_names_exists(key: str) -> None:
         ("pretrain=x", "actor.path"),
         ("async_training=true", "staleness.max_staleness"),
         ("algorithm.adv_estimator=grpo", "algorithm.name"),
-        ("actor_rollout_ref.rollout.n=8", "generator"),
+        ("actor_rollout_ref.rollout.n=8", "group_size"),
+        ("actor_rollout_ref.rollout.mode=async", "generator"),
+        ("trainer.total_epochs=1", "exp_ctrl.total_train_epochs"),
+        ("trainer.nnodes=2", "n_nodes at the top level"),
+        ("explorer.eval_interval=5", "exp_ctrl.eval_freq_steps"),
+        ("synchronizer.sync_method=nccl", "push.type"),
+        ("loss_agg_mode=token-mean", "algorithm.aggregation"),
+        ("async_train=true", "staleness.max_staleness"),
+        ("reward_weights=[1]", "reward.weights"),
         ("use_lora=true", "LoRA is not supported"),
         ("vllm_gpu_memory_utilization=0.4", "generator.flags"),
     ],
 )
 def test_keys_of_other_trainers_are_answered_with_ours(given: str, meant: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config("ppo-math", None, [*REQUIRED, given])
-    (problem,) = error.value.problems
+    (problem,) = _problems(given)
     assert meant in problem.message and "did you mean" not in problem.message
+
+
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
+def test_no_key_of_another_trainer_is_taken_for_a_misspelt_one(system: System) -> None:
+    """The nearest of our names is another thing; one of the same name, in another section, may be proposed."""
+    names = {key.rpartition(".")[2] for key in (*system.keys, *system.without)}
+    for name in sorted(name for name in names if "*" not in name):
+        for problem in _problems(f"{name}=x"):
+            proposed = re.findall(r"'([\w.]+)'", problem.message.partition("unknown key; did you mean")[2])
+            assert {key.rpartition(".")[2] for key in proposed} <= {name}, problem
+
+
+def test_of_a_section_of_another_trainer_each_known_key_is_answered() -> None:
+    given = "trainer={total_epochs: 1, nnodes: 2, device: cuda, balance_batch: true}"
+    assert [(problem.key, problem.message.removeprefix("unknown key; ")) for problem in _problems(given)] == [
+        ("trainer.total_epochs", "write exp_ctrl.total_train_epochs"),
+        ("trainer.nnodes", "write n_nodes at the top level"),
+        ("trainer", HINTS["trainer"]),
+    ]
+
+
+def _problems(given: str) -> Sequence[Problem]:
+    try:
+        load_config("ppo-math", None, [*REQUIRED, given])
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 @pytest.mark.parametrize(
