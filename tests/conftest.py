@@ -1,5 +1,7 @@
 """The longest files come first: a test process that got one of them last would leave the others idle."""
 
+import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Iterator
@@ -61,6 +63,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: in a loop of its own, whose clock is virtual with the mark `virtual_clock`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+    if pyfuncitem.get_closest_marker("virtual_clock") is None:
+        asyncio.run(test)
+    else:
+        from core.planning.simulation import run_virtual
+
+        run_virtual(test)
+    return True
 
 
 @pytest.fixture(autouse=True)

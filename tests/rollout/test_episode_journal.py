@@ -13,7 +13,7 @@ import pytest
 
 from helpers.both_sides import BothSides, in_flight
 from helpers.simulated_sampling import make_dataset
-from helpers.virtual_clock import run_virtual, settle
+from helpers.virtual_clock import settle
 from rollout.experience import Event, MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.inference.mock import MockGenerator
 from rollout.inference.router import Router
@@ -88,62 +88,52 @@ def same(one: Completion, other: Completion) -> bool:
     )
 
 
-def test_what_was_known_takes_no_place_and_what_was_not_one_until_it_is_answered(model: str) -> None:
-    async def main() -> None:
-        generator, experience = MockGenerator(model, seconds_per_token=0.001), store()
-        await JournaledSampler(generator, experience, ID).generate(request("a"))
-        changes: list[int] = []
-        journal = JournaledSampler(generator, restarted(experience), ID, num_expected=2, on_change=changes.append)
-        assert journal.load == 2
-        await journal.generate(request("a"))
-        assert changes == [-1]
-        await asyncio.gather(*(journal.generate(request(name, seed)) for seed, name in ((2, "b"), (3, "c"))))
-        assert changes == [-1, 1, -1, -1] and journal.load == 0
-
-    asyncio.run(main())
+async def test_what_was_known_takes_no_place_and_what_was_not_one_until_it_is_answered(model: str) -> None:
+    generator, experience = MockGenerator(model, seconds_per_token=0.001), store()
+    await JournaledSampler(generator, experience, ID).generate(request("a"))
+    changes: list[int] = []
+    journal = JournaledSampler(generator, restarted(experience), ID, num_expected=2, on_change=changes.append)
+    assert journal.load == 2
+    await journal.generate(request("a"))
+    assert changes == [-1]
+    await asyncio.gather(*(journal.generate(request(name, seed)) for seed, name in ((2, "b"), (3, "c"))))
+    assert changes == [-1, 1, -1, -1] and journal.load == 0
 
 
-def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> None:
-    async def main() -> None:
-        router, experience = Router([MockGenerator(model, seconds_per_token=0.001)]), store()
-        journal = JournaledSampler(router, experience, ID)
-        done = await journal.generate(request("done", seed=1))
-        running = asyncio.create_task(journal.generate(request("running", seed=2)))
-        await asyncio.sleep(0.03)
-        journal.record_partial(await router.partial())
-        running.cancel()
-        finished, some = lens(experience)
-        assert finished == 60 > some > 0
+async def test_finished_requests_are_answered_and_running_ones_go_on(model: str) -> None:
+    router, experience = Router([MockGenerator(model, seconds_per_token=0.001)]), store()
+    journal = JournaledSampler(router, experience, ID)
+    done = await journal.generate(request("done", seed=1))
+    running = asyncio.create_task(journal.generate(request("running", seed=2)))
+    await asyncio.sleep(0.03)
+    journal.record_partial(await router.partial())
+    running.cancel()
+    finished, some = lens(experience)
+    assert finished == 60 > some > 0
 
-        counting, experience = Counting(MockGenerator(model)), restarted(experience)
-        again = JournaledSampler(counting, experience, ID)
-        assert same(await again.generate(request("other name", seed=1)), done) and counting.given == []
-        assert lens(experience) == [finished, some], "a checkpoint right after the restart has what this one had"
-        whole = await again.generate(request("running again", seed=2))
-        assert counting.given == [some]
-        assert np.array_equal(whole.token_ids, (await MockGenerator(model).generate(request("x", seed=2))).token_ids)
-        await again.generate(request("once more", seed=2))
-        assert counting.given[-1] == 0, "what one event holds is used once"
-
-    asyncio.run(main())
+    counting, experience = Counting(MockGenerator(model)), restarted(experience)
+    again = JournaledSampler(counting, experience, ID)
+    assert same(await again.generate(request("other name", seed=1)), done) and counting.given == []
+    assert lens(experience) == [finished, some], "a checkpoint right after the restart has what this one had"
+    whole = await again.generate(request("running again", seed=2))
+    assert counting.given == [some]
+    assert np.array_equal(whole.token_ids, (await MockGenerator(model).generate(request("x", seed=2))).token_ids)
+    await again.generate(request("once more", seed=2))
+    assert counting.given[-1] == 0, "what one event holds is used once"
 
 
-def test_another_question_at_the_place_of_a_recorded_one_is_answered_anew(model: str) -> None:
+async def test_another_question_at_the_place_of_a_recorded_one_is_answered_anew(model: str) -> None:
     """As by a tool that gave another result this time: the tokens of before do not continue this prompt."""
-
-    async def main() -> None:
-        experience = store()
-        await JournaledSampler(MockGenerator(model), experience, ID).generate(request("a"))
-        counting = Counting(MockGenerator(model))
-        again = JournaledSampler(counting, restarted(experience), ID)
-        other = GenerateRequest(request_id="b", prompt_ids=[1, 3], sampling=SAMPLING, seed=1)
-        await again.generate(other)
-        assert counting.given == [0]
-
-    asyncio.run(main())
+    experience = store()
+    await JournaledSampler(MockGenerator(model), experience, ID).generate(request("a"))
+    counting = Counting(MockGenerator(model))
+    again = JournaledSampler(counting, restarted(experience), ID)
+    other = GenerateRequest(request_id="b", prompt_ids=[1, 3], sampling=SAMPLING, seed=1)
+    await again.generate(other)
+    assert counting.given == [0]
 
 
-def test_a_tool_is_called_once_in_an_episode_over_restarts_and_again_for_another_question(model: str) -> None:
+async def test_a_tool_is_called_once_in_an_episode_over_restarts_and_again_for_another_question(model: str) -> None:
     calls: list[str] = []
 
     async def search(word: str) -> dict[str, object]:
@@ -154,17 +144,14 @@ def test_a_tool_is_called_once_in_an_episode_over_restarts_and_again_for_another
         JournaledSampler(MockGenerator(model), experience, ID).enter()
         return [(await recorded("search", lambda w=word: search(w), asked=word))["number"] for word in words]
 
-    async def main() -> None:
-        experience = store()
-        assert await use(experience, "a", "b") == [1, 2]
-        assert await use(restarted(experience), "a", "b", "c") == [1, 2, 3]
-        assert await use(restarted(experience), "a", "x") == [1, 4]
-        assert calls == ["a", "b", "c", "x"]
-
-    asyncio.run(main())
+    experience = store()
+    assert await use(experience, "a", "b") == [1, 2]
+    assert await use(restarted(experience), "a", "b", "c") == [1, 2, 3]
+    assert await use(restarted(experience), "a", "x") == [1, 4]
+    assert calls == ["a", "b", "c", "x"]
 
 
-def test_a_call_that_is_made_again_after_a_restart_has_the_same_id(model: str) -> None:
+async def test_a_call_that_is_made_again_after_a_restart_has_the_same_id(model: str) -> None:
     ids: list[str] = []
 
     async def act() -> int:
@@ -179,30 +166,25 @@ def test_a_call_that_is_made_again_after_a_restart_has_the_same_id(model: str) -
             await recorded("act", act)
             assert call_id() != call_id(), "behind a recorded call"
 
-    async def main() -> None:
-        experience = store()
-        with pytest.raises(ConnectionError):
-            await use(experience)
-        await use(restarted(experience))
-
-    asyncio.run(main())
+    experience = store()
+    with pytest.raises(ConnectionError):
+        await use(experience)
+    await use(restarted(experience))
     assert ids == [f"{ID}: call act, turn 0", f"{ID}: call act, turn 1", f"{ID}: call act, turn 1"]
     assert call_id() != call_id()
 
 
-def test_what_a_failed_attempt_leaves_behind_is_not_recorded_for_the_next_one(model: str) -> None:
-    async def main() -> None:
-        experience = store()
-        failed = JournaledSampler(MockGenerator(model, seconds_per_token=1.0), experience, ID)
-        left = asyncio.create_task(failed.generate(request("a")))
-        await settle()
-        failed.end()
-        experience.reopen(ID, 1)
-        await left
-        experience.journal("train/other/0", Event(key="k", asked="", value=1))
-        assert experience.events(ID) == []
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_what_a_failed_attempt_leaves_behind_is_not_recorded_for_the_next_one(model: str) -> None:
+    experience = store()
+    failed = JournaledSampler(MockGenerator(model, seconds_per_token=1.0), experience, ID)
+    left = asyncio.create_task(failed.generate(request("a")))
+    await settle()
+    failed.end()
+    experience.reopen(ID, 1)
+    await left
+    experience.journal("train/other/0", Event(key="k", asked="", value=1))
+    assert experience.events(ID) == []
 
 
 class GroupOfThree:
@@ -240,61 +222,54 @@ def make_producer(model: str, *, at_once: bool, num_generators: int = 1, **setti
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
 @pytest.mark.parametrize("generators", [1, 2])
-def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
+@pytest.mark.virtual_clock
+async def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
     model: str, generators: int, at_once: bool
 ) -> None:
-    async def main() -> None:
-        producer, counting = make_producer(model, at_once=at_once)
-        async with producer:
-            undisturbed = await consumed(producer, counting, range(6))
-        producer, counting = make_producer(model, at_once=at_once)
-        async with producer:
-            before = await consumed(producer, counting, range(2))
-            await asyncio.sleep(40.5)
-            state = pickle.loads(pickle.dumps(await producer.save()))
-        assert any(in_flight(state).values()), "something had tokens"
-        producer, counting = make_producer(model, at_once=at_once, num_generators=generators)
-        producer.restore(state)
-        await counting.resume(2)
-        async with producer:
-            after = await consumed(producer, counting, range(2, 6))
-            assert producer.stats()["rollout/num_failures"] == 0, "a second attempt would hide what was lost"
-        assert before + after == undisturbed
-        assert max(counting.given) > 0, "prompts under way went on with their tokens"
-
-    run_virtual(main())
+    producer, counting = make_producer(model, at_once=at_once)
+    async with producer:
+        undisturbed = await consumed(producer, counting, range(6))
+    producer, counting = make_producer(model, at_once=at_once)
+    async with producer:
+        before = await consumed(producer, counting, range(2))
+        await asyncio.sleep(40.5)
+        state = pickle.loads(pickle.dumps(await producer.save()))
+    assert any(in_flight(state).values()), "something had tokens"
+    producer, counting = make_producer(model, at_once=at_once, num_generators=generators)
+    producer.restore(state)
+    await counting.resume(2)
+    async with producer:
+        after = await consumed(producer, counting, range(2, 6))
+        assert producer.stats()["rollout/num_failures"] == 0, "a second attempt would hide what was lost"
+    assert before + after == undisturbed
+    assert max(counting.given) > 0, "prompts under way went on with their tokens"
 
 
-def test_a_checkpoint_soon_after_a_restart_has_the_tokens_of_what_has_not_begun_again(model: str) -> None:
+@pytest.mark.virtual_clock
+async def test_a_checkpoint_soon_after_a_restart_has_the_tokens_of_what_has_not_begun_again(model: str) -> None:
     def tokens(state: dict) -> dict[str, dict[str, list[int]]]:
         return {p: {e["key"]: e["value"]["token_ids"].tolist() for e in found} for p, found in in_flight(state).items()}
 
-    async def main() -> None:
-        producer, _ = make_producer(model, at_once=True)
-        async with producer:
-            await asyncio.sleep(10.5)
-            state = await producer.save()
-        assert len(in_flight(state)) == 6 and all(len(found) == 3 for found in in_flight(state).values())
-        producer, _ = make_producer(model, at_once=True, max_in_flight=1)
-        producer.restore(state)
-        async with producer:
-            await settle()
-            assert producer.stats()["rollout/num_in_flight"] == 1
-            assert tokens(await producer.save()) == tokens(state)
-
-    run_virtual(main())
+    producer, _ = make_producer(model, at_once=True)
+    async with producer:
+        await asyncio.sleep(10.5)
+        state = await producer.save()
+    assert len(in_flight(state)) == 6 and all(len(found) == 3 for found in in_flight(state).values())
+    producer, _ = make_producer(model, at_once=True, max_in_flight=1)
+    producer.restore(state)
+    async with producer:
+        await settle()
+        assert producer.stats()["rollout/num_in_flight"] == 1
+        assert tokens(await producer.save()) == tokens(state)
 
 
-def test_turns_of_one_seed_are_told_apart_by_their_order_although_they_ask_for_the_same(model: str) -> None:
-    async def main() -> None:
-        experience = store()
-        first = JournaledSampler(MockGenerator(model), experience, ID)
-        turns = [await first.generate(request("a", sampling=sampling)) for sampling in (GROUP_SAMPLING, SAMPLING)]
-        assert len(turns[0].token_ids) != len(turns[1].token_ids)
-        counting = Counting(MockGenerator(model))
-        again = JournaledSampler(counting, restarted(experience), ID)
-        assert all([same(await again.generate(request("b", sampling=s)), turn)
-                    for s, turn in zip((GROUP_SAMPLING, SAMPLING), turns, strict=True)])  # fmt: skip
-        assert not counting.given
-
-    asyncio.run(main())
+async def test_turns_of_one_seed_are_told_apart_by_their_order_although_they_ask_for_the_same(model: str) -> None:
+    experience = store()
+    first = JournaledSampler(MockGenerator(model), experience, ID)
+    turns = [await first.generate(request("a", sampling=sampling)) for sampling in (GROUP_SAMPLING, SAMPLING)]
+    assert len(turns[0].token_ids) != len(turns[1].token_ids)
+    counting = Counting(MockGenerator(model))
+    again = JournaledSampler(counting, restarted(experience), ID)
+    assert all([same(await again.generate(request("b", sampling=s)), turn)
+                for s, turn in zip((GROUP_SAMPLING, SAMPLING), turns, strict=True)])  # fmt: skip
+    assert not counting.given

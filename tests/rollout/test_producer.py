@@ -23,6 +23,8 @@ from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFa
 from rollout.experience import Episode, Patience, Tags
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
+pytestmark = pytest.mark.virtual_clock
+
 
 class CallWorkflow:
     """Runs `body(prompt, calls)`; what it returns is the group, None stands for one good trajectory."""
@@ -76,46 +78,37 @@ async def train(producer: BothSides, workflow: CallWorkflow, steps: range) -> li
     return taken
 
 
-def test_prompts_start_as_far_ahead_as_the_bound_allows_and_no_further() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, batch_size=4, max_staleness=2) as producer:
-            await settle()
-            assert workflow.running == 12
-            await asyncio.sleep(10)
-            assert producer.stats()["rollout/num_ready"] == 12
-            await producer.take(0)
-            await asyncio.sleep(10)
-            assert workflow.calls.total() == 12, "a step taken makes no room: the next version does"
-            producer.set_version(1)
-            await settle()
-            assert workflow.running == 4
-
-    run_virtual(main())
+async def test_prompts_start_as_far_ahead_as_the_bound_allows_and_no_further() -> None:
+    workflow = CallWorkflow()
+    async with make_producer(workflow, batch_size=4, max_staleness=2) as producer:
+        await settle()
+        assert workflow.running == 12
+        await asyncio.sleep(10)
+        assert producer.stats()["rollout/num_ready"] == 12
+        await producer.take(0)
+        await asyncio.sleep(10)
+        assert workflow.calls.total() == 12, "a step taken makes no room: the next version does"
+        producer.set_version(1)
+        await settle()
+        assert workflow.running == 4
 
 
-def test_synchronous_training_samples_every_batch_from_its_own_version() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, max_staleness=0) as producer:
-            for step in range(5):
-                for group in await producer.take(step):
-                    assert group[0].versions.tolist() == [-1, -1, step, step]
-                assert workflow.running == 0
-                workflow.version = step + 1
-                producer.set_version(step + 1)
-
-    run_virtual(main())
+async def test_synchronous_training_samples_every_batch_from_its_own_version() -> None:
+    workflow = CallWorkflow()
+    async with make_producer(workflow, max_staleness=0) as producer:
+        for step in range(5):
+            for group in await producer.take(step):
+                assert group[0].versions.tolist() == [-1, -1, step, step]
+            assert workflow.running == 0
+            workflow.version = step + 1
+            producer.set_version(step + 1)
 
 
-def test_max_in_flight_caps_what_runs_at_once() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, max_staleness=4, max_in_flight=3) as producer:
-            await train(producer, workflow, range(10))
-        assert workflow.most_running == 3
-
-    run_virtual(main())
+async def test_max_in_flight_caps_what_runs_at_once() -> None:
+    workflow = CallWorkflow()
+    async with make_producer(workflow, max_staleness=4, max_in_flight=3) as producer:
+        await train(producer, workflow, range(10))
+    assert workflow.most_running == 3
 
 
 class Requests(NoRequests):
@@ -194,55 +187,45 @@ def test_generators_are_kept_full_while_last_answers_take_their_time_and_between
     assert min(seen[8:]) >= 32
 
 
-def test_the_share_of_busy_generators_is_a_mean_over_time() -> None:
+async def test_the_share_of_busy_generators_is_a_mean_over_time() -> None:
     """Three prompts of 1 s fill three of four places for half of the time between two looks."""
-
-    async def main() -> None:
-        producer = make_producer(CallWorkflow(seconds=1.0), 3, batch_size=3, max_in_flight=4, num_epochs=1)
-        async with producer:
-            await producer.take(0)
-            await asyncio.sleep(1.0)
-            assert producer.stats()["rollout/generators_busy"] == pytest.approx(3 / 8, rel=1e-3)
-            await asyncio.sleep(1.0)
-            assert producer.stats()["rollout/generators_busy"] == 0.0
-
-    run_virtual(main())
+    producer = make_producer(CallWorkflow(seconds=1.0), 3, batch_size=3, max_in_flight=4, num_epochs=1)
+    async with producer:
+        await producer.take(0)
+        await asyncio.sleep(1.0)
+        assert producer.stats()["rollout/generators_busy"] == pytest.approx(3 / 8, rel=1e-3)
+        await asyncio.sleep(1.0)
+        assert producer.stats()["rollout/generators_busy"] == 0.0
 
 
-def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
-    async def main() -> None:
-        workflow = GroupWorkflow(fails=lambda prompt: True, tidy=True)
-        limits = {"max_staleness": 10, "max_in_flight": 16, "group_size": 8, "num_epochs": 1}
-        async with make_producer(workflow, 40, generator=Requests(), **limits) as producer:
-            for step in range(10):
-                assert len(await producer.take(step)) == 4
-            assert producer.stats()["rollout/num_failures"] == 40
-
-    run_virtual(main())
+async def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
+    workflow = GroupWorkflow(fails=lambda prompt: True, tidy=True)
+    limits = {"max_staleness": 10, "max_in_flight": 16, "group_size": 8, "num_epochs": 1}
+    async with make_producer(workflow, 40, generator=Requests(), **limits) as producer:
+        for step in range(10):
+            assert len(await producer.take(step)) == 4
+        assert producer.stats()["rollout/num_failures"] == 40
 
 
-def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None:
+async def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None:
     def failing_reward_parser(prompt: Prompt, calls: int) -> None:
         if prompt.index == 7:
             raise ZeroDivisionError("seven")
 
-    async def main() -> None:
-        workflow = CallWorkflow(failing_reward_parser)
-        producer = make_producer(workflow, max_retries=2)
-        with pytest.raises(WorkflowFailureError) as error:
-            async with producer:
-                await train(producer, workflow, range(100))
-        shown = "".join(traceback.format_exception(error.value))
-        assert str(error.value) == (
-            "workflow.type: the workflow failed 3 times for one prompt (workflow.on_error=fail); correct the cause, "
-            "or set workflow.on_error=skip. The last error: ZeroDivisionError: seven"
-        )
-        assert "in failing_reward_parser" in shown
-        assert "sampling prompt q7 of epoch 0, attempt 3, the last" in shown
-        assert workflow.calls["q7"] == 3
-        assert workflow.running == 0
-
-    run_virtual(main())
+    workflow = CallWorkflow(failing_reward_parser)
+    producer = make_producer(workflow, max_retries=2)
+    with pytest.raises(WorkflowFailureError) as error:
+        async with producer:
+            await train(producer, workflow, range(100))
+    shown = "".join(traceback.format_exception(error.value))
+    assert str(error.value) == (
+        "workflow.type: the workflow failed 3 times for one prompt (workflow.on_error=fail); correct the cause, "
+        "or set workflow.on_error=skip. The last error: ZeroDivisionError: seven"
+    )
+    assert "in failing_reward_parser" in shown
+    assert "sampling prompt q7 of epoch 0, attempt 3, the last" in shown
+    assert workflow.calls["q7"] == 3
+    assert workflow.running == 0
 
 
 def skipping(max_share: float = 0.1) -> ErrorPolicy:
@@ -264,47 +247,38 @@ def without(dataset: TaskSets, *indices: int, num: int = 20) -> list[str]:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_place(
+async def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_place(
     in_order: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(1, 6))
-        producer = make_producer(workflow, max_retries=1, errors=skipping(), in_order=in_order, num_epochs=1)
-        async with producer:
-            taken = await train(producer, workflow, range(5))
-        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
-        assert producer.stats()["rollout/num_skipped"] == 2
-        assert workflow.calls["q1"] == 2
-
-    run_virtual(main())
+    workflow = CallWorkflow(fails_for(1, 6))
+    producer = make_producer(workflow, max_retries=1, errors=skipping(), in_order=in_order, num_epochs=1)
+    async with producer:
+        taken = await train(producer, workflow, range(5))
+    assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
+    assert producer.stats()["rollout/num_skipped"] == 2
+    assert workflow.calls["q1"] == 2
     assert "q1: skipped after 2 attempts (workflow.on_error=skip; 2 prompts so far): ZeroDivisionError" in caplog.text
     assert caplog.text.count("(test_producer.py, line ") == caplog.text.count("ZeroDivisionError") == 6
 
 
-def test_skipped_prompts_take_no_place_of_max_in_flight() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(*range(4)))
-        settings: dict[str, object] = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "max_in_flight": 2}
-        async with make_producer(workflow, **settings) as producer, asyncio.timeout(100):
-            taken = await train(producer, workflow, range(4))
-        assert len(taken) == 16 and not {"q0", "q1", "q2", "q3"} & set(taken)
-
-    run_virtual(main())
+async def test_skipped_prompts_take_no_place_of_max_in_flight() -> None:
+    workflow = CallWorkflow(fails_for(*range(4)))
+    settings: dict[str, object] = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "max_in_flight": 2}
+    async with make_producer(workflow, **settings) as producer, asyncio.timeout(100):
+        taken = await train(producer, workflow, range(4))
+    assert len(taken) == 16 and not {"q0", "q1", "q2", "q3"} & set(taken)
 
 
-def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(*range(20)))
-        with pytest.raises(WorkflowFailureError) as error:
-            async with make_producer(workflow, max_retries=0, errors=skipping(0.05)) as producer:
-                await producer.take(0)
-        assert str(error.value) == (
-            "workflow.type: the workflow failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 "
-            "of 100 may; correct the cause, or raise workflow.max_error_share. The last error: ZeroDivisionError: "
-            "this prompt"
-        )
-
-    run_virtual(main())
+async def test_too_many_skipped_prompts_end_the_run_with_the_error_and_the_limit() -> None:
+    workflow = CallWorkflow(fails_for(*range(20)))
+    with pytest.raises(WorkflowFailureError) as error:
+        async with make_producer(workflow, max_retries=0, errors=skipping(0.05)) as producer:
+            await producer.take(0)
+    assert str(error.value) == (
+        "workflow.type: the workflow failed for 6 of the last 6 prompts, more than workflow.max_error_share=0.05 "
+        "of 100 may; correct the cause, or raise workflow.max_error_share. The last error: ZeroDivisionError: "
+        "this prompt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,26 +318,20 @@ def test_the_message_of_a_failing_workflow_has_one_line_of_its_last_error() -> N
     assert "second" not in said and len(said) < 800
 
 
-def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(1, 11))
-        async with make_producer(workflow, max_retries=0, errors=skipping(0.12)) as producer:
-            await train(producer, workflow, range(60))
-        assert producer.stats()["rollout/num_skipped"] > 20
-
-    run_virtual(main())
+async def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:
+    workflow = CallWorkflow(fails_for(1, 11))
+    async with make_producer(workflow, max_retries=0, errors=skipping(0.12)) as producer:
+        await train(producer, workflow, range(60))
+    assert producer.stats()["rollout/num_skipped"] > 20
 
 
 @pytest.mark.parametrize("on_error", ["skip", "fail"])
-def test_errors_of_the_run_itself_are_not_skipped(on_error: OnError) -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))
-        errors = ErrorPolicy(on_error=on_error, always_fatal=(ConnectionError,))
-        with pytest.raises(ConnectionError, match="this prompt"):
-            async with make_producer(workflow, max_retries=0, errors=errors) as producer:
-                await producer.take(0)
-
-    run_virtual(main())
+async def test_errors_of_the_run_itself_are_not_skipped(on_error: OnError) -> None:
+    workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))
+    errors = ErrorPolicy(on_error=on_error, always_fatal=(ConnectionError,))
+    with pytest.raises(ConnectionError, match="this prompt"):
+        async with make_producer(workflow, max_retries=0, errors=errors) as producer:
+            await producer.take(0)
 
 
 class TaskGroupWorkflow:
@@ -395,16 +363,15 @@ class TaskGroupWorkflow:
         return [task.result() for task in samples]
 
 
-def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(1, 6, error=SystemExit))
-        async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
-            taken = await train(producer, workflow, range(5))
-        assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
-        stats = producer.stats()
-        assert (stats["rollout/num_skipped"], stats["rollout/num_failures"]) == (2, 8)
-
-    run_virtual(main())
+async def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workflow = TaskGroupWorkflow(fails_for(1, 6, error=SystemExit))
+    async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
+        taken = await train(producer, workflow, range(5))
+    assert Counter(taken) == Counter(without(producer._dataset, 1, 6))
+    stats = producer.stats()
+    assert (stats["rollout/num_skipped"], stats["rollout/num_failures"]) == (2, 8)
     exits = (
         r"RuntimeError\('the workflow raised SystemExit\(this prompt\): .*'\) \(test_producer.py, line \d+, in body\)"
     )
@@ -413,40 +380,33 @@ def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplo
 
 
 @pytest.mark.parametrize(("kind", "failures"), [(CallWorkflow, 2), (TaskGroupWorkflow, 3)])
-def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt(
+async def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt(
     kind: type[CallWorkflow | TaskGroupWorkflow], failures: int
 ) -> None:
     def flaky(prompt: Prompt, calls: int) -> None:
         if calls <= failures and prompt.index % 3 == 0:
             raise ConnectionError("try again")
 
-    async def main() -> None:
-        workflow = kind(flaky)
-        async with make_producer(workflow, num_epochs=1) as producer:
-            taken = await train(producer, workflow, range(5))
-            assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
-            assert producer.stats()["rollout/num_failures"] == failures * 7
-            assert workflow.calls["q3"] == failures + 1
-            assert workflow.calls["q4"] == 1
-
-    run_virtual(main())
+    workflow = kind(flaky)
+    async with make_producer(workflow, num_epochs=1) as producer:
+        taken = await train(producer, workflow, range(5))
+        assert sorted(taken) == sorted(f"q{i}@0" for i in range(20))
+        assert producer.stats()["rollout/num_failures"] == failures * 7
+        assert workflow.calls["q3"] == failures + 1
+        assert workflow.calls["q4"] == 1
 
 
 @pytest.mark.parametrize("tidy", [True, False])
 @pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["while_samples_run", "as_one_fails"])
-def test_leaving_cancels_task_groups_also_those_in_which_a_sample_fails(seconds: float, tidy: bool) -> None:
+async def test_leaving_cancels_task_groups_also_those_in_which_a_sample_fails(seconds: float, tidy: bool) -> None:
     """An error out of the cancellation is no reason to begin again."""
-
-    async def main() -> None:
-        workflow = TaskGroupWorkflow(fails_for(*range(20)), tidy=tidy)
-        async with make_producer(workflow, errors=skipping()) as producer:
-            await asyncio.sleep(seconds)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert asyncio.get_running_loop().time() == pytest.approx(seconds)
-        assert workflow.calls.total() == 8 and producer.stats()["rollout/num_failures"] == 0
-        assert producer.experience._error is None
-
-    run_virtual(main())
+    workflow = TaskGroupWorkflow(fails_for(*range(20)), tidy=tidy)
+    async with make_producer(workflow, errors=skipping()) as producer:
+        await asyncio.sleep(seconds)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert asyncio.get_running_loop().time() == pytest.approx(seconds)
+    assert workflow.calls.total() == 8 and producer.stats()["rollout/num_failures"] == 0
+    assert producer.experience._error is None
 
 
 def test_a_task_group_of_errors_of_the_run_itself_is_not_skipped() -> None:
@@ -511,38 +471,32 @@ def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_plac
     assert "in unpicklable" in shown and "sampling prompt q" in shown
 
 
-def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow(fails_for(1, 6))
-        settings = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "in_order": True}
-        first = make_producer(workflow, **settings)
-        async with first:
-            taken = await train(first, workflow, range(2))
-            state = pickle.loads(pickle.dumps(await first.save()))
-        again = make_producer(workflow, **settings)
-        again.restore(state)
-        async with again:
-            taken += await train(again, workflow, range(2, 5))
-        assert Counter(taken) == Counter(without(again._dataset, 1, 6))
-
-    run_virtual(main())
+async def test_skipped_prompts_are_not_drawn_again_after_a_restart() -> None:
+    workflow = CallWorkflow(fails_for(1, 6))
+    settings = {"max_retries": 0, "errors": skipping(), "num_epochs": 1, "in_order": True}
+    first = make_producer(workflow, **settings)
+    async with first:
+        taken = await train(first, workflow, range(2))
+        state = pickle.loads(pickle.dumps(await first.save()))
+    again = make_producer(workflow, **settings)
+    again.restore(state)
+    async with again:
+        taken += await train(again, workflow, range(2, 5))
+    assert Counter(taken) == Counter(without(again._dataset, 1, 6))
 
 
-def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other() -> None:
+async def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other() -> None:
     def cancel(prompt: Prompt, calls: int) -> None:
         if calls == 1:
             raise asyncio.CancelledError
 
-    async def main() -> None:
-        workflow = CallWorkflow(cancel)
-        async with make_producer(workflow) as producer:
-            assert len(await producer.take(0)) == 4
-        workflow = CallWorkflow(cancel)
-        with pytest.raises(WorkflowFailureError, match="awaited was cancelled"):
-            async with make_producer(workflow, max_retries=0) as producer:
-                await producer.take(0)
-
-    run_virtual(main())
+    workflow = CallWorkflow(cancel)
+    async with make_producer(workflow) as producer:
+        assert len(await producer.take(0)) == 4
+    workflow = CallWorkflow(cancel)
+    with pytest.raises(WorkflowFailureError, match="awaited was cancelled"):
+        async with make_producer(workflow, max_retries=0) as producer:
+            await producer.take(0)
 
 
 @pytest.mark.parametrize("group", [[], "text", [3]])
@@ -558,17 +512,14 @@ def test_a_workflow_that_returns_something_else_is_told_so(group: object) -> Non
     assert f"returns a non-empty list of Trajectory, not {group!r}" in str(error.value)
 
 
-def test_the_last_epoch_ends_the_stream() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, num_prompts=10, max_staleness=8, num_epochs=2) as producer:
-            taken = await train(producer, workflow, range(6))
-            with pytest.raises(ValueError, match=r"take\(6\): the run has 6 steps"):
-                await producer.take(6)
-        assert sorted(taken) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(10))
-        assert workflow.calls.total() == 20
-
-    run_virtual(main())
+async def test_the_last_epoch_ends_the_stream() -> None:
+    workflow = CallWorkflow()
+    async with make_producer(workflow, num_prompts=10, max_staleness=8, num_epochs=2) as producer:
+        taken = await train(producer, workflow, range(6))
+        with pytest.raises(ValueError, match=r"take\(6\): the run has 6 steps"):
+            await producer.take(6)
+    assert sorted(taken) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(10))
+    assert workflow.calls.total() == 20
 
 
 @pytest.mark.parametrize("over_age", ["wait", "mask"])
@@ -607,19 +558,16 @@ def test_a_restored_run_consumes_every_prompt_once_and_samples_what_was_in_fligh
     assert sorted(before + after) == sorted(f"q{i}@{epoch}" for epoch in range(2) for i in range(30))
 
 
-def test_a_checkpoint_of_a_checkpoint_still_has_what_was_in_flight() -> None:
-    async def main() -> None:
-        first = make_producer(CallWorkflow(), max_staleness=1)
-        async with first:
-            await settle()
-            state = await first.save()
-        second = make_producer(CallWorkflow(), max_staleness=1, max_in_flight=1)
-        second.restore(state)
-        async with second:
-            await settle()
-            assert list(in_flight(await second.save())) == list(in_flight(state)) == names(make_dataset(20), range(8))
-
-    run_virtual(main())
+async def test_a_checkpoint_of_a_checkpoint_still_has_what_was_in_flight() -> None:
+    first = make_producer(CallWorkflow(), max_staleness=1)
+    async with first:
+        await settle()
+        state = await first.save()
+    second = make_producer(CallWorkflow(), max_staleness=1, max_in_flight=1)
+    second.restore(state)
+    async with second:
+        await settle()
+        assert list(in_flight(await second.save())) == list(in_flight(state)) == names(make_dataset(20), range(8))
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:
@@ -635,147 +583,126 @@ def test_a_checkpoint_of_other_settings_is_refused() -> None:
             make_producer(CallWorkflow(), **settings).load_state_dict(state)
 
 
-def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        first = make_producer(workflow)
-        async with first:
-            await train(first, workflow, range(2))
-        workflow = CallWorkflow()
-        workflow.version = 2
-        second = make_producer(workflow, max_staleness=2)
-        second.begin_at(2, reason="Another bound")
-        async with second:
-            await train(second, workflow, range(2, 3))
-        assert workflow.order[:12] == names(make_dataset(20), range(8, 20))
-
-    run_virtual(main())
+async def test_a_checkpoint_of_other_settings_begins_at_its_step_on_request() -> None:
+    workflow = CallWorkflow()
+    first = make_producer(workflow)
+    async with first:
+        await train(first, workflow, range(2))
+    workflow = CallWorkflow()
+    workflow.version = 2
+    second = make_producer(workflow, max_staleness=2)
+    second.begin_at(2, reason="Another bound")
+    async with second:
+        await train(second, workflow, range(2, 3))
+    assert workflow.order[:12] == names(make_dataset(20), range(8, 20))
 
 
-def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        first = make_producer(workflow)
-        async with first:
-            before = await train(first, workflow, range(2))
-            await asyncio.sleep(5)
-            state = await first.save()
-        assert len(state["experience"]["ready"]) == 8
-        workflow = CallWorkflow()
-        workflow.version = 2
-        second = make_producer(workflow)
-        second.restore(state)
-        second.experience.resample(2)
-        async with second:
-            after = await train(second, workflow, range(2, 5))
-        assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))
-        assert set(after) <= set(workflow.order), "those that were ready too"
-
-    run_virtual(main())
+async def test_other_groups_keep_their_prompts_and_sample_them_again() -> None:
+    workflow = CallWorkflow()
+    first = make_producer(workflow)
+    async with first:
+        before = await train(first, workflow, range(2))
+        await asyncio.sleep(5)
+        state = await first.save()
+    assert len(state["experience"]["ready"]) == 8
+    workflow = CallWorkflow()
+    workflow.version = 2
+    second = make_producer(workflow)
+    second.restore(state)
+    second.experience.resample(2)
+    async with second:
+        after = await train(second, workflow, range(2, 5))
+    assert sorted(before + after) == sorted(f"q{i}@0" for i in range(20))
+    assert set(after) <= set(workflow.order), "those that were ready too"
 
 
-def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
-    async def main() -> None:
-        workflow = LognormalWorkflow(group_size=2)
-        async with make_producer(workflow, num_prompts=10, max_staleness=2, in_order=True) as producer:
-            for step in range(12):
-                taken = await producer.take(step)
-                epoch, within = divmod(step, 3)
-                positions = [10 * epoch + i for i in range(4 * within, min(4 * within + 4, 10))]
-                assert producer.taken == names(make_dataset(10), positions)
-                assert [group[0].query_id for group in taken] == names(make_dataset(10), positions)
-                workflow.push()
-                producer.set_version(step + 1)
-
-    run_virtual(main())
+async def test_in_order_every_step_gets_its_own_prompts_whoever_is_first() -> None:
+    workflow = LognormalWorkflow(group_size=2)
+    async with make_producer(workflow, num_prompts=10, max_staleness=2, in_order=True) as producer:
+        for step in range(12):
+            taken = await producer.take(step)
+            epoch, within = divmod(step, 3)
+            positions = [10 * epoch + i for i in range(4 * within, min(4 * within + 4, 10))]
+            assert producer.taken == names(make_dataset(10), positions)
+            assert [group[0].query_id for group in taken] == names(make_dataset(10), positions)
+            workflow.push()
+            producer.set_version(step + 1)
 
 
-def test_stats_gather_the_counts_of_all_parts() -> None:
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, stats_sources=[lambda: {"reward/num_scored": 5.0}]) as producer:
-            await train(producer, workflow, range(3))
-            stats = producer.stats()
-        assert stats["reward/num_scored"] == 5
-        assert stats["dataset/num_prompts"] == 20
-        assert stats["rollout/num_tokens"] == 2 * stats["rollout/num_trajectories"] == 2 * stats["rollout/num_prompts"]
-        assert 0 <= stats["staleness/mean"] <= stats["staleness/max"] <= 1
-        assert stats["rollout/wait_seconds"] >= stats["rollout/wait_for_oldest_seconds"] >= 0
-        assert all(isinstance(value, float) for value in stats.values())
-
-    run_virtual(main())
+async def test_stats_gather_the_counts_of_all_parts() -> None:
+    workflow = CallWorkflow()
+    async with make_producer(workflow, stats_sources=[lambda: {"reward/num_scored": 5.0}]) as producer:
+        await train(producer, workflow, range(3))
+        stats = producer.stats()
+    assert stats["reward/num_scored"] == 5
+    assert stats["dataset/num_prompts"] == 20
+    assert stats["rollout/num_tokens"] == 2 * stats["rollout/num_trajectories"] == 2 * stats["rollout/num_prompts"]
+    assert 0 <= stats["staleness/mean"] <= stats["staleness/max"] <= 1
+    assert stats["rollout/wait_seconds"] >= stats["rollout/wait_for_oldest_seconds"] >= 0
+    assert all(isinstance(value, float) for value in stats.values())
 
 
-def test_nothing_is_kept_of_steps_that_are_over() -> None:
+async def test_nothing_is_kept_of_steps_that_are_over() -> None:
     """What the producer and the buffer hold on to is the same after 100 steps and after 2,000."""
 
     def num_objects() -> int:
         gc.collect()
         return len(gc.get_objects())
 
-    async def main() -> None:
-        workflow = CallWorkflow(seconds=0.1)
-        async with make_producer(workflow, max_staleness=2) as producer:
-            await train(producer, workflow, range(100))
-            workflow.order.clear()
-            before = num_objects()
-            await train(producer, workflow, range(100, 2000))
-            workflow.order.clear()
-            assert num_objects() < before + 200
-
-    run_virtual(main())
+    workflow = CallWorkflow(seconds=0.1)
+    async with make_producer(workflow, max_staleness=2) as producer:
+        await train(producer, workflow, range(100))
+        workflow.order.clear()
+        before = num_objects()
+        await train(producer, workflow, range(100, 2000))
+        workflow.order.clear()
+        assert num_objects() < before + 200
 
 
-def test_a_workflow_that_never_ends_is_run_again_and_then_skipped() -> None:
-    async def main() -> None:
-        class Hangs(CallWorkflow):
-            async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-                self.calls[prompt.query_id] += 1
-                if (prompt.index, prompt.epoch) == (1, 0):
-                    await asyncio.Event().wait()
+async def test_a_workflow_that_never_ends_is_run_again_and_then_skipped() -> None:
+    class Hangs(CallWorkflow):
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            self.calls[prompt.query_id] += 1
+            if (prompt.index, prompt.epoch) == (1, 0):
+                await asyncio.Event().wait()
+            return await super().run(prompt, generator)
+
+    workflow = Hangs()
+    errors = ErrorPolicy(on_error="skip")
+    async with make_producer(
+        workflow, 2, batch_size=2, max_staleness=0, max_retries=1, timeout_seconds=5.0, errors=errors
+    ) as producer:
+        await producer.take(0)
+        assert producer.stats()["rollout/num_failures"] == 2 and producer.stats()["rollout/num_skipped"] == 1
+
+
+async def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
+    class Slow(CallWorkflow):
+        ended = 0
+
+        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
+            try:
+                await asyncio.sleep(1000.0 if (prompt.index, prompt.epoch) == (1, 0) else 0.0)
                 return await super().run(prompt, generator)
+            except asyncio.CancelledError:
+                self.ended += 1
+                raise
 
-        workflow = Hangs()
-        errors = ErrorPolicy(on_error="skip")
-        async with make_producer(
-            workflow, 2, batch_size=2, max_staleness=0, max_retries=1, timeout_seconds=5.0, errors=errors
-        ) as producer:
-            await producer.take(0)
-            assert producer.stats()["rollout/num_failures"] == 2 and producer.stats()["rollout/num_skipped"] == 1
-
-    run_virtual(main())
-
-
-def test_an_episode_that_its_step_has_given_up_is_sampled_no_further() -> None:
-    async def main() -> None:
-        class Slow(CallWorkflow):
-            ended = 0
-
-            async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-                try:
-                    await asyncio.sleep(1000.0 if (prompt.index, prompt.epoch) == (1, 0) else 0.0)
-                    return await super().run(prompt, generator)
-                except asyncio.CancelledError:
-                    self.ended += 1
-                    raise
-
-        workflow = Slow()
-        async with make_producer(workflow, 2, batch_size=2, max_staleness=0) as producer:
-            selection = producer._rules.selection
-            lease = await producer.experience.lease(selection, 0, "trainer", patience=Patience(2, seconds=0.1))
-            assert ([tags.row for tags in lease.tags], [tags.fate for tags in lease.dropped]) == (["q0"], ["late"])
-            assert workflow.ended == 0 and producer.stats()["rollout/num_in_flight"] == 1
-            workflow.version = 1
-            producer.set_version(1)
-            await settle()
-            assert workflow.ended == 1 and producer.stats()["rollout/num_in_flight"] == 2, "those of the next step"
-            assert len(await producer.take(1)) == 2
-            producer.check()
-
-    run_virtual(main())
+    workflow = Slow()
+    async with make_producer(workflow, 2, batch_size=2, max_staleness=0) as producer:
+        selection = producer._rules.selection
+        lease = await producer.experience.lease(selection, 0, "trainer", patience=Patience(2, seconds=0.1))
+        assert ([tags.row for tags in lease.tags], [tags.fate for tags in lease.dropped]) == (["q0"], ["late"])
+        assert workflow.ended == 0 and producer.stats()["rollout/num_in_flight"] == 1
+        workflow.version = 1
+        producer.set_version(1)
+        await settle()
+        assert workflow.ended == 1 and producer.stats()["rollout/num_in_flight"] == 2, "those of the next step"
+        assert len(await producer.take(1)) == 2
+        producer.check()
 
 
-def test_prompts_that_take_a_multiple_of_the_mean_are_late_and_others_take_their_places() -> None:
+async def test_prompts_that_take_a_multiple_of_the_mean_are_late_and_others_take_their_places() -> None:
     """Batches of 4 that take 1 s, but every sixth prompt 100 s. The limit is 3 times a mean that counts
     those that it has ended."""
 
@@ -790,23 +717,20 @@ def test_prompts_that_take_a_multiple_of_the_mean_are_late_and_others_take_their
             finally:
                 self.seconds.append(asyncio.get_running_loop().time() - began)
 
-    async def main() -> None:
-        workflow = Workflow()
-        async with make_producer(workflow, dynamic_timeout=3.0, max_staleness=0, num_epochs=4) as producer:
-            late = []
-            for step in range(10):
-                await train(producer, workflow, range(step, step + 1))
-                late += producer.dropped
-            producer.check()
-        assert {(tags.fate, tags.reason) for tags in late} == {("late", "slow")} and len(late) >= 6
-        assert {int(tags.row[1:]) % 6 for tags in late} == {5} and max(workflow.calls.values()) <= 4, "no second run"
-        slow = [seconds for seconds in workflow.seconds if seconds > 1.0]
-        assert slow[0] == 3.0 and max(slow) < 9.0
-
-    run_virtual(main())
+    workflow = Workflow()
+    async with make_producer(workflow, dynamic_timeout=3.0, max_staleness=0, num_epochs=4) as producer:
+        late = []
+        for step in range(10):
+            await train(producer, workflow, range(step, step + 1))
+            late += producer.dropped
+        producer.check()
+    assert {(tags.fate, tags.reason) for tags in late} == {("late", "slow")} and len(late) >= 6
+    assert {int(tags.row[1:]) % 6 for tags in late} == {5} and max(workflow.calls.values()) <= 4, "no second run"
+    slow = [seconds for seconds in workflow.seconds if seconds > 1.0]
+    assert slow[0] == 3.0 and max(slow) < 9.0
 
 
-def test_a_limit_below_the_longest_durations_ends_some_prompts_and_not_all() -> None:
+async def test_a_limit_below_the_longest_durations_ends_some_prompts_and_not_all() -> None:
     """Prompts of 1 s to 8 s, a limit of 1.5 times their mean: it stays near 6 s, as those that it ends count. Without
     them it would sink to 3 s."""
 
@@ -815,51 +739,42 @@ def test_a_limit_below_the_longest_durations_ends_some_prompts_and_not_all() -> 
             self._seconds = 1.0 + int(prompt.query_id[1:]) % 8
             return await super().run(prompt, generator)
 
-    async def main() -> None:
-        workflow = Workflow()
-        async with make_producer(workflow, 400, batch_size=8, dynamic_timeout=1.5, max_staleness=1) as producer:
-            await train(producer, workflow, range(50))
-            assert 0.6 < 400 / workflow.calls.total() < 0.95
-
-    run_virtual(main())
+    workflow = Workflow()
+    async with make_producer(workflow, 400, batch_size=8, dynamic_timeout=1.5, max_staleness=1) as producer:
+        await train(producer, workflow, range(50))
+        assert 0.6 < 400 / workflow.calls.total() < 0.95
 
 
-def test_a_step_whose_prompts_all_hang_is_not_waited_for() -> None:
+async def test_a_step_whose_prompts_all_hang_is_not_waited_for() -> None:
     class Hanging(CallWorkflow):
         async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
             self._seconds = 1e6 if prompt.query_id == "q1" else 1.0
             return await super().run(prompt, generator)
 
-    async def main() -> None:
-        workflow = Hanging()
-        async with make_producer(workflow, 4, dynamic_timeout=2.0, batch_size=1, max_staleness=0) as producer:
-            taken = await asyncio.wait_for(train(producer, workflow, range(3)), timeout=100)
-            assert taken == ["q2@0", "q0@0", "q3@0"], "q1, the third, hangs"
-
-    run_virtual(main())
+    workflow = Hanging()
+    async with make_producer(workflow, 4, dynamic_timeout=2.0, batch_size=1, max_staleness=0) as producer:
+        taken = await asyncio.wait_for(train(producer, workflow, range(3)), timeout=100)
+        assert taken == ["q2@0", "q0@0", "q3@0"], "q1, the third, hangs"
 
 
-def test_a_store_that_fails_at_a_late_prompt_ends_the_run() -> None:
+async def test_a_store_that_fails_at_a_late_prompt_ends_the_run() -> None:
     class Lost(CallWorkflow):
         async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
             self._seconds = 100.0 if prompt.query_id == "q3" else 1.0
             return await super().run(prompt, generator)
 
-    async def main() -> None:
-        async with make_producer(Lost(), 4, dynamic_timeout=2.0, batch_size=3, max_staleness=1) as producer:
+    async with make_producer(Lost(), 4, dynamic_timeout=2.0, batch_size=3, max_staleness=1) as producer:
 
-            def full(id: str, *, reason: str = "") -> None:
-                raise OSError(f"no room for {id}: {reason}")
+        def full(id: str, *, reason: str = "") -> None:
+            raise OSError(f"no room for {id}: {reason}")
 
-            producer.experience.drop = full
-            await producer.take(0)
-            with pytest.raises(OSError, match="no room for train/q3/0: slow"):
-                await producer.take(1)
-
-    run_virtual(main())
+        producer.experience.drop = full
+        await producer.take(0)
+        with pytest.raises(OSError, match="no room for train/q3/0: slow"):
+            await producer.take(1)
 
 
-def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
+async def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
     def shaped(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
         return [replace(t, reward=t.reward - 0.25) for t in trajectories]
 
@@ -867,28 +782,23 @@ def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
         assert list(tags.rewards) == [t.reward for t in trajectories], "as the one before has left them"
         return "even" if int(tags.row[1:]) % 2 == 0 else trajectories
 
-    async def main() -> None:
-        workflow = CallWorkflow()
-        async with make_producer(workflow, batch_size=2, processors=[shaped, no_even_ones]) as producer:
-            groups = await producer.take(0)
-            assert {int(t.query_id[1:].partition("@")[0]) % 2 for group in groups for t in group} == {1}
-            assert {t.reward for group in groups for t in group} == {trajectory_reward - 0.25}
-            assert producer.stats()["dropped/even"] >= 1
-            assert {tags.reason for tags in producer.lessee._leases[0].dropped} == {"even"}
-
     trajectory_reward = trajectory(make_dataset(1).at(0), np.array([0])).reward
-    run_virtual(main())
+
+    workflow = CallWorkflow()
+    async with make_producer(workflow, batch_size=2, processors=[shaped, no_even_ones]) as producer:
+        groups = await producer.take(0)
+        assert {int(t.query_id[1:].partition("@")[0]) % 2 for group in groups for t in group} == {1}
+        assert {t.reward for group in groups for t in group} == {trajectory_reward - 0.25}
+        assert producer.stats()["dropped/even"] >= 1
+        assert {tags.reason for tags in producer.lessee._leases[0].dropped} == {"even"}
 
 
-def test_a_processor_that_returns_no_group_fails_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_processor_that_returns_no_group_fails_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
     def breaks(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
         return [] if tags.row == "q1" else trajectories
 
-    async def main() -> None:
-        async with make_producer(CallWorkflow(), 8, processors=[breaks], errors=skipping(), num_epochs=1) as producer:
-            await producer.take(0)
-            await asyncio.sleep(10)
-            assert producer.stats()["rollout/num_skipped"] >= 1
-
-    run_virtual(main())
+    async with make_producer(CallWorkflow(), 8, processors=[breaks], errors=skipping(), num_epochs=1) as producer:
+        await producer.take(0)
+        await asyncio.sleep(10)
+        assert producer.stats()["rollout/num_skipped"] >= 1
     assert "breaks: q1: a workflow returns a non-empty list" in caplog.text

@@ -9,6 +9,8 @@ import pytest
 from helpers.virtual_clock import run_virtual
 from rollout.time_limit import WorkflowTimeoutError, not_counted, within
 
+pytestmark = pytest.mark.virtual_clock
+
 
 def test_a_run_that_never_ends_is_cancelled_with_the_key_in_the_message() -> None:
     ended: list[str] = []
@@ -46,33 +48,30 @@ def test_time_after_a_wait_counts_again() -> None:
         run_virtual(within(0.1, tool))
 
 
-def test_results_and_errors_pass_and_a_cancelled_caller_ends_the_run() -> None:
+async def test_results_and_errors_pass_and_a_cancelled_caller_ends_the_run() -> None:
     async def fails() -> None:
         raise KeyError("of the workflow")
 
     async def answers() -> int:
         return 3
 
-    async def main() -> None:
-        assert await within(None, answers) == await within(60, answers) == 3
-        with pytest.raises(KeyError, match="of the workflow"):
-            await within(60, fails)
-        with not_counted():  # outside of a workflow nothing is measured
-            pass
-        started, ended = asyncio.Event(), asyncio.Event()
+    assert await within(None, answers) == await within(60, answers) == 3
+    with pytest.raises(KeyError, match="of the workflow"):
+        await within(60, fails)
+    with not_counted():  # outside of a workflow nothing is measured
+        pass
+    started, ended = asyncio.Event(), asyncio.Event()
 
-        async def hangs() -> None:
-            started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+    async def hangs() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-        caller = asyncio.create_task(within(60, hangs))
-        await started.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        assert ended.is_set()
-
-    run_virtual(main())
+    caller = asyncio.create_task(within(60, hangs))
+    await started.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()

@@ -58,7 +58,7 @@ def test_a_span_is_on_the_disk_when_it_ends_with_its_lane_details_and_error(tmp_
     assert push[2] - 60_000_000 < step[2] + step[3] < push[2] + 60_000_000  # one clock, in microseconds
 
 
-def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_recording(tmp_path: Path) -> None:
+async def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_recording(tmp_path: Path) -> None:
     program = (
         "import asyncio, pathlib, tracing\n"
         "tracing.record_spans('p', pathlib.Path('.'), limit_mib=1)\n"
@@ -71,13 +71,11 @@ def test_spans_that_wait_are_written_at_the_end_of_the_process_and_of_the_record
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
     assert [row[0] for row in written(tmp_path, "p")] == ["x"]
 
-    async def main() -> None:
-        with span("y", number=np.int64(3)):
-            pass
-        record_spans("other", tmp_path, limit_mib=1)
-
     record_spans("rollout", tmp_path, limit_mib=1)
-    asyncio.run(main())
+
+    with span("y", number=np.int64(3)):
+        pass
+    record_spans("other", tmp_path, limit_mib=1)
     assert [row[0] for row in written(tmp_path, "rollout")] == ["y"]
 
 

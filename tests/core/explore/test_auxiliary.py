@@ -52,27 +52,28 @@ async def ask(http: aiohttp.ClientSession, endpoint: Endpoint, text: str) -> str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equal_requests_get_equal_answers(model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        servers = {name: EmbeddedGenerator(model, threads=1) for name in ("auxiliary-0", "auxiliary-1")}
-        frozen = AuxiliaryModel(settings(model, temperature), servers)
-        await frozen.start()
-        try:
-            async with aiohttp.ClientSession() as http:
-                texts = ["One?", "Two?"] * 6
-                answers = await asyncio.gather(*(ask(http, auxiliary(), text) for text in texts))
-                assert len(set(answers[::2])) == len(set(answers[1::2])) == 1
-                assert answers[0] != answers[1]
-            with pytest.raises(JudgeError, match="no line 'Points: N'"):  # it was asked, and has random weights
-                await asyncio.to_thread(Judge("auxiliary", "judge", max_tokens=8), PROMPT, "4")
-            monkeypatch.setenv("SLIPSTREAM_AUXILIARY_KEY", "another")
-            with pytest.raises(JudgeError, match=r"401.*it is that of rollout\.programs\.auxiliary"):
-                await asyncio.to_thread(Judge("auxiliary", "judge"), PROMPT, "4")
-        finally:
-            await frozen.close()
+async def test_equal_requests_get_equal_answers(
+    model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     monkeypatch.setenv("SLIPSTREAM_AUXILIARY_URL", "")  # restored after the test
-    asyncio.run(main())
+
+    servers = {name: EmbeddedGenerator(model, threads=1) for name in ("auxiliary-0", "auxiliary-1")}
+    frozen = AuxiliaryModel(settings(model, temperature), servers)
+    await frozen.start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            texts = ["One?", "Two?"] * 6
+            answers = await asyncio.gather(*(ask(http, auxiliary(), text) for text in texts))
+            assert len(set(answers[::2])) == len(set(answers[1::2])) == 1
+            assert answers[0] != answers[1]
+        with pytest.raises(JudgeError, match="no line 'Points: N'"):  # it was asked, and has random weights
+            await asyncio.to_thread(Judge("auxiliary", "judge", max_tokens=8), PROMPT, "4")
+        monkeypatch.setenv("SLIPSTREAM_AUXILIARY_KEY", "another")
+        with pytest.raises(JudgeError, match=r"401.*it is that of rollout\.programs\.auxiliary"):
+            await asyncio.to_thread(Judge("auxiliary", "judge"), PROMPT, "4")
+    finally:
+        await frozen.close()
 
 
 def test_a_lost_server_ends_the_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

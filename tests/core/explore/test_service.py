@@ -407,19 +407,15 @@ def test_a_batch_is_in_the_file_of_samples_before_a_checkpoint_of_its_step(asset
         assert sample.finish_reason == ("length" if batch.no_eos[i] else "stop")
 
 
-def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: Path) -> None:
-
-    async def main() -> None:
-        generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
-        options: dict[str, Any] = {"samples": 1.0, "logs": tmp_path, "max_staleness": 1, "begins": True}
-        async with started(assets, generator, [str(assets.prompts)], **options) as made:
-            slow_down(made)
-            await made.lease(0)
-            await made.write_samples()
-            await made.lease(1)
-            assert len(read_rows(tmp_path / "samples.jsonl")) == 8
-
-    asyncio.run(main())
+async def test_the_next_batch_waits_for_the_samples_of_the_last_one(assets, tmp_path: Path) -> None:
+    generator = MockGenerator(str(assets.model), seconds_per_token=0.0)
+    options: dict[str, Any] = {"samples": 1.0, "logs": tmp_path, "max_staleness": 1, "begins": True}
+    async with started(assets, generator, [str(assets.prompts)], **options) as made:
+        slow_down(made)
+        await made.lease(0)
+        await made.write_samples()
+        await made.lease(1)
+        assert len(read_rows(tmp_path / "samples.jsonl")) == 8
 
 
 class Ranking(SingleTurnMathWorkflow):

@@ -90,53 +90,47 @@ def test_a_health_check_fails_with_the_error_itself(failure: Any, kind: type[Exc
     assert type(raised.value) is kind and said in repr(raised.value)
 
 
-def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkpoint(tmp_path: Path) -> None:
+async def test_completions_on_their_way_to_the_rollout_side_are_still_told_to_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
 
-    async def run() -> None:
-        actor = GeneratorActor.__new__(GeneratorActor)
-        actor._generator, actor._handed_out = MockGenerator(str(tmp_path)), {}
-        names = ("a", "b")
-        for name in names:
-            await actor.submit(
-                [GenerateRequest(request_id=name, prompt_ids=[0], sampling=SamplingParams(max_new_tokens=5))]
-            )
-            ((drained, completion),) = completions_from_wire(await actor.drain())
-            assert drained == name
-            np.testing.assert_array_equal((await actor.partial())[name].token_ids, completion.token_ids)
-        assert list(await actor.partial()) == ["b"], "whoever asks for more has what was answered before"
-
-    asyncio.run(run())
+    actor = GeneratorActor.__new__(GeneratorActor)
+    actor._generator, actor._handed_out = MockGenerator(str(tmp_path)), {}
+    names = ("a", "b")
+    for name in names:
+        await actor.submit(
+            [GenerateRequest(request_id=name, prompt_ids=[0], sampling=SamplingParams(max_new_tokens=5))]
+        )
+        ((drained, completion),) = completions_from_wire(await actor.drain())
+        assert drained == name
+        np.testing.assert_array_equal((await actor.partial())[name].token_ids, completion.token_ids)
+    assert list(await actor.partial()) == ["b"], "whoever asks for more has what was answered before"
 
 
-def test_a_request_that_is_cancelled_ends_in_the_process_of_the_generator(tmp_path: Path) -> None:
+async def test_a_request_that_is_cancelled_ends_in_the_process_of_the_generator(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
 
-    async def run() -> None:
-        actor = GeneratorActor.__new__(GeneratorActor)
-        actor._generator, actor._handed_out = MockGenerator(str(tmp_path), seconds_per_token=0.01), {}
-        names, ended = ("submit", "drain", "abort"), set[asyncio.Task[Any]]()
+    actor = GeneratorActor.__new__(GeneratorActor)
+    actor._generator, actor._handed_out = MockGenerator(str(tmp_path), seconds_per_token=0.01), {}
+    names, ended = ("submit", "drain", "abort"), set[asyncio.Task[Any]]()
 
-        def remote(name: str) -> Any:
-            def call(*arguments: Any) -> asyncio.Task[Any]:
-                task = asyncio.get_running_loop().create_task(getattr(actor, name)(*arguments))
-                ended.add(task)
-                return task
+    def remote(name: str) -> Any:
+        def call(*arguments: Any) -> asyncio.Task[Any]:
+            task = asyncio.get_running_loop().create_task(getattr(actor, name)(*arguments))
+            ended.add(task)
+            return task
 
-            return SimpleNamespace(remote=call)
+        return SimpleNamespace(remote=call)
 
-        generator = ActorGenerator(SimpleNamespace(**{name: remote(name) for name in names}))
-        sampling = SamplingParams(min_new_tokens=10**6, max_new_tokens=10**6)
-        request = GenerateRequest(request_id="late", prompt_ids=[0], sampling=sampling)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(generator.generate(request), timeout=0.1)
-        for _ in range(100):
-            if not await actor.partial():
-                break
-            await asyncio.sleep(0.01)
-        assert await actor.partial() == {} and (await actor.health()).num_running == 0
-
-    asyncio.run(run())
+    generator = ActorGenerator(SimpleNamespace(**{name: remote(name) for name in names}))
+    sampling = SamplingParams(min_new_tokens=10**6, max_new_tokens=10**6)
+    request = GenerateRequest(request_id="late", prompt_ids=[0], sampling=sampling)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(generator.generate(request), timeout=0.1)
+    for _ in range(100):
+        if not await actor.partial():
+            break
+        await asyncio.sleep(0.01)
+    assert await actor.partial() == {} and (await actor.health()).num_running == 0
 
 
 MOCK_REPLICA = """

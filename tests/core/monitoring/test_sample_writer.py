@@ -51,16 +51,13 @@ def test_everyone_who_waits_for_samples_waits_until_they_are_written(tmp_path: P
     assert [row.step for row in read_samples(tmp_path)] == [1]
 
 
-def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tmp_path: Path) -> None:
+async def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tmp_path: Path) -> None:
     def decode(tokens: np.ndarray) -> str:
         raise OSError("no space left")
 
-    async def run() -> None:
-        writer = SampleWriter(CONFIG, tmp_path, decode)
-        writer.begin(0)
-        await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
-        found = await asyncio.gather(writer.written(), writer.written(), return_exceptions=True)
-        assert [str(error) for error in found] == ["no space left"] * 2
-        await writer.close()
-
-    asyncio.run(run())
+    writer = SampleWriter(CONFIG, tmp_path, decode)
+    writer.begin(0)
+    await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
+    found = await asyncio.gather(writer.written(), writer.written(), return_exceptions=True)
+    assert [str(error) for error in found] == ["no space left"] * 2
+    await writer.close()

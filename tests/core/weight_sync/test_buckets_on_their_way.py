@@ -50,45 +50,38 @@ async def receive(doubles: Sequence[SGLangDouble]) -> None:
     [(None, 2), (2 << 20, 1), (0, 1)],
     ids=["all made ahead", "two made ahead beside a third", "made one by one"],
 )
-def test_a_bucket_is_announced_while_the_one_before_it_is_being_sent_and_no_third(
+async def test_a_bucket_is_announced_while_the_one_before_it_is_being_sent_and_no_third(
     staged_bytes: int | None, at_once: int, folder: Path
 ) -> None:
-    async def check() -> None:
-        with paused(1, 2) as (doubles, servers):
-            sender = sending_later(doubles, servers, folder, staged_bytes=staged_bytes)
-            sending = in_background(sender.send)
-            for received in range(3):
-                expected = min(3, received + at_once)
-                for double in doubles:
-                    await double.until(lambda double, n=expected: announced(double) >= n)
-                await asyncio.sleep(SOON)
-                assert [announced(double) for double in doubles] == [expected, expected] and not sending.done()
-                await receive(doubles)
-            report = await asyncio.wrap_future(sending)
-            assert report.num_buckets == 3 and all(holds(double, 1) for double in doubles)
-            sender.close()
-
-    asyncio.run(check())
-
-
-def test_no_bucket_is_announced_before_every_server_has_answered_for_the_one_before_it(folder: Path) -> None:
-    """Servers that received two buckets in different orders would wait for each other."""
-
-    async def check() -> None:
-        with paused(1, 1) as (doubles, servers):
-            hold = doubles[1].faults.hold_answer(BROADCAST)
-            sender = sending_later(doubles, servers, folder)
-            sending = in_background(sender.send)
-            await hold.reached()
+    with paused(1, 2) as (doubles, servers):
+        sender = sending_later(doubles, servers, folder, staged_bytes=staged_bytes)
+        sending = in_background(sender.send)
+        for received in range(3):
+            expected = min(3, received + at_once)
+            for double in doubles:
+                await double.until(lambda double, n=expected: announced(double) >= n)
             await asyncio.sleep(SOON)
-            assert [announced(double) for double in doubles] == [1, 1]
-            hold.release()
-            for _ in range(3):
-                await receive(doubles)
-            await asyncio.wrap_future(sending)
-            sender.close()
+            assert [announced(double) for double in doubles] == [expected, expected] and not sending.done()
+            await receive(doubles)
+        report = await asyncio.wrap_future(sending)
+        assert report.num_buckets == 3 and all(holds(double, 1) for double in doubles)
+        sender.close()
 
-    asyncio.run(check())
+
+async def test_no_bucket_is_announced_before_every_server_has_answered_for_the_one_before_it(folder: Path) -> None:
+    """Servers that received two buckets in different orders would wait for each other."""
+    with paused(1, 1) as (doubles, servers):
+        hold = doubles[1].faults.hold_answer(BROADCAST)
+        sender = sending_later(doubles, servers, folder)
+        sending = in_background(sender.send)
+        await hold.reached()
+        await asyncio.sleep(SOON)
+        assert [announced(double) for double in doubles] == [1, 1]
+        hold.release()
+        for _ in range(3):
+            await receive(doubles)
+        await asyncio.wrap_future(sending)
+        sender.close()
 
 
 def test_a_server_that_answers_and_does_not_receive_is_not_waited_for_beyond_the_deadline(folder: Path) -> None:

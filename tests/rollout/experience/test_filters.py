@@ -15,6 +15,8 @@ from helpers.virtual_clock import run_virtual
 from rollout.data.task_sets import TaskSets
 from rollout.types import Completion, Generator, Prompt, Trajectory
 
+pytestmark = pytest.mark.virtual_clock
+
 NUM_PROMPTS = 30
 
 
@@ -139,46 +141,40 @@ def test_beyond_the_limit_groups_are_kept_so_that_a_solved_task_ends_its_run(cap
 
 
 @pytest.mark.parametrize(("acknowledged", "hopeless"), [(True, False), (False, False), (False, True)])
-def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool, hopeless: bool) -> None:
-    async def main() -> None:
-        workflow = Judged(hopeless=hopeless)
-        settings: dict[str, object] = {"max_staleness": 0, "in_order": True}
-        async with make_producer(workflow, **settings) as producer:
-            first = await train(producer, workflow, range(3))
-            if not acknowledged:  # the fourth batch is taken and, in the state, not yet trained
-                await producer.take(3)
-            state = pickle.loads(pickle.dumps(await producer.save()))
-            if not acknowledged:
-                await asyncio.sleep(1.0)
-                workflow.version = 4
-                producer.set_version(4)
-            rest = await train(producer, workflow, range(3 if acknowledged else 4, 8))
-        again = Judged(hopeless=hopeless)
-        again.version = 3
-        recovered = make_producer(again, **settings)
-        recovered.restore(state)
-        async with recovered:
-            rows = await train(recovered, again, range(3, 8))
-        kept = [name for name in rows[0] if name.startswith("dynamic_sampling/")] + ["taken", "age"]
-        expected = rest if acknowledged else rest[-4:]
-        assert len(first) == 3 and len(kept) == 10
-        assert rows[0]["dynamic_sampling/kept_without_spread"] == 4 * hopeless
-        assert [{k: row[k] for k in kept} for row in rows[-len(expected) :]] == [
-            {k: row[k] for k in kept} for row in expected
-        ]
+async def test_a_recovered_run_continues_the_stream_and_the_counts(acknowledged: bool, hopeless: bool) -> None:
+    workflow = Judged(hopeless=hopeless)
+    settings: dict[str, object] = {"max_staleness": 0, "in_order": True}
+    async with make_producer(workflow, **settings) as producer:
+        first = await train(producer, workflow, range(3))
+        if not acknowledged:  # the fourth batch is taken and, in the state, not yet trained
+            await producer.take(3)
+        state = pickle.loads(pickle.dumps(await producer.save()))
         if not acknowledged:
-            assert rows[0]["dynamic_sampling/drawn_prompts"] > 4, "what the batch reported is reported again"
+            await asyncio.sleep(1.0)
+            workflow.version = 4
+            producer.set_version(4)
+        rest = await train(producer, workflow, range(3 if acknowledged else 4, 8))
+    again = Judged(hopeless=hopeless)
+    again.version = 3
+    recovered = make_producer(again, **settings)
+    recovered.restore(state)
+    async with recovered:
+        rows = await train(recovered, again, range(3, 8))
+    kept = [name for name in rows[0] if name.startswith("dynamic_sampling/")] + ["taken", "age"]
+    expected = rest if acknowledged else rest[-4:]
+    assert len(first) == 3 and len(kept) == 10
+    assert rows[0]["dynamic_sampling/kept_without_spread"] == 4 * hopeless
+    assert [{k: row[k] for k in kept} for row in rows[-len(expected) :]] == [
+        {k: row[k] for k in kept} for row in expected
+    ]
+    if not acknowledged:
+        assert rows[0]["dynamic_sampling/drawn_prompts"] > 4, "what the batch reported is reported again"
 
-    run_virtual(main())
 
-
-def test_dynamic_sampling_cannot_be_switched_off_by_a_restart() -> None:
-    async def main() -> None:
-        workflow = Judged()
-        async with make_producer(workflow) as producer:
-            await train(producer, workflow, range(2))
-            state = producer.state_dict()
-        with pytest.raises(ValueError, match="dynamic_sampling=False, but the recover checkpoint"):
-            make_producer(workflow, dynamic_sampling_limit=None).load_state_dict(state)
-
-    run_virtual(main())
+async def test_dynamic_sampling_cannot_be_switched_off_by_a_restart() -> None:
+    workflow = Judged()
+    async with make_producer(workflow) as producer:
+        await train(producer, workflow, range(2))
+        state = producer.state_dict()
+    with pytest.raises(ValueError, match="dynamic_sampling=False, but the recover checkpoint"):
+        make_producer(workflow, dynamic_sampling_limit=None).load_state_dict(state)

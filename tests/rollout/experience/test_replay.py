@@ -16,6 +16,8 @@ from helpers.virtual_clock import run_virtual
 from rollout.experience import Experience, Lessee, Replay, Rules, Tags, Used, make_priority, make_rules
 from rollout.plugins import PluginError
 
+pytestmark = pytest.mark.virtual_clock
+
 STEPS = 7
 
 
@@ -80,32 +82,26 @@ def test_a_run_that_continues_replays_what_it_would_have_replayed(stores: Stores
     assert batches == run_virtual(continued())
 
 
-def test_every_store_replays_the_same_episodes_with_their_values_and_uses(stores: Stores) -> None:
+async def test_every_store_replays_the_same_episodes_with_their_values_and_uses(stores: Stores) -> None:
     rules = rules_with(replay())
 
-    async def main() -> None:
-        store = stores.new()
-        lessee = Lessee(store, rules)
-        assert await train(store, lessee, rules, 0, 2) == [["q0", "q1"], ["q2", "q3", "q1", "q0"]]
-        assert await train(store, lessee, rules, 2, 3) == [["q4", "q5", "q3", "q2"]], "a use is worth two versions"
-        figures = lessee.stats()
-        assert (figures["replay/share"], figures["replay/age_max"], figures["replay/uses_max"]) == (0.5, 1.0, 2.0)
-        again = store.replay(2, lambda candidates: ["q0"])
-        assert [(tags.id, tags.uses) for tags in again] == [("q3", 2), ("q2", 2)], "as the first call for the step"
-        assert [e.trajectories[0].versions.tolist() for e in store.values(["q3"])] == [[-1, -1, 1]]
-
-    run_virtual(main())
+    store = stores.new()
+    lessee = Lessee(store, rules)
+    assert await train(store, lessee, rules, 0, 2) == [["q0", "q1"], ["q2", "q3", "q1", "q0"]]
+    assert await train(store, lessee, rules, 2, 3) == [["q4", "q5", "q3", "q2"]], "a use is worth two versions"
+    figures = lessee.stats()
+    assert (figures["replay/share"], figures["replay/age_max"], figures["replay/uses_max"]) == (0.5, 1.0, 2.0)
+    again = store.replay(2, lambda candidates: ["q0"])
+    assert [(tags.id, tags.uses) for tags in again] == [("q3", 2), ("q2", 2)], "as the first call for the step"
+    assert [e.trajectories[0].versions.tolist() for e in store.values(["q3"])] == [[-1, -1, 1]]
 
 
-def test_without_replay_no_store_keeps_what_is_trained(stores: Stores) -> None:
-    async def main() -> None:
-        store, rules = stores.new(), rules_with(None)
-        lessee = Lessee(store, rules)
-        assert await train(store, lessee, rules, 0, 2) == [["q0", "q1"], ["q2", "q3"]]
-        with pytest.raises(KeyError):
-            store.values(["q0"])
-
-    run_virtual(main())
+async def test_without_replay_no_store_keeps_what_is_trained(stores: Stores) -> None:
+    store, rules = stores.new(), rules_with(None)
+    lessee = Lessee(store, rules)
+    assert await train(store, lessee, rules, 0, 2) == [["q0", "q1"], ["q2", "q3"]]
+    with pytest.raises(KeyError):
+        store.values(["q0"])
 
 
 def test_age_cooldown_uses_and_equal_rewards_keep_an_episode_out() -> None:

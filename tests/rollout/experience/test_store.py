@@ -199,51 +199,47 @@ class _Fewer:
         return False
 
 
-def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(2), 2)
-        for number in range(4):
-            begin(store, number, 0)
-        for number in (1, 2, 3):
-            finish(store, number, 0)
-        assert names(await lessee.take(0)) == ["q1", "q2"]
-        for number in (4, 5):
-            begin(store, number, 1)
-            finish(store, number, 1)
-        assert names(await lessee.take(1)) == ["q3", "q4"]
-        begin(store, 6, 2)
-        finish(store, 6, 2)
-        taking = asyncio.create_task(lessee.take(2))
-        await a_moment()
-        assert not taking.done(), "q0 is due now, whatever else is there"
-        finish(store, 0, 0, 1, 2)
-        assert names(await taking) == ["q0", "q5"]
-        stats = lessee.stats()
-        assert (stats["staleness/max"], stats["staleness/mean"]) == (2, 1.5)
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(2), 2)
+    for number in range(4):
+        begin(store, number, 0)
+    for number in (1, 2, 3):
+        finish(store, number, 0)
+    assert names(await lessee.take(0)) == ["q1", "q2"]
+    for number in (4, 5):
+        begin(store, number, 1)
+        finish(store, number, 1)
+    assert names(await lessee.take(1)) == ["q3", "q4"]
+    begin(store, 6, 2)
+    finish(store, 6, 2)
+    taking = asyncio.create_task(lessee.take(2))
+    await a_moment()
+    assert not taking.done(), "q0 is due now, whatever else is there"
+    finish(store, 0, 0, 1, 2)
+    assert names(await taking) == ["q0", "q5"]
+    stats = lessee.stats()
+    assert (stats["staleness/max"], stats["staleness/mean"]) == (2, 1.5)
 
 
-def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(1), 1, over_age="mask")
-        for number in range(4):
-            begin(store, number, 0)
-        for step, number in enumerate((1, 2)):
-            finish(store, number, 0)
-            assert names(await lessee.take(step)) == [f"q{number}"]
-        finish(store, 0, 0, 0, 1, 2)
-        finish(store, 3, 0, 0)
-        ((late,),) = [e.trajectories for e in await lessee.take(2)]
-        assert late.loss_mask.tolist() == [False, False, False, False, True, True]
-        assert late.versions.tolist() == [-1, -1, 0, 0, 1, 2]
-        ((hopeless,),) = [e.trajectories for e in await lessee.take(3)]
-        assert not hopeless.loss_mask.any()
-        assert lessee.stats()["rollout/num_masked_tokens"] == 4
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(1), 1, over_age="mask")
+    for number in range(4):
+        begin(store, number, 0)
+    for step, number in enumerate((1, 2)):
+        finish(store, number, 0)
+        assert names(await lessee.take(step)) == [f"q{number}"]
+    finish(store, 0, 0, 0, 1, 2)
+    finish(store, 3, 0, 0)
+    ((late,),) = [e.trajectories for e in await lessee.take(2)]
+    assert late.loss_mask.tolist() == [False, False, False, False, True, True]
+    assert late.versions.tolist() == [-1, -1, 0, 0, 1, 2]
+    ((hopeless,),) = [e.trajectories for e in await lessee.take(3)]
+    assert not hopeless.loss_mask.any()
+    assert lessee.stats()["rollout/num_masked_tokens"] == 4
 
 
 def test_turns_that_are_masked_leave_the_others_with_their_rewards() -> None:
@@ -261,64 +257,56 @@ def test_turns_that_are_masked_leave_the_others_with_their_rewards() -> None:
         assert batch.turn_rewards is not None and len(batch.turn_rewards) == len(turns(masked.loss_mask))
 
 
-def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(1), 0)
-        store.begin_at(3, num_opened=3)
-        begin(store, 3, 3)
-        finish(store, 3, 2, 3)
-        with pytest.raises(StalenessError, match="step 3 got a trajectory of q3 sampled from version 2"):
-            await lessee.take(3)
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_tokens_older_than_their_episode_break_the_invariant_loudly(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(1), 0)
+    store.begin_at(3, num_opened=3)
+    begin(store, 3, 3)
+    finish(store, 3, 2, 3)
+    with pytest.raises(StalenessError, match="step 3 got a trajectory of q3 sampled from version 2"):
+        await lessee.take(3)
 
 
-def test_a_lease_raises_the_error_of_fail_before_and_after(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(1), 0)
-        taking = asyncio.create_task(lessee.take(0))
-        await a_moment()
-        store.fail(KeyError("first"))
-        store.fail(KeyError("second"))
-        with pytest.raises((KeyError, ExploreError), match="first"):
-            await taking
-        with pytest.raises((KeyError, ExploreError), match="first"):
-            await lessee.take(0)
-
-    run_virtual(main())
-
-
-def test_a_cancelled_lease_loses_nothing(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(2), 0)
-        for number in range(2):
-            begin(store, number, 0)
-        finish(store, 0, 0)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(lessee.take(0), 1.0)
-        finish(store, 1, 0)
-        assert names(await lessee.take(0)) == ["q0", "q1"]
-
-    run_virtual(main())
-
-
-def test_steps_are_leased_in_order_and_not_beyond_the_last(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        with pytest.raises(ValueError, match=r"lease\(1\): the next step is 0"):
-            await trainer(store, endless(2), 0).take(1)
-        lessee = trainer(store, Schedule(num_prompts=2, batch_size=2, total_epochs=1), 0)
-        for number in range(2):
-            begin(store, number, 0)
-            finish(store, number, 0)
+@pytest.mark.virtual_clock
+async def test_a_lease_raises_the_error_of_fail_before_and_after(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(1), 0)
+    taking = asyncio.create_task(lessee.take(0))
+    await a_moment()
+    store.fail(KeyError("first"))
+    store.fail(KeyError("second"))
+    with pytest.raises((KeyError, ExploreError), match="first"):
+        await taking
+    with pytest.raises((KeyError, ExploreError), match="first"):
         await lessee.take(0)
-        with pytest.raises(ValueError, match=r"take\(1\): the run has 1 steps"):
-            await lessee.take(1)
 
-    run_virtual(main())
+
+@pytest.mark.virtual_clock
+async def test_a_cancelled_lease_loses_nothing(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(2), 0)
+    for number in range(2):
+        begin(store, number, 0)
+    finish(store, 0, 0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lessee.take(0), 1.0)
+    finish(store, 1, 0)
+    assert names(await lessee.take(0)) == ["q0", "q1"]
+
+
+@pytest.mark.virtual_clock
+async def test_steps_are_leased_in_order_and_not_beyond_the_last(stores: Stores) -> None:
+    store = stores.new()
+    with pytest.raises(ValueError, match=r"lease\(1\): the next step is 0"):
+        await trainer(store, endless(2), 0).take(1)
+    lessee = trainer(store, Schedule(num_prompts=2, batch_size=2, total_epochs=1), 0)
+    for number in range(2):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    await lessee.take(0)
+    with pytest.raises(ValueError, match=r"take\(1\): the run has 1 steps"):
+        await lessee.take(1)
 
 
 def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) -> None:
@@ -340,91 +328,83 @@ def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) 
     assert run_virtual(leased(stores.continued(filled()))) == expected
 
 
-def test_a_lease_is_returned_with_what_was_dropped_before_it_until_it_is_acknowledged(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(5):
-            begin(store, number, 0)
-        for number in (0, 1, 2):
-            store.put(episode(number, 0), lambda tags, ahead: tags.id == "q1")
-        rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9, dynamic_sampling_limit=1)
-        first = await store.lease(rules.selection, 0, "a")
-        assert (first.ids, [t.id for t in first.dropped]) == (["q0"], ["q1"])
-        store.ack(first)
-        store.drop("q3")
-        second = await store.lease(rules.selection, 1, "a")
-        assert (second.ids, [t.fate for t in second.dropped]) == (["q2"], ["skipped"])
-        assert await store.lease(rules.selection, 1, "a") == second, "leased twice"
-        again = stores.continued(store)
-        assert (again.status().num_opened, [t.id for t in again.in_flight()]) == (5, ["q4"])
-        third = await again.lease(rules.selection, 1, "b")
-        assert (third.ids, [t.id for t in third.dropped]) == (["q2"], ["q3"])
-        again.ack(third)
-        again.ack(third)
-        finish(again, 4, 1)
-        assert (await again.lease(rules.selection, 2, "b")).ids == ["q4"]
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_a_lease_is_returned_with_what_was_dropped_before_it_until_it_is_acknowledged(stores: Stores) -> None:
+    store = stores.new()
+    for number in range(5):
+        begin(store, number, 0)
+    for number in (0, 1, 2):
+        store.put(episode(number, 0), lambda tags, ahead: tags.id == "q1")
+    rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9, dynamic_sampling_limit=1)
+    first = await store.lease(rules.selection, 0, "a")
+    assert (first.ids, [t.id for t in first.dropped]) == (["q0"], ["q1"])
+    store.ack(first)
+    store.drop("q3")
+    second = await store.lease(rules.selection, 1, "a")
+    assert (second.ids, [t.fate for t in second.dropped]) == (["q2"], ["skipped"])
+    assert await store.lease(rules.selection, 1, "a") == second, "leased twice"
+    again = stores.continued(store)
+    assert (again.status().num_opened, [t.id for t in again.in_flight()]) == (5, ["q4"])
+    third = await again.lease(rules.selection, 1, "b")
+    assert (third.ids, [t.id for t in third.dropped]) == (["q2"], ["q3"])
+    again.ack(third)
+    again.ack(third)
+    finish(again, 4, 1)
+    assert (await again.lease(rules.selection, 2, "b")).ids == ["q4"]
 
 
-def test_taking_the_next_batch_acknowledges_the_one_before(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(1), 1)
-        for number in range(2):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        for step in range(2):
-            await lessee.take(step)
-        again = stores.continued(store)
-        lessee = trainer(again, endless(1), 1)
-        assert names(await lessee.take(1)) == ["q1"]
-        with pytest.raises(KeyError):
-            again.values(["q0"])
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_taking_the_next_batch_acknowledges_the_one_before(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(1), 1)
+    for number in range(2):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    for step in range(2):
+        await lessee.take(step)
+    again = stores.continued(store)
+    lessee = trainer(again, endless(1), 1)
+    assert names(await lessee.take(1)) == ["q1"]
+    with pytest.raises(KeyError):
+        again.values(["q0"])
 
 
-def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        lessee = trainer(store, endless(1), 3)
-        for number in range(2):
-            begin(store, number, 0)
-        finish(store, 0, 0)
-        finish(store, 0, 0, 0, 0)
-        assert store.status().num_ready == 1
-        (taken,) = await lessee.take(0)
-        assert taken.trajectories[0].versions.tolist() == [-1, -1, 0]
-        finish(store, 0, 0)
-        lessee.trained(1)
-        finish(store, 0, 0)
-        finish(store, 7, 0)
-        store.drop("q0")
-        assert (store.status().num_ready, store.status().num_outstanding) == (0, 1)
-        assert store.open(tags(1), Anything()) == "known" and store.status().num_opened == 2, "opened before"
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Stores) -> None:
+    store = stores.new()
+    lessee = trainer(store, endless(1), 3)
+    for number in range(2):
+        begin(store, number, 0)
+    finish(store, 0, 0)
+    finish(store, 0, 0, 0, 0)
+    assert store.status().num_ready == 1
+    (taken,) = await lessee.take(0)
+    assert taken.trajectories[0].versions.tolist() == [-1, -1, 0]
+    finish(store, 0, 0)
+    lessee.trained(1)
+    finish(store, 0, 0)
+    finish(store, 7, 0)
+    store.drop("q0")
+    assert (store.status().num_ready, store.status().num_outstanding) == (0, 1)
+    assert store.open(tags(1), Anything()) == "known" and store.status().num_opened == 2, "opened before"
 
 
-def test_a_second_trainer_is_refused_by_name(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
-        for number in range(2):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        await store.lease(rules.selection, 0, "first")
-        with pytest.raises(LesseeError, match="'second' cannot lease: 'first'"):
-            await store.lease(rules.selection, 0, "second")
-        if stores.kind == "sqlite":  # another process has a connection of its own
-            other = SQLiteExperience(store._path)
-            with pytest.raises(LesseeError, match=rf"'third' cannot lease: 'first' \(process {os.getpid()}\)"):
-                await other.lease(rules.selection, 0, "third")
-            store.close()
-            assert (await other.lease(rules.selection, 0, "third")).ids == ["q0"]
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_a_second_trainer_is_refused_by_name(stores: Stores) -> None:
+    store = stores.new()
+    rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
+    for number in range(2):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    await store.lease(rules.selection, 0, "first")
+    with pytest.raises(LesseeError, match="'second' cannot lease: 'first'"):
+        await store.lease(rules.selection, 0, "second")
+    if stores.kind == "sqlite":  # another process has a connection of its own
+        other = SQLiteExperience(store._path)
+        with pytest.raises(LesseeError, match=rf"'third' cannot lease: 'first' \(process {os.getpid()}\)"):
+            await other.lease(rules.selection, 0, "third")
+        store.close()
+        assert (await other.lease(rules.selection, 0, "third")).ids == ["q0"]
 
 
 def test_episodes_in_flight_are_adopted_once_their_process_has_ended(tmp_path: Path) -> None:
@@ -448,26 +428,23 @@ def test_episodes_in_flight_are_adopted_once_their_process_has_ended(tmp_path: P
     second.close()
 
 
-def test_leases_are_kept_until_a_checkpoint_with_their_steps_is_on_the_disk(tmp_path: Path) -> None:
+async def test_leases_are_kept_until_a_checkpoint_with_their_steps_is_on_the_disk(tmp_path: Path) -> None:
     rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
 
-    async def main() -> None:
-        store = SQLiteExperience(tmp_path / "e.db")
-        for number in range(5):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        lessee = Lessee(store, rules, until_saved=True)
-        for step in range(3):
-            await lessee.take(step)
-            lessee.trained(step + 1)
-            lessee.state_dict()  # of a checkpoint of step + 1; the one before is on the disk
-        assert [t.fate for t in store.tags()] == ["trained", "trained", "leased", "ready", "ready"]
-        store.close()
-        store = SQLiteExperience(tmp_path / "e.db")  # the checkpoint of step 3 was damaged: the run continues at 2
-        assert names(await Lessee(store, rules, until_saved=True).take(2)) == ["q2"]
-        store.close()
-
-    asyncio.run(main())
+    store = SQLiteExperience(tmp_path / "e.db")
+    for number in range(5):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    lessee = Lessee(store, rules, until_saved=True)
+    for step in range(3):
+        await lessee.take(step)
+        lessee.trained(step + 1)
+        lessee.state_dict()  # of a checkpoint of step + 1; the one before is on the disk
+    assert [t.fate for t in store.tags()] == ["trained", "trained", "leased", "ready", "ready"]
+    store.close()
+    store = SQLiteExperience(tmp_path / "e.db")  # the checkpoint of step 3 was damaged: the run continues at 2
+    assert names(await Lessee(store, rules, until_saved=True).take(2)) == ["q2"]
+    store.close()
 
 
 def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Stores) -> None:
@@ -518,16 +495,14 @@ def test_a_file_of_another_release_is_refused(tmp_path: Path) -> None:
         SQLiteExperience(tmp_path / "store.db")
 
 
-def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(3):
-            begin(store, number, 0)
-        for number in (2, 1):
-            finish(store, number, 0)
-        assert names(await trainer(store, endless(2), 10**12).take(0)) == ["q1", "q2"]
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does(stores: Stores) -> None:
+    store = stores.new()
+    for number in range(3):
+        begin(store, number, 0)
+    for number in (2, 1):
+        finish(store, number, 0)
+    assert names(await trainer(store, endless(2), 10**12).take(0)) == ["q1", "q2"]
 
 
 NUM_KILLED, STEPS_KILLED = 4, 2
@@ -625,7 +600,9 @@ def test_many_episodes_pass_through_in_time_that_grows_no_faster_than_their_numb
     assert sum(seconds[-20:]) < 3 * sum(seconds[10:30])
 
 
-def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(stores: Stores) -> None:
+async def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(
+    stores: Stores,
+) -> None:
     """Batches of 3, bound 1: of the episodes of version 0, steps 0 and 1 can train six."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=3, max_staleness=1)
     lessee = Lessee(store, rules, patience=partial(Patience, seconds=0.05))
@@ -633,46 +610,40 @@ def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_
         begin(store, number, version=0)
     finish(store, 4, 0)
 
-    async def main() -> None:
-        assert names(await lessee.take(0)) == ["q4"]
-        assert lessee.stats()["rollout/num_late"] == 2.0 and lessee.stats()["rollout/num_missing"] == 2.0
-        for number in (0, 1, 2, 3, 5):
-            finish(store, number, 0)  # the first two are late: no effect
-        assert names(await lessee.take(1)) == ["q2", "q3", "q5"]
-        lessee.trained(2)
-        begin(store, 6, version=1)
-        waiting = asyncio.ensure_future(lessee.take(2))
-        await asyncio.sleep(0.2)
-        assert not waiting.done(), "a step trains at least one episode"
-        finish(store, 6, 1)
-        assert names(await waiting) == ["q6"]
-
-    asyncio.run(main())
+    assert names(await lessee.take(0)) == ["q4"]
+    assert lessee.stats()["rollout/num_late"] == 2.0 and lessee.stats()["rollout/num_missing"] == 2.0
+    for number in (0, 1, 2, 3, 5):
+        finish(store, number, 0)  # the first two are late: no effect
+    assert names(await lessee.take(1)) == ["q2", "q3", "q5"]
+    lessee.trained(2)
+    begin(store, 6, version=1)
+    waiting = asyncio.ensure_future(lessee.take(2))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "a step trains at least one episode"
+    finish(store, 6, 1)
+    assert names(await waiting) == ["q6"]
     assert store.status().num_outstanding == 0
 
 
-def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_ones_is_known(stores: Stores) -> None:
+async def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_ones_is_known(stores: Stores) -> None:
     """Batches of 4, bound 0: a step may miss a quarter of its prompts, which are late then."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=4, max_staleness=0)
     lessee = Lessee(store, rules, patience=partial(Patience, ratio=0.25, wait_seconds=0.05))
     for number in range(4):
         begin(store, number, version=0)
 
-    async def main() -> None:
-        waiting = asyncio.ensure_future(lessee.take(0))
-        finish(store, 0, 0)
-        finish(store, 1, 0, 0)
-        await asyncio.sleep(0.2)
-        assert not waiting.done(), "half of the prompts are not enough"
-        part = Completion(
-            token_ids=np.zeros(9, np.int32), logprobs=np.zeros(9, np.float32), versions=np.zeros(9, np.int32),
-            finish_reason="abort",
-        )  # fmt: skip
-        store.journal("q3", Event(key="0", asked="a", value=part))
-        finish(store, 2, 0, 0, 0)
-        assert names(await waiting) == ["q0", "q1", "q2"]
-
-    asyncio.run(main())
+    waiting = asyncio.ensure_future(lessee.take(0))
+    finish(store, 0, 0)
+    finish(store, 1, 0, 0)
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "half of the prompts are not enough"
+    part = Completion(
+        token_ids=np.zeros(9, np.int32), logprobs=np.zeros(9, np.float32), versions=np.zeros(9, np.int32),
+        finish_reason="abort",
+    )  # fmt: skip
+    store.journal("q3", Event(key="0", asked="a", value=part))
+    finish(store, 2, 0, 0, 0)
+    assert names(await waiting) == ["q0", "q1", "q2"]
     stats = lessee.stats()
     assert (stats["rollout/num_late"], stats["rollout/num_missing"]) == (1.0, 1.0)
     assert stats["rollout/length_bias"] == pytest.approx(2 / ((1 + 2 + 3 + 9) / 4)), "what it has sampled"
@@ -836,24 +807,22 @@ def test_an_episode_that_is_sampled_again_counts_once(stores: Stores) -> None:
     assert stores.continued(store).success("") == {"q1": (1, 0.25)}
 
 
-def test_what_a_trainer_that_is_gone_leased_is_sampled_again_too(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(3):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        lessee = trainer(store, endless(1), 2)
-        for step in range(2):  # the second one is not acknowledged
-            await lessee.take(step)
-        again = stores.continued(store)
-        again.enroll("trainer")
-        again.resample(1)
-        assert [tags.id for tags in again.in_flight()] == ["q1", "q2"]
-        again.put(episode(1, 1, rewards=(0.5,)))
-        (taken,) = await trainer(again, endless(1), 2).take(1)
-        assert (taken.tags.id, [t.reward for t in taken.trajectories]) == ("q1", [0.5])
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_what_a_trainer_that_is_gone_leased_is_sampled_again_too(stores: Stores) -> None:
+    store = stores.new()
+    for number in range(3):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    lessee = trainer(store, endless(1), 2)
+    for step in range(2):  # the second one is not acknowledged
+        await lessee.take(step)
+    again = stores.continued(store)
+    again.enroll("trainer")
+    again.resample(1)
+    assert [tags.id for tags in again.in_flight()] == ["q1", "q2"]
+    again.put(episode(1, 1, rewards=(0.5,)))
+    (taken,) = await trainer(again, endless(1), 2).take(1)
+    assert (taken.tags.id, [t.reward for t in taken.trajectories]) == ("q1", [0.5])
 
 
 def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
@@ -874,40 +843,36 @@ def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3, "each of the others has one of its own"
 
 
-def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
-    async def main() -> None:
-        store = stores.new()
-        for number in range(2):
-            begin(store, number, 0)
-            finish(store, number, 0)
-        with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
-            await trainer(store, endless(1), 0).take(0)
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
+    store = stores.new()
+    for number in range(2):
+        begin(store, number, 0)
+        finish(store, number, 0)
+    with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
+        await trainer(store, endless(1), 0).take(0)
 
 
-def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
-    async def main() -> None:
-        store = MemoryExperience()
-        first = trainer(store, endless(1), 0, over_age="mask")
-        for number in range(3):
-            begin(store, number, 0)
-        finish(store, 2, 0)
-        await first.take(0)
-        answer = episode(0, 0, 0, 0)
-        answer.trajectories[0].loss_mask[3] = False  # between two turns
-        store.put(answer)
-        ((masked,),) = [e.trajectories for e in await first.take(1)]
-        assert not masked.loss_mask.any()
-        assert first.stats()["rollout/num_masked_tokens"] == 2
-        assert first.state_dict()["masked_tokens"] == 0, "not trained yet"
-        first.trained(2)
-        again = MemoryExperience()
-        again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
-        restored = trainer(again, endless(1), 0, over_age="mask")
-        restored.load_state_dict(first.state_dict())
-        finish(again, 1, 0, 0, 0, 2)
-        await restored.take(2)
-        assert restored.stats()["rollout/num_masked_tokens"] == 5
-
-    run_virtual(main())
+@pytest.mark.virtual_clock
+async def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
+    store = MemoryExperience()
+    first = trainer(store, endless(1), 0, over_age="mask")
+    for number in range(3):
+        begin(store, number, 0)
+    finish(store, 2, 0)
+    await first.take(0)
+    answer = episode(0, 0, 0, 0)
+    answer.trajectories[0].loss_mask[3] = False  # between two turns
+    store.put(answer)
+    ((masked,),) = [e.trajectories for e in await first.take(1)]
+    assert not masked.loss_mask.any()
+    assert first.stats()["rollout/num_masked_tokens"] == 2
+    assert first.state_dict()["masked_tokens"] == 0, "not trained yet"
+    first.trained(2)
+    again = MemoryExperience()
+    again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+    restored = trainer(again, endless(1), 0, over_age="mask")
+    restored.load_state_dict(first.state_dict())
+    finish(again, 1, 0, 0, 0, 2)
+    await restored.take(2)
+    assert restored.stats()["rollout/num_masked_tokens"] == 5

@@ -75,21 +75,19 @@ def test_a_backend_has_the_methods_that_its_capabilities_name(name: str) -> None
 
 @pytest.mark.parametrize("name", ["embedded", "mock"])
 @pytest.mark.parametrize("dtype", get_args(WeightFormat))
-def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
+async def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
     model: str, name: str, dtype: WeightFormat
 ) -> None:
     backend = BACKENDS[name]
 
-    async def run() -> None:
-        generator = await backend.start(settings(model, dtype=dtype, load_weights=False))
-        try:
-            assert (await generator.health()).num_running == 0
-            await generator.pause()
-        finally:
-            await generator.close()
-
     assert dtype in backend.capabilities.weight_formats and backend.capabilities.devices == ("cpu",)
-    asyncio.run(run())
+
+    generator = await backend.start(settings(model, dtype=dtype, load_weights=False))
+    try:
+        assert (await generator.health()).num_running == 0
+        await generator.pause()
+    finally:
+        await generator.close()
 
 
 def test_an_embedded_generator_loads_the_weights_unless_a_push_brings_them(model: str) -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
-from helpers.virtual_clock import run_virtual
 from rollout.inference.backend import GeneratorConfig
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
+
+pytestmark = pytest.mark.virtual_clock
 
 DEADLINE_SECONDS = 60  # of a test that hangs
 
@@ -417,17 +418,14 @@ class Dead(Silent):
         raise ConnectionResetError
 
 
-def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -> None:
-    async def scene() -> None:
-        router = Router([Dead()], GeneratorConfig(patience_seconds=3.0))
-        running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
-        for following in (Dead(), Scripted("stop")):
-            await asyncio.sleep(1.8)
-            assert not running.done()
-            router.replace("generator-0", following)
-        assert (await running).finish_reason == "stop"
-
-    run_virtual(scene())
+async def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -> None:
+    router = Router([Dead()], GeneratorConfig(patience_seconds=3.0))
+    running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
+    for following in (Dead(), Scripted("stop")):
+        await asyncio.sleep(1.8)
+        assert not running.done()
+        router.replace("generator-0", following)
+    assert (await running).finish_reason == "stop"
 
 
 def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() -> None:
@@ -441,18 +439,15 @@ def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() 
     play(scene())
 
 
-def test_a_generator_that_aborts_without_a_token_is_called_less_and_less_often() -> None:
+async def test_a_generator_that_aborts_without_a_token_is_called_less_and_less_often() -> None:
     async def seconds(*ends: str) -> float:
         loop = asyncio.get_running_loop()
         begin = loop.time()
         await Router([Scripted(*ends, "stop")]).generate(request(0, prompt(5)))
         return loop.time() - begin
 
-    async def scene() -> None:
-        assert await seconds(*["token"] * 12) == pytest.approx(0.0, abs=0.01)
-        assert await seconds(*["abort"] * 12) > 5.0
-
-    run_virtual(scene())
+    assert await seconds(*["token"] * 12) == pytest.approx(0.0, abs=0.01)
+    assert await seconds(*["abort"] * 12) > 5.0
 
 
 class AnswerLost(Silent):

@@ -238,21 +238,18 @@ def test_a_worker_that_is_idle_for_longer_than_the_limit_scores_the_next_answer(
     with_pool(body, evil, num_workers=1, timeout_seconds=1.0)
 
 
-def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:
+async def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:
     pids = []
 
-    async def main() -> None:
-        async with RewardPool(evil, num_workers=1, timeout_seconds=600) as pool:
-            pids.append(int(await pool.score(make_prompt(), "pid")))
-            waiting = [asyncio.create_task(pool.score(make_prompt(), text)) for text in ("hang in C", "four")]
-            await asyncio.sleep(0.2)
-        for task in waiting:
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        with pytest.raises(RuntimeError, match="closed"):
-            await pool.score(make_prompt(), "four")
-
-    asyncio.run(main())
+    async with RewardPool(evil, num_workers=1, timeout_seconds=600) as pool:
+        pids.append(int(await pool.score(make_prompt(), "pid")))
+        waiting = [asyncio.create_task(pool.score(make_prompt(), text)) for text in ("hang in C", "four")]
+        await asyncio.sleep(0.2)
+    for task in waiting:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    with pytest.raises(RuntimeError, match="closed"):
+        await pool.score(make_prompt(), "four")
     wait_until_gone(pids)
 
 

@@ -110,45 +110,39 @@ def pool(num_workers: int = 1, step_seconds: float = 60.0) -> EnvironmentPool:
         ("exit", 60.0, "environment own_games:Guess: its process ended in step(), exit code 3; it is replaced"),
     ],
 )
-def test_an_environment_that_hangs_or_exits_is_named_and_its_worker_replaced(
+async def test_an_environment_that_hangs_or_exits_is_named_and_its_worker_replaced(
     action: str, step_seconds: float, said: str
 ) -> None:
-    async def main() -> None:
-        games = pool(step_seconds=step_seconds)
-        try:
-            async with games.open() as game, games.open() as neighbour:
-                assert await game.reset({"prompt": "7"}, 1) == await neighbour.reset({"prompt": "7"}, 1) == "Guess."
-                with pytest.raises(EnvironmentFailure, match=re.escape(said)):
-                    await game.step(action)
-                with pytest.raises(EnvironmentFailure, match="lost, as another one ended or blocked its worker"):
-                    await neighbour.step("7")
-            async with games.open() as game:
-                await game.reset({"prompt": "7"}, 1)
-                assert await game.step("7") == ("high", 1.0, True)
-        finally:
-            games.close()
-
-    asyncio.run(main())
+    games = pool(step_seconds=step_seconds)
+    try:
+        async with games.open() as game, games.open() as neighbour:
+            assert await game.reset({"prompt": "7"}, 1) == await neighbour.reset({"prompt": "7"}, 1) == "Guess."
+            with pytest.raises(EnvironmentFailure, match=re.escape(said)):
+                await game.step(action)
+            with pytest.raises(EnvironmentFailure, match="lost, as another one ended or blocked its worker"):
+                await neighbour.step("7")
+        async with games.open() as game:
+            await game.reset({"prompt": "7"}, 1)
+            assert await game.step("7") == ("high", 1.0, True)
+    finally:
+        games.close()
 
 
-def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_disturbs_no_other() -> None:
-    async def main() -> None:
-        games = pool()
-        try:
-            async with games.open() as game, games.open() as neighbour:
-                await game.reset({"prompt": "7"}, 1)
-                await neighbour.reset({"prompt": "9"}, 1)
-                with pytest.raises(EnvironmentFailure, match="no such move"):
-                    await game.step("raise")
-                caller = asyncio.ensure_future(game.step("3"))
-                await asyncio.sleep(0)
-                caller.cancel()
-                assert await neighbour.step("9") == ("high", 1.0, True)
-                assert await game.step("7") == ("high", 1.0, True)
-        finally:
-            games.close()
-
-    asyncio.run(main())
+async def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_disturbs_no_other() -> None:
+    games = pool()
+    try:
+        async with games.open() as game, games.open() as neighbour:
+            await game.reset({"prompt": "7"}, 1)
+            await neighbour.reset({"prompt": "9"}, 1)
+            with pytest.raises(EnvironmentFailure, match="no such move"):
+                await game.step("raise")
+            caller = asyncio.ensure_future(game.step("3"))
+            await asyncio.sleep(0)
+            caller.cancel()
+            assert await neighbour.step("9") == ("high", 1.0, True)
+            assert await game.step("7") == ("high", 1.0, True)
+    finally:
+        games.close()
 
 
 def play(context_tokens: int = 4096) -> Any:

@@ -210,7 +210,7 @@ def test_calls_after_the_end_of_an_mcp_server_reach_a_new_one(tmp_path: Path) ->
     assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
 
 
-def test_a_prompt_after_a_failed_start_of_an_mcp_server_starts_it_again(tmp_path: Path) -> None:
+async def test_a_prompt_after_a_failed_start_of_an_mcp_server_starts_it_again(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text(SERVER.replace("import os", "import os\nopen('ready').close()"))
     spec = f"mcp:sh -c 'cd {tmp_path} && exec {sys.executable} server.py'"
@@ -218,40 +218,30 @@ def test_a_prompt_after_a_failed_start_of_an_mcp_server_starts_it_again(tmp_path
         WorkflowChoice(type="tools", options={"tools": {"tools": [spec]}}),
         tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=600), group_size=1, seed=1,
     )  # fmt: skip
-
-    async def main() -> None:
-        generator = Scripted(TOKENIZER, lambda _: "42<|im_end|>")
-        with pytest.raises(ToolError, match="MCP server"):
-            await workflow.run(PROMPT, generator)
-        (tmp_path / "ready").touch()
-        [t] = await workflow.run(PROMPT, generator)
-        assert t.reward == 2.0
-        await close_workflow(workflow)
-
-    asyncio.run(main())
+    generator = Scripted(TOKENIZER, lambda _: "42<|im_end|>")
+    with pytest.raises(ToolError, match="MCP server"):
+        await workflow.run(PROMPT, generator)
+    (tmp_path / "ready").touch()
+    [t] = await workflow.run(PROMPT, generator)
+    assert t.reward == 2.0
+    await close_workflow(workflow)
 
 
-def test_the_error_of_an_mcp_server_that_is_not_there_is_that_of_the_network() -> None:
+async def test_the_error_of_an_mcp_server_that_is_not_there_is_that_of_the_network() -> None:
     pytest.importorskip("mcp")
 
-    async def main() -> None:
-        server = McpServer("http://127.0.0.1:9/mcp")
-        with pytest.raises(ToolError, match="http://127.0.0.1:9/mcp.*: ConnectError: "):
-            await server.tools()
-        await server.close()
-
-    asyncio.run(main())
+    server = McpServer("http://127.0.0.1:9/mcp")
+    with pytest.raises(ToolError, match="http://127.0.0.1:9/mcp.*: ConnectError: "):
+        await server.tools()
+    await server.close()
 
 
-def test_a_server_that_never_answers_is_left_at_the_end() -> None:
+async def test_a_server_that_never_answers_is_left_at_the_end() -> None:
     pytest.importorskip("mcp")
 
-    async def main() -> None:
-        server = McpServer(f"{sys.executable} -c 'import time; time.sleep(1000)'")
-        await asyncio.sleep(0.5)
-        await asyncio.wait_for(server.close(), 30)
-
-    asyncio.run(main())
+    server = McpServer(f"{sys.executable} -c 'import time; time.sleep(1000)'")
+    await asyncio.sleep(0.5)
+    await asyncio.wait_for(server.close(), 30)
 
 
 @pytest.mark.parametrize(

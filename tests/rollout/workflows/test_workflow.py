@@ -71,24 +71,21 @@ def make_prompt(epoch: int = 0, index: int = 3) -> Prompt:
     )
 
 
-def test_a_group_is_sampled_decoded_scored_and_kept_in_sample_order(tokenizer: PreTrainedTokenizerFast) -> None:
+async def test_a_group_is_sampled_decoded_scored_and_kept_in_sample_order(tokenizer: PreTrainedTokenizerFast) -> None:
     generator = ScriptedGenerator([42, 0], [41, 0], [42])
 
-    async def main() -> None:
-        async with RewardPool("math", num_workers=1) as pool:
-            workflow = SingleTurnMathWorkflow(
-                tokenizer=tokenizer, reward_pool=pool, sampling=SAMPLING, group_size=3, seed=1
-            )
-            group = await workflow.run(make_prompt(), generator)
-        assert [t.reward for t in group] == [1.0, -1.0, 1.0]
-        first = group[0]
-        assert first.token_ids.tolist() == [7, 8, 42, 0]
-        assert first.loss_mask.tolist() == [False, False, True, True]
-        assert first.rollout_logprobs.tolist() == [0, 0, -1, -2]
-        assert first.versions.tolist() == [-1, -1, 5, 6]
-        assert (first.query_id, first.finish_reason, first.oldest_version) == ("q3", "stop", 5)
-
-    asyncio.run(main())
+    async with RewardPool("math", num_workers=1) as pool:
+        workflow = SingleTurnMathWorkflow(
+            tokenizer=tokenizer, reward_pool=pool, sampling=SAMPLING, group_size=3, seed=1
+        )
+        group = await workflow.run(make_prompt(), generator)
+    assert [t.reward for t in group] == [1.0, -1.0, 1.0]
+    first = group[0]
+    assert first.token_ids.tolist() == [7, 8, 42, 0]
+    assert first.loss_mask.tolist() == [False, False, True, True]
+    assert first.rollout_logprobs.tolist() == [0, 0, -1, -2]
+    assert first.versions.tolist() == [-1, -1, 5, 6]
+    assert (first.query_id, first.finish_reason, first.oldest_version) == ("q3", "stop", 5)
     assert [request.prompt_ids for request in generator.requests] == [[7, 8]] * 3
     assert len({request.group_id for request in generator.requests}) == 1
     assert len({request.request_id for request in generator.requests}) == 3
@@ -114,37 +111,31 @@ def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_oth
     assert all(0 <= seed < 2**63 for seed in drawn)
 
 
-def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_raised(
+async def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_raised(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     generator = ScriptedGenerator([1], [1], [1], fail_at=1)
 
-    async def main() -> None:
-        workflow = SingleTurnMathWorkflow(
-            tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=3, seed=1
-        )
-        with pytest.raises(ConnectionError, match="the server is gone"):
-            await workflow.run(make_prompt(), generator)
-        await asyncio.sleep(0)
-        assert generator.cancelled == 2, "before the loop ends, which cancels whatever still runs"
-
-    asyncio.run(main())
+    workflow = SingleTurnMathWorkflow(
+        tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=3, seed=1
+    )
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        await workflow.run(make_prompt(), generator)
+    await asyncio.sleep(0)
+    assert generator.cancelled == 2, "before the loop ends, which cancels whatever still runs"
 
 
-def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_of_their_own(
+async def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_of_their_own(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """What the first attempt left behind in a generator may still run under its names."""
     generator = ScriptedGenerator([1], [1], [1], [1])
 
-    async def main() -> None:
-        workflow = SingleTurnMathWorkflow(
-            tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=2, seed=1
-        )
-        for _ in range(2):
-            await workflow.run(make_prompt(), generator)
-
-    asyncio.run(main())
+    workflow = SingleTurnMathWorkflow(
+        tokenizer=tokenizer, reward_pool=AllRight(), sampling=SAMPLING, group_size=2, seed=1
+    )
+    for _ in range(2):
+        await workflow.run(make_prompt(), generator)
     first, second = generator.requests[:2], generator.requests[2:]
     assert [request.seed for request in first] == [request.seed for request in second]
     assert len({request.request_id for request in generator.requests}) == 4

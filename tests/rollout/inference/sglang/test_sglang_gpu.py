@@ -83,56 +83,50 @@ def assert_as_close_as_bfloat16(
     assert np.abs(given[which] - exact).mean() < 1.5 * np.abs(rounded - exact).mean()
 
 
-def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its_own_back(
+async def test_a_server_beside_the_trainer_takes_weights_from_its_memory_and_gives_its_own_back(
     models: Models, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        settings = settings_on(0, models, tmp_path, colocated=True)
-        generator = await SGLangGenerator.start(settings)
-        try:
-            sender = IpcSender(sender_settings(models))
-            sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
-            await push(generator, sender, models, 1)
-            assert_reproduced(models, await sample(generator, "a", 200), {1})
-            running = asyncio.create_task(sample(generator, "b", 1900))
-            await asyncio.sleep(0.3)
-            await generator.pause()
-            assert (await running).finish_reason == "abort"
-            held = query_gpus()[0].used_mib
-            await generator.release_memory(["kv_cache", "weights"])
-            assert query_gpus()[0].used_mib < held - 1000
-            await generator.resume_memory(["weights"])
-            sender.prepare(gpu_buckets(models, 2), verify=True)
-            await asyncio.to_thread(sender.send)
-            await generator.resume_memory(["kv_cache"])
-            await generator.resume(2)
-            assert_reproduced(models, await sample(generator, "c", 200), {2})
-        finally:
-            await generator.close()
-
-    asyncio.run(main())
+    settings = settings_on(0, models, tmp_path, colocated=True)
+    generator = await SGLangGenerator.start(settings)
+    try:
+        sender = IpcSender(sender_settings(models))
+        sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
+        await push(generator, sender, models, 1)
+        assert_reproduced(models, await sample(generator, "a", 200), {1})
+        running = asyncio.create_task(sample(generator, "b", 1900))
+        await asyncio.sleep(0.3)
+        await generator.pause()
+        assert (await running).finish_reason == "abort"
+        held = query_gpus()[0].used_mib
+        await generator.release_memory(["kv_cache", "weights"])
+        assert query_gpus()[0].used_mib < held - 1000
+        await generator.resume_memory(["weights"])
+        sender.prepare(gpu_buckets(models, 2), verify=True)
+        await asyncio.to_thread(sender.send)
+        await generator.resume_memory(["kv_cache"])
+        await generator.resume(2)
+        assert_reproduced(models, await sample(generator, "c", 200), {2})
+    finally:
+        await generator.close()
 
 
-def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, tmp_path: Path) -> None:
-    async def main() -> None:
-        settings = settings_on(0, models, tmp_path, colocated=True, weight_format="fp8_block")
-        generator = await SGLangGenerator.start(settings)
-        try:
-            quantizing = replace(sender_settings(models), weight_format="fp8_block")
-            sender = IpcSender(quantizing)
-            sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
-            for version in (1, 2, 3):
-                await push(generator, sender, models, version)  # raises where a checksum or a format differs
-                completion = await sample(generator, f"r{version}", 200)
-                off = {
-                    v: np.abs(completion.logprobs - models.logprobs(v, PROMPT, completion.token_ids, forbidden=(END,)))
-                    for v in (version, version + 1)
-                }
-                assert off[version].mean() < 0.5 * off[version + 1].mean(), "other weights are further away"
-        finally:
-            await generator.close()
-
-    asyncio.run(main())
+async def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, tmp_path: Path) -> None:
+    settings = settings_on(0, models, tmp_path, colocated=True, weight_format="fp8_block")
+    generator = await SGLangGenerator.start(settings)
+    try:
+        quantizing = replace(sender_settings(models), weight_format="fp8_block")
+        sender = IpcSender(quantizing)
+        sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
+        for version in (1, 2, 3):
+            await push(generator, sender, models, version)  # raises where a checksum or a format differs
+            completion = await sample(generator, f"r{version}", 200)
+            off = {
+                v: np.abs(completion.logprobs - models.logprobs(v, PROMPT, completion.token_ids, forbidden=(END,)))
+                for v in (version, version + 1)
+            }
+            assert off[version].mean() < 0.5 * off[version + 1].mean(), "other weights are further away"
+    finally:
+        await generator.close()
 
 
 @pytest.mark.skipif(len(query_gpus()) < 2, reason="needs two GPUs")

@@ -402,21 +402,20 @@ def stopped_scheduler() -> Iterator[None]:
             os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_whose_scheduler_hangs_is_not_healthy(
+    server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rollout.inference.sglang.generator._CALL_SECONDS", 3.0)
 
-    async def main() -> None:
-        generator = SGLangGenerator(server)
-        try:
-            await generator.resume(1)
+    generator = SGLangGenerator(server)
+    try:
+        await generator.resume(1)
+        await generator.health()
+        with stopped_scheduler(), pytest.raises(GeneratorGone, match="is not healthy"):
             await generator.health()
-            with stopped_scheduler(), pytest.raises(GeneratorGone, match="is not healthy"):
-                await generator.health()
-            await generator.health()
-        finally:
-            await generator.close()
-
-    asyncio.run(main())
+        await generator.health()
+    finally:
+        await generator.close()
 
 
 def test_health_is_answered_at_once_and_a_pause_does_not_wait_for_it(server: SGLangServer) -> None:
@@ -440,22 +439,19 @@ def test_health_is_answered_at_once_and_a_pause_does_not_wait_for_it(server: SGL
     assert ours < 2 * one_of_theirs
 
 
-def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tmp_path: Path) -> None:
-    async def main() -> None:
-        generator = await SGLangGenerator.start(settings_for(models.folder, tmp_path / "generator-0.log"))
-        try:
-            running = asyncio.create_task(generator.generate(request("k", [1, 2, 3], max_new_tokens=2000)))
-            await asyncio.sleep(0.5)
-            for process in psutil.Process().children():
-                if "hooks/main.py" in " ".join(process.cmdline()):
-                    process.kill()
-            with pytest.raises(GeneratorGone, match="generator-0 .* is unreachable"):
-                await running
-            with pytest.raises(
-                GeneratorGone, match=r"is not healthy. the server process ended with code -9; its last lines"
-            ):
-                await generator.health()
-        finally:
-            await generator.close()
-
-    asyncio.run(main())
+async def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tmp_path: Path) -> None:
+    generator = await SGLangGenerator.start(settings_for(models.folder, tmp_path / "generator-0.log"))
+    try:
+        running = asyncio.create_task(generator.generate(request("k", [1, 2, 3], max_new_tokens=2000)))
+        await asyncio.sleep(0.5)
+        for process in psutil.Process().children():
+            if "hooks/main.py" in " ".join(process.cmdline()):
+                process.kill()
+        with pytest.raises(GeneratorGone, match="generator-0 .* is unreachable"):
+            await running
+        with pytest.raises(
+            GeneratorGone, match=r"is not healthy. the server process ended with code -9; its last lines"
+        ):
+            await generator.health()
+    finally:
+        await generator.close()
