@@ -17,8 +17,6 @@ from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
-pytestmark = pytest.mark.virtual_clock
-
 DEADLINE_SECONDS = 60  # of a test that hangs
 
 
@@ -74,24 +72,17 @@ async def started(router: Router, requests: list[GenerateRequest]) -> list[async
     return running
 
 
-def play(scene: Any) -> None:
-    asyncio.run(asyncio.wait_for(scene, DEADLINE_SECONDS))
-
-
-def test_groups_stay_together_and_load_is_spread(folder: Path, model: Any) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(3)]
-        router = Router(generators)
-        requests = groups_of_four(9)
-        completions = await asyncio.gather(*(router.generate(r) for r in requests))
-        for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
-            assert_same(c, expected)
-        homes = [{r.group_id for r in g.seen} for g in generators]
-        assert [len(home) for home in homes] == [3, 3, 3]
-        assert not homes[0] & homes[1] and not homes[1] & homes[2] and not homes[0] & homes[2]
-        await router.close()
-
-    play(scene())
+async def test_groups_stay_together_and_load_is_spread(folder: Path, model: Any) -> None:
+    generators = [Recorded(folder) for _ in range(3)]
+    router = Router(generators)
+    requests = groups_of_four(9)
+    completions = await asyncio.gather(*(router.generate(r) for r in requests))
+    for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
+        assert_same(c, expected)
+    homes = [{r.group_id for r in g.seen} for g in generators]
+    assert [len(home) for home in homes] == [3, 3, 3]
+    assert not homes[0] & homes[1] and not homes[1] & homes[2] and not homes[0] & homes[2]
+    await router.close()
 
 
 class Turns(Silent):
@@ -115,262 +106,224 @@ class Turns(Silent):
         return Health(version=0, num_running=0, num_waiting=0)
 
 
-def test_the_turns_of_a_conversation_go_where_its_prefix_is_until_that_generator_is_lost() -> None:
-    async def scene() -> None:
-        first, second = generators = [Turns(), Turns()]
-        router = Router(generators)
+async def test_the_turns_of_a_conversation_go_where_its_prefix_is_until_that_generator_is_lost() -> None:
+    first, second = generators = [Turns(), Turns()]
+    router = Router(generators)
 
-        async def turn(session: str) -> None:
-            sampling = SamplingParams(max_new_tokens=8)
-            await router.generate(
-                GenerateRequest(request_id=session, group_id=session, prompt_ids=[1], sampling=sampling)
-            )
+    async def turn(session: str) -> None:
+        sampling = SamplingParams(max_new_tokens=8)
+        await router.generate(GenerateRequest(request_id=session, group_id=session, prompt_ids=[1], sampling=sampling))
 
-        for _ in range(3):
-            await asyncio.gather(*(turn(session) for session in "abcd"))
-        for session in "abcd":
-            await turn(session)  # alone: the other generator has less to do
-        homes = [set(g.seen) for g in generators]
-        assert [len(home) for home in homes] == [2, 2] and not homes[0] & homes[1]
-        first.is_dead = True
-        for session in "abcd":
-            await turn(session)
-        assert set(second.seen) == set("abcd")
-        await router.close()
-
-    play(scene())
+    for _ in range(3):
+        await asyncio.gather(*(turn(session) for session in "abcd"))
+    for session in "abcd":
+        await turn(session)  # alone: the other generator has less to do
+    homes = [set(g.seen) for g in generators]
+    assert [len(home) for home in homes] == [2, 2] and not homes[0] & homes[1]
+    first.is_dead = True
+    for session in "abcd":
+        await turn(session)
+    assert set(second.seen) == set("abcd")
+    await router.close()
 
 
-def test_the_next_turn_of_a_conversation_leaves_a_generator_that_is_reserved() -> None:
+async def test_the_next_turn_of_a_conversation_leaves_a_generator_that_is_reserved() -> None:
     """A reserved generator keeps its weights: what it sampled for training would be too old."""
-
-    async def scene() -> None:
-        first, second = generators = [Turns(), Turns()]
-        router = Router({"first": first, "second": second}, GeneratorConfig(patience_seconds=30.0))
-        turn = GenerateRequest(request_id="a", group_id="a", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=8))
-        await router.generate(turn)
-        assert [g.seen for g in generators] == [["a"], []]
-        reserved = router.reserved("first")
-        await router.generate(turn)
-        await reserved.generate(replace(turn, group_id="evaluation"))
-        assert [g.seen for g in generators] == [["a", "evaluation"], ["a"]]
-        second.is_dead = True
-        waits = asyncio.ensure_future(router.generate(turn))
-        await asyncio.sleep(0.05)
-        assert not waits.done()
-        router.release("first")
-        await waits
-        assert first.seen == ["a", "evaluation", "a"]
-        await router.close()
-
-    play(scene())
+    first, second = generators = [Turns(), Turns()]
+    router = Router({"first": first, "second": second}, GeneratorConfig(patience_seconds=30.0))
+    turn = GenerateRequest(request_id="a", group_id="a", prompt_ids=[1], sampling=SamplingParams(max_new_tokens=8))
+    await router.generate(turn)
+    assert [g.seen for g in generators] == [["a"], []]
+    reserved = router.reserved("first")
+    await router.generate(turn)
+    await reserved.generate(replace(turn, group_id="evaluation"))
+    assert [g.seen for g in generators] == [["a", "evaluation"], ["a"]]
+    second.is_dead = True
+    waits = asyncio.ensure_future(router.generate(turn))
+    await asyncio.sleep(0.05)
+    assert not waits.done()
+    router.release("first")
+    await waits
+    assert first.seen == ["a", "evaluation", "a"]
+    await router.close()
 
 
-def test_long_requests_weigh_more_than_short_ones(folder: Path) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        sizes = [400, 40, 40, 40, 40]
-        await asyncio.gather(*(router.generate(request(i, prompt(5), max_new_tokens=n)) for i, n in enumerate(sizes)))
-        assert [[r.sampling.max_new_tokens for r in g.seen] for g in generators] == [[400], [40] * 4]
-        await router.close()
-
-    play(scene())
+async def test_long_requests_weigh_more_than_short_ones(folder: Path) -> None:
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    sizes = [400, 40, 40, 40, 40]
+    await asyncio.gather(*(router.generate(request(i, prompt(5), max_new_tokens=n)) for i, n in enumerate(sizes)))
+    assert [[r.sampling.max_new_tokens for r in g.seen] for g in generators] == [[400], [40] * 4]
+    await router.close()
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
+async def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
     folder: Path, model: Any, interrupt: str
 ) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder, interrupt=interrupt) for _ in range(2)]
-        router = Router(generators)
-        requests = groups_of_four(3, max_new_tokens=300)
-        running = await started(router, requests)
-        for version in (1, 2, 3):
-            await router.generate(request(1000 + version, prompt(3), max_new_tokens=4))
-            await asyncio.gather(*(g.pause() for g in generators))
-            await asyncio.sleep(0.01)
-            assert not any(r.done() for r in running)
-            for generator in generators:
-                await generator.update_weights(bucket_of(model))
-                await generator.resume(version)
-        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
-            assert_same(c, expected, versions=False)
-            assert (c.versions[1:] >= c.versions[:-1]).all()
-            assert c.versions[0] == 0
-            assert c.versions[-1] == 3
-        assert any(r.output is not None for g in generators for r in g.seen) == (interrupt == "abort")
-        await router.close()
-
-    play(scene())
+    generators = [Recorded(folder, interrupt=interrupt) for _ in range(2)]
+    router = Router(generators)
+    requests = groups_of_four(3, max_new_tokens=300)
+    running = await started(router, requests)
+    for version in (1, 2, 3):
+        await router.generate(request(1000 + version, prompt(3), max_new_tokens=4))
+        await asyncio.gather(*(g.pause() for g in generators))
+        await asyncio.sleep(0.01)
+        assert not any(r.done() for r in running)
+        for generator in generators:
+            await generator.update_weights(bucket_of(model))
+            await generator.resume(version)
+    for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+        assert_same(c, expected, versions=False)
+        assert (c.versions[1:] >= c.versions[:-1]).all()
+        assert c.versions[0] == 0
+        assert c.versions[-1] == 3
+    assert any(r.output is not None for g in generators for r in g.seen) == (interrupt == "abort")
+    await router.close()
 
 
-def test_requests_of_a_generator_that_dies_continue_elsewhere_and_the_reason_is_reported_once(
+async def test_requests_of_a_generator_that_dies_continue_elsewhere_and_the_reason_is_reported_once(
     folder: Path, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        requests = groups_of_four(4, max_new_tokens=300)
-        running = await started(router, requests)
-        await generators[0].close()
-        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
-            assert_same(c, expected)
-        moved = Counter(r.request_id for g in generators for r in g.seen)
-        assert [moved[r.request_id] for r in requests] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
-        for r in groups_of_four(2):
-            assert len((await router.generate(r)).token_ids) == 60
-        await router.close()
-
-    with caplog.at_level(logging.ERROR):
-        play(scene())
+    caplog.set_level(logging.ERROR)
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    requests = groups_of_four(4, max_new_tokens=300)
+    running = await started(router, requests)
+    await generators[0].close()
+    for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+        assert_same(c, expected)
+    moved = Counter(r.request_id for g in generators for r in g.seen)
+    assert [moved[r.request_id] for r in requests] == [2] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+    for r in groups_of_four(2):
+        assert len((await router.generate(r)).token_ids) == 60
+    await router.close()
     (reported,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
     assert re.fullmatch(r"generator-0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
-def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(folder: Path, model: Any) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        requests = groups_of_four(2, max_new_tokens=300)
-        running = await started(router, requests)
-        await asyncio.gather(*(g.pause() for g in generators))
-        await generators[1].close()
-        await generators[0].resume(1)
-        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
-            assert_same(c, expected, versions=False)
-            assert set(c.versions.tolist()) <= {0, 1}
-        late = [r for r in generators[0].seen if r.group_id == "g1"]
-        assert late
-        assert all(r.output is not None and len(r.output.token_ids) for r in late)
-        await router.close()
-
-    play(scene())
-
-
-def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Path, model: Any) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        requests = groups_of_four(2, max_new_tokens=300)
-        running = await started(router, requests)
-        told = await router.partial()
-        await generators[1].close()
-        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
-            assert_same(c, expected)
-        late = [r for r in generators[0].seen if r.group_id == "g1" and r.request_id in told]
-        assert len(late) == 4
-        for r in late:
-            assert r.output is not None
-            assert len(r.output.token_ids) and (r.output.token_ids == told[r.request_id].token_ids).all()
-        await router.close()
-
-    play(scene())
+async def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(
+    folder: Path, model: Any
+) -> None:
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    requests = groups_of_four(2, max_new_tokens=300)
+    running = await started(router, requests)
+    await asyncio.gather(*(g.pause() for g in generators))
+    await generators[1].close()
+    await generators[0].resume(1)
+    for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+        assert_same(c, expected, versions=False)
+        assert set(c.versions.tolist()) <= {0, 1}
+    late = [r for r in generators[0].seen if r.group_id == "g1"]
+    assert late
+    assert all(r.output is not None and len(r.output.token_ids) for r in late)
+    await router.close()
 
 
-def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
-    async def scene() -> None:
-        generators = [Silent(), Recorded(folder)]
-        router = Router(
-            generators, GeneratorConfig(health_interval_seconds=0.05, health_timeout_seconds=0.05, patience_seconds=0.0)
-        )
-        requests = groups_of_four(2)
-        completions = await asyncio.gather(*(router.generate(r) for r in requests))
-        for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
-            assert_same(c, expected)
-        await router.close()
-
-    play(scene())
-
-
-def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        running = await started(router, groups_of_four(3, max_new_tokens=400))
-        await asyncio.gather(*(g.close() for g in generators))
-        for outcome in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(outcome, NoGeneratorError)
-        with pytest.raises(NoGeneratorError, match="generator-0: .*closed.*; generator-1: .*closed"):
-            await router.generate(request(2, prompt(3)))
-        await router.close()
-
-    play(scene())
+async def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folder: Path, model: Any) -> None:
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    requests = groups_of_four(2, max_new_tokens=300)
+    running = await started(router, requests)
+    told = await router.partial()
+    await generators[1].close()
+    for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+        assert_same(c, expected)
+    late = [r for r in generators[0].seen if r.group_id == "g1" and r.request_id in told]
+    assert len(late) == 4
+    for r in late:
+        assert r.output is not None
+        assert len(r.output.token_ids) and (r.output.token_ids == told[r.request_id].token_ids).all()
+    await router.close()
 
 
-def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(folder: Path, model: Any) -> None:
-    async def scene() -> None:
-        first, second = Recorded(folder), Recorded(folder)
-        router = Router([first], GeneratorConfig(patience_seconds=DEADLINE_SECONDS))
-        requests = groups_of_four(2, max_new_tokens=300)
-        running = await started(router, requests)
-        await first.close()
-        late = asyncio.ensure_future(router.generate(groups_of_four(3)[-1]))
-        while not router.versions.lost():
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert not late.done() and not any(r.done() for r in running)
-        router.replace("generator-0", second)
-        for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
-            assert_same(c, expected)
-        assert len((await late).token_ids) == 60
-        assert router.versions.lost() == {}
-        await router.close()
-
-    play(scene())
+async def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
+    generators = [Silent(), Recorded(folder)]
+    router = Router(
+        generators, GeneratorConfig(health_interval_seconds=0.05, health_timeout_seconds=0.05, patience_seconds=0.0)
+    )
+    requests = groups_of_four(2)
+    completions = await asyncio.gather(*(router.generate(r) for r in requests))
+    for c, expected in zip(completions, run(engine_of(model), requests), strict=True):
+        assert_same(c, expected)
+    await router.close()
 
 
-def test_a_slow_generator_is_reported_and_keeps_its_requests(
+async def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    running = await started(router, groups_of_four(3, max_new_tokens=400))
+    await asyncio.gather(*(g.close() for g in generators))
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(outcome, NoGeneratorError)
+    with pytest.raises(NoGeneratorError, match="generator-0: .*closed.*; generator-1: .*closed"):
+        await router.generate(request(2, prompt(3)))
+    await router.close()
+
+
+async def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(folder: Path, model: Any) -> None:
+    first, second = Recorded(folder), Recorded(folder)
+    router = Router([first], GeneratorConfig(patience_seconds=DEADLINE_SECONDS))
+    requests = groups_of_four(2, max_new_tokens=300)
+    running = await started(router, requests)
+    await first.close()
+    late = asyncio.ensure_future(router.generate(groups_of_four(3)[-1]))
+    while not router.versions.lost():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not late.done() and not any(r.done() for r in running)
+    router.replace("generator-0", second)
+    for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
+        assert_same(c, expected)
+    assert len((await late).token_ids) == 60
+    assert router.versions.lost() == {}
+    await router.close()
+
+
+async def test_a_slow_generator_is_reported_and_keeps_its_requests(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.inference.router._LEAST_SECONDS_TO_JUDGE", 0.0)
 
-    async def scene() -> None:
-        router = Router([Recorded(folder) for _ in range(2)])
-        await router.generate(request(0, prompt(5), max_new_tokens=100))
-        stats = router.stats()
-        assert stats == {
-            "router/num_generators": 2.0,
-            "router/num_old_prefix_tokens": 0.0,
-            "router/slowest_share": 0.0,
-        }
-        assert "generator-1 is slow: 0 tokens/s" in caplog.text
-        await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
-        assert router.stats()["router/slowest_share"] > 0
-        assert router.versions.lost() == {}
-        await router.close()
-
-    play(scene())
+    router = Router([Recorded(folder) for _ in range(2)])
+    await router.generate(request(0, prompt(5), max_new_tokens=100))
+    stats = router.stats()
+    assert stats == {
+        "router/num_generators": 2.0,
+        "router/num_old_prefix_tokens": 0.0,
+        "router/slowest_share": 0.0,
+    }
+    assert "generator-1 is slow: 0 tokens/s" in caplog.text
+    await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
+    assert router.stats()["router/slowest_share"] > 0
+    assert router.versions.lost() == {}
+    await router.close()
 
 
-def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
-        router = Router([Recorded(folder)])
-        with caplog.at_level("WARNING"), pytest.raises(ValueError, match="exceed the 512 positions"):
-            await router.generate(request(0, prompt(500), max_new_tokens=100))
-        assert "failed" not in caplog.text
-        assert len((await router.generate(request(1, prompt(5)))).token_ids) == 16
-        await router.close()
+async def test_a_request_that_cannot_be_served_blames_no_generator(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = Router([Recorded(folder)])
+    with caplog.at_level("WARNING"), pytest.raises(ValueError, match="exceed the 512 positions"):
+        await router.generate(request(0, prompt(500), max_new_tokens=100))
+    assert "failed" not in caplog.text
+    assert len((await router.generate(request(1, prompt(5)))).token_ids) == 16
+    await router.close()
 
-    play(scene())
 
-
-def test_a_cancelled_request_leaves_no_load_behind(folder: Path) -> None:
-    async def scene() -> None:
-        generators = [Recorded(folder) for _ in range(2)]
-        router = Router(generators)
-        hog = asyncio.ensure_future(router.generate(request(0, prompt(5), max_new_tokens=500)))
-        await asyncio.sleep(0)
-        await router.generate(request(1, prompt(5)))
-        hog.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hog
-        await router.generate(request(2, prompt(5)))
-        assert [r.request_id for r in generators[0].seen] == ["r0", "r2"]
-        await router.close()
-
-    play(scene())
+async def test_a_cancelled_request_leaves_no_load_behind(folder: Path) -> None:
+    generators = [Recorded(folder) for _ in range(2)]
+    router = Router(generators)
+    hog = asyncio.ensure_future(router.generate(request(0, prompt(5), max_new_tokens=500)))
+    await asyncio.sleep(0)
+    await router.generate(request(1, prompt(5)))
+    hog.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hog
+    await router.generate(request(2, prompt(5)))
+    assert [r.request_id for r in generators[0].seen] == ["r0", "r2"]
+    await router.close()
 
 
 @pytest.mark.parametrize("max_running", [1, 8, 128])
@@ -418,6 +371,7 @@ class Dead(Silent):
         raise ConnectionResetError
 
 
+@pytest.mark.virtual_clock
 async def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -> None:
     router = Router([Dead()], GeneratorConfig(patience_seconds=3.0))
     running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
@@ -428,17 +382,15 @@ async def test_patience_begins_anew_with_each_time_that_no_generator_is_left() -
     assert (await running).finish_reason == "stop"
 
 
-def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() -> None:
-    async def scene() -> None:
-        ends = [*["failure"] * 3, "token", *["failure"] * 3, *["token"] * 5, "failure", "stop"]
-        completion = await Router([Scripted(*ends)]).generate(request(0, prompt(5)))
-        assert completion.finish_reason == "stop" and len(completion.token_ids) == 7
-        with pytest.raises(ConnectionResetError):
-            await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
-
-    play(scene())
+async def test_failures_are_counted_since_the_last_token_and_interruptions_are_none() -> None:
+    ends = [*["failure"] * 3, "token", *["failure"] * 3, *["token"] * 5, "failure", "stop"]
+    completion = await Router([Scripted(*ends)]).generate(request(0, prompt(5)))
+    assert completion.finish_reason == "stop" and len(completion.token_ids) == 7
+    with pytest.raises(ConnectionResetError):
+        await Router([Scripted("token", *["failure"] * 4, "stop")]).generate(request(0, prompt(5)))
 
 
+@pytest.mark.virtual_clock
 async def test_a_generator_that_aborts_without_a_token_is_called_less_and_less_often() -> None:
     async def seconds(*ends: str) -> float:
         loop = asyncio.get_running_loop()
@@ -468,18 +420,15 @@ class AnswerLost(Silent):
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_completion_that_was_reported_as_finished_is_the_answer_when_its_generator_dies(reason: Any) -> None:
-    async def scene() -> None:
-        finished = Completion(
-            token_ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int32),
-            finish_reason=reason,
-        )  # fmt: skip
-        first = AnswerLost(finished)
-        router = Router([first, Scripted()])
-        running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
-        await asyncio.sleep(0)
-        assert (await router.partial())["r0"] is finished
-        first.dies.set()
-        assert await running is finished, "no other generator continues it"
-
-    play(scene())
+async def test_a_completion_that_was_reported_as_finished_is_the_answer_when_its_generator_dies(reason: Any) -> None:
+    finished = Completion(
+        token_ids=np.arange(3, dtype=np.int32), logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int32),
+        finish_reason=reason,
+    )  # fmt: skip
+    first = AnswerLost(finished)
+    router = Router([first, Scripted()])
+    running = asyncio.ensure_future(router.generate(request(0, prompt(5))))
+    await asyncio.sleep(0)
+    assert (await router.partial())["r0"] is finished
+    first.dies.set()
+    assert await running is finished, "no other generator continues it"
