@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -46,17 +45,13 @@ def request(name: str, *, prompt: int = 4, seed: int = 0, **sampling: Any) -> Ge
     )
 
 
-def run(use: Callable[[SGLangGenerator, SGLangDouble], Awaitable[None]], folder: Path, **settings: Any) -> SGLangDouble:
-    """`use` a generator whose weights are of version 0; the double afterwards."""
-
-    async def main() -> None:
+@asynccontextmanager
+async def attached(folder: Path, **settings: Any) -> AsyncIterator[tuple[SGLangGenerator, SGLangDouble]]:
+    """A generator whose weights are of version 0, and its server."""
+    with SGLangDouble(tp=settings.get("tp", 1), samples=False) as double:
         async with generator_on(double, folder, **settings) as generator:
             await generator.resume(0)
-            await use(generator, double)
-
-    with SGLangDouble(tp=settings.get("tp", 1), samples=False) as double:
-        asyncio.run(main())
-    return double
+            yield generator, double
 
 
 def at_the_server(num_requests: int) -> Callable[[SGLangDouble], bool]:

@@ -1,7 +1,8 @@
 """The embedded generator as a run uses it: from an event loop, with its engine in another thread."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,13 @@ def new_model() -> Any:
     return make_model("qwen2", seed=1)
 
 
-def play(script: Callable[[EmbeddedGenerator], Coroutine[Any, Any, None]], *args: Any, **settings: Any) -> None:
-    """Run a script against a generator, and close it."""
-
-    async def scene() -> None:
-        generator = EmbeddedGenerator(*args, **{"max_running": 8, **settings})
-        try:
-            await script(generator)
-        finally:
-            await generator.close()
-
-    asyncio.run(asyncio.wait_for(scene(), DEADLINE_SECONDS))
+@asynccontextmanager
+async def playing(*args: Any, **settings: Any) -> AsyncIterator[EmbeddedGenerator]:
+    generator = EmbeddedGenerator(*args, **{"max_running": 8, **settings})
+    try:
+        yield generator
+    finally:
+        await generator.close()
 
 
 async def progressed(generator: EmbeddedGenerator, n: int = 3) -> None:
@@ -66,12 +63,11 @@ async def progressed(generator: EmbeddedGenerator, n: int = 3) -> None:
 
 
 @pytest.mark.parametrize("tied", ["qwen2", "qwen2_tied"])
-def test_a_generator_without_weights_waits_for_all_of_them(tmp_path: Path, tied: str) -> None:
+async def test_a_generator_without_weights_waits_for_all_of_them(tmp_path: Path, tied: str) -> None:
     model = write_model(tied, tmp_path)
     whole = bucket_of(model).tensors()
     names = sorted(whole)
-
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(config_of(tmp_path)) as generator:
         r = request(0, prompt(7))
         waiting = asyncio.ensure_future(generator.generate(r))
         await generator.update_weights(FlatBucket.of({name: whole[name] for name in names[:5]}))
@@ -83,13 +79,10 @@ def test_a_generator_without_weights_waits_for_all_of_them(tmp_path: Path, tied:
         assert_same(await waiting, run(engine_of(model), [r])[0], versions=False)
         assert (await waiting).versions.tolist() == [11] * 16
 
-    play(script, config_of(tmp_path))
 
-
-def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, model: Any) -> None:
+async def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, model: Any) -> None:
     requests = [request(i, prompt(4 + i % 3, seed=i % 3), max_new_tokens=1 + i % 40) for i in range(100)]
-
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(folder) as generator:
         generator.submit(requests[:60])
         generator.submit(requests[60:])
         drained: list[Any] = []
@@ -102,16 +95,13 @@ def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, model: 
         health = await generator.health()
         assert (health.num_running, health.num_waiting) == (0, 0)
 
-    play(script, folder)
-
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-def test_after_pause_no_token_of_the_old_version_appears(
+async def test_after_pause_no_token_of_the_old_version_appears(
     folder: Path, model: Any, new_model: Any, interrupt: str
 ) -> None:
     long = [request(i, prompt(6, seed=i), max_new_tokens=400) for i in range(3)]
-
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(folder, interrupt=interrupt, version=2) as generator:
         running = [asyncio.ensure_future(generator.generate(r)) for r in long]
         await progressed(generator)
         await generator.pause()
@@ -135,14 +125,12 @@ def test_after_pause_no_token_of_the_old_version_appears(
         assert (await late).versions.tolist() == [5] * 16
         assert (await generator.health()).version == 5
 
-    play(script, folder, interrupt=interrupt, version=2)
-
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-def test_the_next_turn_after_an_update_is_computed_anew(
+async def test_the_next_turn_after_an_update_is_computed_anew(
     folder: Path, model: Any, new_model: Any, interrupt: str
 ) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(folder, interrupt=interrupt, version=2) as generator:
         first = await generator.generate(replace(request(0, prompt(6)), is_turn=True))
         await generator.pause()
         await generator.update_weights(bucket_of(new_model))
@@ -154,13 +142,12 @@ def test_the_next_turn_after_an_update_is_computed_anew(
         np.testing.assert_allclose(second.logprobs, expected, atol=1e-4)
         assert (await generator.health()).num_old_prefix_tokens == 0
 
-    play(script, folder, interrupt=interrupt, version=2)
 
-
-def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(folder: Path, new_model: Any) -> None:
+async def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(
+    folder: Path, new_model: Any
+) -> None:
     tensors = bucket_of(new_model).tensors()
-
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(folder) as generator:
         running = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=300)))
         with pytest.raises(ValueError, match="needs pause\\(\\) first"):
             await generator.update_weights(bucket_of(new_model))
@@ -173,11 +160,9 @@ def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(fo
         await generator.resume(1)
         assert len((await running).token_ids) == 300
 
-    play(script, folder)
 
-
-def test_weights_that_give_no_finite_logits_fail_every_waiter_and_nobody_hangs(folder: Path) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+async def test_weights_that_give_no_finite_logits_fail_every_waiter_and_nobody_hangs(folder: Path) -> None:
+    async with playing(folder) as generator:
         await generator.pause()
         waiting = [asyncio.ensure_future(generator.generate(request(i, prompt(6)))) for i in range(12)]
         generator.submit([request(100, prompt(5))])
@@ -200,11 +185,9 @@ def test_weights_that_give_no_finite_logits_fail_every_waiter_and_nobody_hangs(f
         with pytest.raises(GeneratorError):
             generator.submit([request(201, prompt(3))])
 
-    play(script, folder)
 
-
-def test_closing_ends_what_runs_with_an_error(folder: Path) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+async def test_closing_ends_what_runs_with_an_error(folder: Path) -> None:
+    async with playing(folder) as generator:
         running = [
             asyncio.ensure_future(generator.generate(request(i, prompt(6), max_new_tokens=500))) for i in range(9)
         ]
@@ -216,11 +199,9 @@ def test_closing_ends_what_runs_with_an_error(folder: Path) -> None:
         with pytest.raises(GeneratorError, match="closed"):
             await generator.health()
 
-    play(script, folder)
 
-
-def test_a_cancelled_request_makes_room_for_others(folder: Path, model: Any) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+async def test_a_cancelled_request_makes_room_for_others(folder: Path, model: Any) -> None:
+    async with playing(folder, max_running=2) as generator:
         hogs = [asyncio.ensure_future(generator.generate(request(i, prompt(6), max_new_tokens=500))) for i in range(2)]
         while (await generator.health()).num_running < 2:
             await asyncio.sleep(0.001)
@@ -231,11 +212,9 @@ def test_a_cancelled_request_makes_room_for_others(folder: Path, model: Any) -> 
         health = await generator.health()
         assert (health.num_running, health.num_waiting) == (0, 0)
 
-    play(script, folder, max_running=2)
 
-
-def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model: Any) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+async def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model: Any) -> None:
+    async with playing(folder) as generator:
         requests = [request(i, prompt(6, seed=i), max_new_tokens=400) for i in range(3)]
         generator.submit(requests)
         await progressed(generator)
@@ -248,8 +227,6 @@ def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model
             assert 3 <= len(part.token_ids) < 400
             assert part.token_ids.tolist() == whole.token_ids[: len(part.token_ids)].tolist()
         assert len(dict(await generator.drain())["r1"].token_ids) == 400
-
-    play(script, folder)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +243,10 @@ def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path, model
         (lambda: request(0, [1]), "request_id='r0' is already in use"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(folder: Path, bad: Any, message: str) -> None:
-    async def script(generator: EmbeddedGenerator) -> None:
+async def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(
+    folder: Path, bad: Any, message: str
+) -> None:
+    async with playing(folder) as generator:
         good = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=100)))
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match=message):
@@ -278,14 +257,11 @@ def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(folder: P
         health = await generator.health()
         assert (health.num_running, health.num_waiting) == (0, 0)
 
-    play(script, folder)
-
 
 @pytest.mark.parametrize("num_slots", [8, 2])
-def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_slots: int) -> None:
+async def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path, num_slots: int) -> None:
     requests = [request(i, prompt(5 + i), max_new_tokens=80, min_new_tokens=80) for i in range(4)]
-
-    async def script(generator: EmbeddedGenerator) -> None:
+    async with playing(folder, max_running=num_slots) as generator:
         running = [asyncio.ensure_future(generator.generate(r)) for r in requests]
         while not (partial := await generator.partial()) and not all(r.done() for r in running):
             await asyncio.sleep(0.001)
@@ -301,5 +277,3 @@ def test_what_requests_have_so_far_is_told_and_continued_elsewhere(folder: Path,
             assert part.logprobs.tolist() == expected.logprobs[:n].tolist()
             again = await generator.generate(replace(r, request_id=f"{r.request_id} again", output=part))
             assert again.token_ids.tolist() == expected.token_ids.tolist()
-
-    play(script, folder, max_running=num_slots)

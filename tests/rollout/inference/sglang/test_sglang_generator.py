@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers.sglang_attached import at_the_server, check, request, run, sampling_of
+from helpers.sglang_attached import at_the_server, attached, check, request, sampling_of
 from helpers.sglang_double import model
 from helpers.sglang_double.scheduler import token_at
-from helpers.sglang_double.server import SGLangDouble
 from rollout.errors import GeneratorCallError, GeneratorGone
 from rollout.inference.router import Router
-from rollout.inference.sglang.generator import SGLangGenerator
 from rollout.types import Completion
 
 
@@ -23,8 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.write(tmp_path_factory.mktemp("model"))
 
 
-def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+async def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) -> None:
+    async with attached(folder) as (generator, double):
         router = Router([generator])
         running = asyncio.create_task(router.generate(request("a", max_new_tokens=10)))
         for version, num_tokens in ((1, 4), (2, 1)):
@@ -38,18 +36,15 @@ def test_after_an_abort_only_the_remaining_tokens_are_requested(folder: Path) ->
         completion = await running
         check(completion, [0] * 4 + [1] + [2] * 5)
         assert completion.finish_reason == "length"
-
-    double = run(use, folder)
     assert [body["input_ids"] for body in double.bodies("/generate")[:2]] == [
         [0, 1, 2, 3], [0, 1, 2, 3, *(token_at(i, 0) for i in range(4, 8))],
     ]  # fmt: skip
     assert len({body["rid"] for body in double.bodies("/generate")}) == 3, "every attempt has a name of its own"
 
 
-def test_after_an_abort_stop_tokens_stay_ruled_out_for_what_min_new_tokens_lacks(folder: Path) -> None:
+async def test_after_an_abort_stop_tokens_stay_ruled_out_for_what_min_new_tokens_lacks(folder: Path) -> None:
     stop = token_at(8, 1)  # the fifth token, if it could be sampled
-
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+    async with attached(folder) as (generator, double):
         router = Router([generator])
         asked = request("a", max_new_tokens=10, min_new_tokens=6, stop_token_ids=(stop,))
         running = asyncio.create_task(router.generate(asked))
@@ -65,29 +60,24 @@ def test_after_an_abort_stop_tokens_stay_ruled_out_for_what_min_new_tokens_lacks
             await double.step(4)
         completion = await running
         assert len(completion.token_ids) == 10 and stop not in completion.token_ids
-
-    double = run(use, folder)
     assert sampling_of(double, "ignore_eos") == [True, True, None]
     assert sampling_of(double, "logit_bias") == [{str(stop): -1e9}] * 2 + [None]
     assert sampling_of(double, "stop_token_ids") == [[stop]] * 3
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**62 + 12345, 2**63 - 1, 2**63 + 9])
-def test_a_deterministic_server_gets_63_bits_of_the_seed(folder: Path, seed: int) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+async def test_a_deterministic_server_gets_63_bits_of_the_seed(folder: Path, seed: int) -> None:
+    async with attached(folder, flags={"enable_deterministic_inference": True}) as (generator, double):
         running = asyncio.create_task(generator.generate(request("a", seed=seed, max_new_tokens=1)))
         await double.until(at_the_server(1))
         await double.step()
         await running
-
-    double = run(use, folder, flags={"enable_deterministic_inference": True})
     assert sampling_of(double, "sampling_seed") == [seed % 2**63]
 
 
-def test_the_last_token_allowed_may_be_a_stop_token(folder: Path) -> None:
+async def test_the_last_token_allowed_may_be_a_stop_token(folder: Path) -> None:
     """A SGLang server reports length."""
-
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+    async with attached(folder) as (generator, double):
         stop = (token_at(6, 0),)
         for length, reason in ((3, "stop"), (2, "length")):
             running = asyncio.create_task(generator.generate(request("a", max_new_tokens=length, stop_token_ids=stop)))
@@ -97,11 +87,9 @@ def test_the_last_token_allowed_may_be_a_stop_token(folder: Path) -> None:
             check(completion, [0] * length)
             assert completion.finish_reason == reason
 
-    run(use, folder)
 
-
-def test_what_requests_have_is_reported_token_by_token_while_they_run(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+async def test_what_requests_have_is_reported_token_by_token_while_they_run(folder: Path) -> None:
+    async with attached(folder) as (generator, double):
         router = Router([generator])
         running = [asyncio.create_task(router.generate(request(f"r{i}", max_new_tokens=9 + i))) for i in range(3)]
         await double.until(at_the_server(3))
@@ -123,13 +111,11 @@ def test_what_requests_have_is_reported_token_by_token_while_they_run(folder: Pa
             check(completion, [0] * 4 + [1] * (5 + i))
         assert await router.partial() == {}
 
-    run(use, folder)
 
-
-def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_were_sent(
+async def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_were_sent(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+    async with attached(folder) as (generator, double):
         router = Router([generator])
         running = asyncio.create_task(router.generate(request("a", max_new_tokens=5)))
         await double.until(at_the_server(1))
@@ -146,11 +132,9 @@ def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_
         await double.step(1)
         check(await running, [0] * 3 + [1] * 2)
 
-    run(use, folder)
 
-
-def test_a_cancelled_request_ends_at_the_server(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+async def test_a_cancelled_request_ends_at_the_server(folder: Path) -> None:
+    async with attached(folder) as (generator, double):
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=100)))
         await double.until(at_the_server(1))
         running.cancel()
@@ -158,11 +142,9 @@ def test_a_cancelled_request_ends_at_the_server(folder: Path) -> None:
         health = await generator.health()
         assert (health.num_running, health.num_waiting) == (0, 0) and await generator.partial() == {}
 
-    run(use, folder)
 
-
-def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: Path) -> None:
-    async def use(generator: SGLangGenerator, double: SGLangDouble) -> None:
+async def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: Path) -> None:
+    async with attached(folder) as (generator, double):
         double.faults.refuse("/generate", "not this one")
         double.faults.drop("/generate")
         generator.submit([request(f"r{i}", max_new_tokens=1 + i % 3) for i in range(20)])
@@ -181,5 +163,3 @@ def test_submitted_requests_come_out_once_each_and_failures_beside_them(folder: 
         for name, outcome in done:
             if isinstance(outcome, Completion):
                 check(outcome, [0] * (1 + int(name[1:]) % 3))
-
-    run(use, folder)
