@@ -313,9 +313,7 @@ def test_a_backend_and_a_family_are_entered_where_the_page_says() -> None:
     assert set(GENERATOR_BACKENDS) == set(BACKENDS)
 
 
-def test_the_family_reads_a_config_and_has_the_tensors_of_transformers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_family_reads_a_config_and_has_the_tensors_of_transformers(folder: Path, monkeypatch) -> None:
     from transformers import SeedOssConfig, SeedOssForCausalLM
 
     write_modules("model_specs.families", folder / "specs", monkeypatch)

@@ -64,9 +64,7 @@ def test_preflight_fails_where_the_host_lacks_anything(tmp_path: Path, capsys: p
     assert "Dry run: every check passed" in capsys.readouterr().out
 
 
-def test_a_problem_of_the_recipe_counts_anywhere_and_stands_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_of_the_recipe_counts_anywhere_and_stands_apart(tmp_path, capsys) -> None:
     assert dry_run(write_run(tmp_path), *SERVERS, "reward.function=no_such_module:f") == 2
     recipe, _, of_host = capsys.readouterr().err.partition("This host cannot start it:\n")
     assert "no_such_module" in recipe and "nvidia-smi" not in recipe
@@ -79,18 +77,14 @@ def test_paths_of_a_cluster_are_facts_of_this_host_and_those_of_a_run_here_are_n
     assert dry_run(path, "actor.path=/storage/models/none") == 2
 
 
-def test_a_ray_cluster_that_does_not_respond_is_a_fact_of_this_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ray_cluster_that_does_not_respond_is_a_fact_of_this_host(tmp_path, capsys) -> None:
     path, closed = write_run(tmp_path), "launch.ray_address=127.0.0.1:9"
     assert dry_run(path, closed) == 0
     assert "launch.ray_address=127.0.0.1:9: nothing listens there" in capsys.readouterr().out
     assert dry_run(path, closed, flag="--preflight") == 2
 
 
-def test_sglang_that_is_not_installed_is_a_fact_of_this_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sglang_that_is_not_installed_is_a_fact_of_this_host(tmp_path, monkeypatch, capsys) -> None:
     path, servers = write_run(tmp_path), [*SERVERS, "generator.device=cpu", "launch.trainer_device=cpu"]
     monkeypatch.setattr(arguments, "is_installed", lambda: False)
     assert dry_run(path, *servers) == 0
@@ -102,9 +96,7 @@ def test_sglang_that_is_not_installed_is_a_fact_of_this_host(
     assert "SGLang" not in capsys.readouterr().out, "the servers run on machines of the cluster"
 
 
-def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_of_the_servers_is_looked_at_and_not_this_one(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arguments, "is_installed", lambda: False)
     python = tmp_path / "python"
 
@@ -164,9 +156,7 @@ def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_star
     assert f"{elsewhere} cannot be continued exactly" in capsys.readouterr().err
 
 
-def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(tmp_path, capsys) -> None:
     path = write_run(tmp_path)
     words = ["recover_mode=auto", "dataset.train_bs_n_seqs=8"]
     config = load_config("ppo-math", path, words).config
@@ -188,9 +178,7 @@ def test_fewer_steps_than_the_newest_checkpoint_has_are_seen_before_the_start(
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])
-def test_a_checkpoint_to_continue_from_must_be_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_a_checkpoint_to_continue_from_must_be_there(tmp_path, capsys, words: list[str]) -> None:
     path, other = write_run(tmp_path), tmp_path / "other"
 
     def refused(*overrides: str) -> str:
@@ -252,9 +240,7 @@ def test_a_column_that_does_not_exist_is_a_problem_of_the_key_that_names_it(
     assert str(problem).endswith("; did you mean 'prompt'?")
 
 
-def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(
-    assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(assets, tmp_path, capsys) -> None:
     path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
     model = f"actor.path={assets.model}"
     rows = [{"prompt": "9" * (4 if i < 8 else 60), "solutions": ["1"]} for i in range(64)]
@@ -287,9 +273,7 @@ def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) ->
     )
 
 
-def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_start(
-    assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_start(assets, tmp_path, capsys) -> None:
     path, data = write_run(tmp_path), tmp_path / "prompts.jsonl"
     auto = ("recover_mode=auto", f"actor.path={assets.model}")
     saved_with(path, data, *auto)
@@ -324,9 +308,7 @@ def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_an_output_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert dry_run(write_run(tmp_path)) == 2

@@ -152,9 +152,7 @@ def test_the_validation_set_is_measured_too_and_each_error_has_its_key(dry_run: 
     assert "2 problems" in error and not any("steps per epoch" in line for line in lines)
 
 
-def test_of_many_rows_a_sample_is_measured_and_the_rest_where_none_of_it_is_left(
-    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_rows_a_sample_is_measured_and_the_rest_where_none_of_it_is_left(dry_run: DryRun, monkeypatch) -> None:
     monkeypatch.setattr(datasets, "SAMPLE", 10)
     rows = [dict(row) for row in ROWS[dry_run.experiment]]
     long = {name: "9" * 20 for name in rows[0] if name != "prompt"}
@@ -183,9 +181,7 @@ def saved_with(dry_run: DryRun, *words: str) -> None:
     write_state(recover, "rollout", opener(config)(config.data_sources[0][1]).state_dict())
 
 
-def test_rows_that_are_not_those_of_the_newest_checkpoint_are_refused(
-    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_not_those_of_the_newest_checkpoint_are_refused(dry_run: DryRun, monkeypatch) -> None:
     rows, auto = ROWS[dry_run.experiment], "recover_mode=auto"
     write(dry_run.data, rows)
     saved_with(dry_run, auto)

@@ -68,9 +68,7 @@ def test_values_are_listed_as_they_were_written(tmp_path: Path, capsys: pytest.C
     assert "wandb.group (str | None) - :x:\n" in capsys.readouterr().out
 
 
-def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(tmp_path, capsys) -> None:
     command = ["ppo-math", "--config", str(write_run(tmp_path)), "--dry-run"]
     assert quickstart.main([*command, "ppo.gen.top_p=0.9", "ppo.gen.min_new_tokens=2"]) == 0
     said = capsys.readouterr().out
@@ -79,9 +77,7 @@ def test_sampling_from_a_part_of_the_distribution_is_allowed_with_a_warning(
     assert quickstart.main(command) == 0 and "WARNING" not in capsys.readouterr().out
 
 
-def test_a_prompt_template_without_a_place_for_the_prompt_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_template_without_a_place_for_the_prompt_is_an_error(tmp_path, capsys) -> None:
     words = ["--dry-run", "workflow.prompt_template=Solve"]
     assert quickstart.main(["ppo-math", "--config", str(write_run(tmp_path)), *words]) == 2
     said = capsys.readouterr().err
@@ -110,9 +106,7 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "code"), [([], 0), (["actor.optimizer.lr=1e-5"], 2)])
-def test_a_complete_trial_is_said_before_a_process_or_a_heavy_import(
-    tmp_path: Path, changes: list[str], code: int
-) -> None:
+def test_a_complete_trial_is_said_before_a_process_or_a_heavy_import(tmp_path, changes: list[str], code: int) -> None:
     path = write_run(tmp_path)
     config = load_config("ppo-math", path, []).config
     paths = RunPaths.of(config)
@@ -178,9 +172,7 @@ def test_what_ends_a_run_is_one_line_on_the_terminal_and_a_traceback_in_the_log(
 
 
 @pytest.mark.parametrize(("mode", "retries"), [("auto", 7), ("resume", 0), ("disabled", 0)])
-def test_only_recover_mode_auto_makes_further_attempts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, retries: int
-) -> None:
+def test_only_recover_mode_auto_makes_further_attempts(tmp_path, monkeypatch, mode: str, retries: int) -> None:
     made: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -224,9 +216,7 @@ def test_an_earlier_run_of_the_trial_is_set_aside_before_the_log_begins_and_not_
     assert f"WARNING: An earlier run of this trial is there; it is trial_name={aside.name} from now on" in log
 
 
-def test_the_columns_of_the_data_are_in_the_log_also_of_a_dry_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_columns_of_the_data_are_in_the_log_also_of_a_dry_run(tmp_path, capsys) -> None:
     path = write_run(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1", "answer": "2", "level": "easy"}\n' * 8)
     assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run"]) == 0
@@ -262,18 +252,14 @@ def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str])
         (["sft", "--config", "/no/file.yaml"], "--config: /no/file.yaml: No such file or directory"),
     ],
 )
-def test_a_wrong_command_line_is_told_what_is_right(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_a_wrong_command_line_is_told_what_is_right(capsys, arguments: list[str], message: str) -> None:
     assert quickstart.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
 
 
-def test_the_tutorials_file_needs_only_its_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorials_file_needs_only_its_folders(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = write_run(tmp_path)
     model = write_model(tmp_path / "7B", num_hidden_layers=4, max_position_embeddings=131072)
@@ -287,9 +273,7 @@ def test_the_tutorials_file_needs_only_its_folders(
     assert "nodes 0-7: 0-7" in out
 
 
-def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(tmp_path, monkeypatch) -> None:
     path = write_run(tmp_path)
     for length, code in ((31, 0), (32, 2)):
         folder = Path("/tmp") / f"{os.getpid()}".ljust(length - len("/tmp/"), "x")
@@ -303,9 +287,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_an_error(
             folder.rmdir()
 
 
-def test_a_folder_for_temporary_files_that_does_not_exist_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_for_temporary_files_that_does_not_exist_is_an_error(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     done = run("ppo-math", "--config", str(write_run(tmp_path)), "--preflight")
     assert done.returncode == 2 and "RAY_TMPDIR: no folder for temporary files: " in done.stderr
@@ -334,9 +316,7 @@ def test_the_driver_of_a_run_imports_torch_and_ray_but_not_megatron() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_working_folder_that_was_removed_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from core.experiments.context import has_model, save_model
 
 
@@ -26,9 +24,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.rpartition("globalstep")[2]) for path in folder.glob("epoch*"))
 
 
-def test_the_newest_models_of_each_engine_are_kept_and_nothing_else_is_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_models_of_each_engine_are_kept_and_nothing_else_is_deleted(tmp_path, caplog) -> None:
     for step in (8, 9, 10):
         save(tmp_path, step, keep=None)
     assert steps(tmp_path / "actor") == steps(tmp_path / "critic") == [8, 9, 10]

@@ -112,9 +112,7 @@ def test_a_dry_run_tells_the_problems_of_all_stages_once_each(file: Path, capsys
         assert len([said for said in lines if said.startswith(f"{file}:{line}: {key}: ")]) == 1, lines
 
 
-def test_a_stage_is_started_with_the_model_that_the_one_before_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_is_started_with_the_model_that_the_one_before_has_saved(tmp_path, monkeypatch) -> None:
     write_model(tmp_path / "base")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     path = tmp_path / "stages.yaml"

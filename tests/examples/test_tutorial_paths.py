@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("size", "gpus", "nodes"),
     [("1.5B", 8, 1), ("1.5B", 32, 4), ("1.5B", 128, 16), ("7B", 32, 4), ("7B", 128, 16)],
 )
-def test_the_five_recipes_of_the_tutorial_use_all_their_gpus(
-    size: str, gpus: int, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_five_recipes_of_the_tutorial_use_all_their_gpus(size: str, gpus: int, nodes: int, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     path = ROOT / "examples" / "configs" / f"{size}-distill" / f"ppo-{size}-distill-gpus-{gpus}.yaml"
     config = load_config("ppo-math", path).config
@@ -33,9 +31,7 @@ def test_the_five_recipes_of_the_tutorial_use_all_their_gpus(
     assert (config.dataset.train_bs_n_seqs, config.group_size) == (512, 16)
 
 
-def test_the_evaluation_script_has_the_options_of_the_tutorial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_evaluation_script_has_the_options_of_the_tutorial(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).resolve() != ROOT])
     options = ["--model_path", str(tmp_path / "no-model"), "--output_path", "out", "--data_names", "math_500,aime24"]

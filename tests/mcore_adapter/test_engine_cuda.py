@@ -83,9 +83,7 @@ def test_logprobs_are_those_of_transformers(folder: Path, gpu: Any) -> None:
     assert (logprobs_of(engine) - transformers_logprobs(model)).abs().mean() < BF16_NATS
 
 
-def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(
-    folder: Path, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(folder: Path, gpu, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of the pool, as for a run's own on the CPU
     pool = RankPool()
     try:
@@ -125,9 +123,7 @@ def test_what_is_recomputed_does_not_change_the_update(folder: Path, gpu: Any, m
 
 
 @pytest.mark.parametrize("level", ["linear", "offload", "full"])
-def test_chunks_of_the_mlp_do_not_change_the_update(
-    folder: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, level: str
-) -> None:
+def test_chunks_of_the_mlp_do_not_change_the_update(folder: Path, gpu, monkeypatch, level: str) -> None:
     from mcore_adapter.memory import host, recompute
 
     monkeypatch.setattr(host, "SMALLEST_BYTES", 0)
@@ -148,9 +144,7 @@ def test_chunks_of_the_mlp_do_not_change_the_update(
 
 
 @pytest.mark.parametrize("level", ["linear", "full"])
-def test_chunks_of_the_mlp_free_what_is_computed_of_them(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
-) -> None:
+def test_chunks_of_the_mlp_free_what_is_computed_of_them(gpu, tmp_path, monkeypatch, level: str) -> None:
     from transformers import Qwen2Config
 
     from mcore_adapter.memory import recompute

@@ -100,9 +100,7 @@ def moe_run(rank: Rank, model: str, *, runs_out: bool) -> dict[str, float]:
         return engine.train_step(batch, policy_loss, max_tokens_per_mb=50)
 
 
-def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(
-    ranks: RankPool, model_folders: Any
-) -> None:
+def test_what_routers_counted_in_a_pass_that_ran_out_of_memory_does_not_count(ranks: RankPool, model_folders) -> None:
     model = str(model_folders["qwen3_moe"][0])
     (quiet,), (again,) = (ranks.run(partial(moe_run, runs_out=out), 1, model) for out in (False, True))
     assert again == pytest.approx(quiet, rel=1e-5) and quiet["moe_aux_loss"] > 0

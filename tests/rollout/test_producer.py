@@ -363,9 +363,7 @@ class TaskGroupWorkflow:
         return [task.result() for task in samples]
 
 
-async def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other(caplog) -> None:
     workflow = TaskGroupWorkflow(fails_for(1, 6, error=SystemExit))
     async with make_producer(workflow, errors=skipping(), num_epochs=1) as producer:
         taken = await train(producer, workflow, range(5))

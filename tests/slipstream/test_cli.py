@@ -46,9 +46,7 @@ def test_help_lists_every_command_and_an_unknown_one_is_bad_input(tmp_path: Path
     assert run("--version", cwd=tmp_path).stdout == f"slipstream {slipstream.__version__}\n"
 
 
-def test_ctrl_c_ends_a_command_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_a_command_with_one_line(monkeypatch, capsys) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -61,9 +59,7 @@ def test_ctrl_c_ends_a_command_with_one_line(
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"dry-run"}))
-def test_every_command_has_a_help_text_that_begins_with_it(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_a_help_text_that_begins_with_it(command: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -93,9 +89,7 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "error: the working folder was removed; change to one that exists\n")
 
 
-def test_processes_of_a_run_import_the_installation_before_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_a_run_import_the_installation_before_the_working_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"/given{os.pathsep}{ROOT}")
     assert python_path("/script").split(os.pathsep) == [str(ROOT), "/script", "/given", str(tmp_path)]

@@ -144,9 +144,7 @@ def test_functions_in_a_mapping_arrive_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_training_from_python_uses_the_workflow_of_the_caller_and_passes_each_step_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_from_python_uses_the_workflow_of_the_caller_and_passes_each_step_on(tmp_path, monkeypatch) -> None:
     class Praising(SingleTurnMathWorkflow):
         async def run(self, prompt: Prompt, generator: Any) -> list[Any]:
             return [replace(t, reward=0.25) for t in await super().run(prompt, generator)]
@@ -256,9 +254,7 @@ def test_a_reward_that_needs_a_hidden_package_names_it(text: str, spec: str, tmp
     assert f"{tmp_path / 'tools'} is hidden by Slipstream's package 'tools': rename yours" in done.stderr
 
 
-def test_a_reward_that_imports_a_hidden_package_when_it_is_called_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_imports_a_hidden_package_when_it_is_called_names_it(tmp_path, monkeypatch) -> None:
     own_package(tmp_path, "tools")
     (tmp_path / "late.py").write_text("def score(prompt, text):\n    from tools import calculator\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)

@@ -141,9 +141,7 @@ def test_scratch_model_refuses_what_it_cannot_make(
     assert not output.exists()
 
 
-def test_scratch_model_reads_any_column_and_makes_a_chat_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scratch_model_reads_any_column_and_makes_a_chat_model(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "own.csv"
     path.write_text("ask,level\nWhat is 1 plus 1?,easy\n")
     words = ["--data", str(path), "--output", str(tmp_path / "model"), "--num-layers", "1", "--hidden-size", "64"]
@@ -174,9 +172,7 @@ def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
 
 
 @pytest.mark.parametrize("command", ["bench", "chaos", "compare", "convert", "demo", "eval", "samples", "timeline"])
-def test_the_usage_line_of_a_module_begins_with_it(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_usage_line_of_a_module_begins_with_it(command: str, monkeypatch, capsys) -> None:
     module, first, _ = COMMANDS[command]
     monkeypatch.setattr(sys, "argv", ["pytest", *first, "--help"])
     with pytest.raises(SystemExit):

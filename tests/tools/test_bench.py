@@ -80,9 +80,7 @@ def test_sigterm_ends_the_servers_of_a_measurement(restored: None) -> None:
     assert ended == [True] and exit_code.value.code == 143
 
 
-def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_measurement_writes_is_kept_in_the_folder_that_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for named in (None, Path("a") / "kept"):
         with kept_or_temporary(named) as folder:

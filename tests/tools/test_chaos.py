@@ -51,9 +51,7 @@ def test_the_run_of_every_algorithm_is_a_valid_configuration(tmp_path: Path, alg
         assert config.uses_critic == (algorithm == "ppo")
 
 
-def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(tmp_path, monkeypatch) -> None:
     trial = Trial(folder=tmp_path, name="killed0", steps=1)
     monkeypatch.setattr(Trial, "start", lambda self: subprocess.Popen(["true"]))
     monkeypatch.setattr("tools.chaos.__main__._kill", lambda jobs, kill, stop, server: None)

@@ -33,26 +33,20 @@ def findings(
     return {name: finding.strip() for name, _, finding in lines}
 
 
-def test_a_template_that_drops_thoughts_is_shown_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_a_template_that_drops_thoughts_is_shown_with_the_reason(monkeypatch, capsys, model: Path) -> None:
     found = findings(monkeypatch, capsys, model)
     assert found["thoughts"].startswith("not possible: the chat template leaves out content of the assistant's turn")
     assert found["calls of tools"] == "JSON with name and arguments after '<tool_call>'"
 
 
-def test_an_append_only_template_is_shown_as_such(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_an_append_only_template_is_shown_as_such(monkeypatch, capsys, model: Path) -> None:
     found = findings(monkeypatch, capsys, model, "--chat_template", APPEND_ONLY)
     kinds = ("turns", "system", "thoughts", "tools", "parallel tools")
     assert {kind: found[kind] for kind in kinds} == dict.fromkeys(kinds, "append-only")
     assert found["calls of tools"] == "JSON with tool and with after '<call>'"
 
 
-def test_a_folder_without_a_model_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_folder_without_a_model_is_one_line(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("sys.argv", ["check-template", "--model", str(tmp_path)])
     assert main() == 2
     assert capsys.readouterr().err.startswith(f"error: --model {tmp_path}: ")

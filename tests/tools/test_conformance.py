@@ -34,9 +34,7 @@ def test_cases_and_their_golden_numbers_belong_together() -> None:
     assert [case.name for case in CASES] == list(PEERS["rows"])
 
 
-def test_the_command_fails_with_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_fails_with_what_is_wrong(monkeypatch, capsys) -> None:
     right, *_ = next(iter(GOLDEN.values()))()
     monkeypatch.setattr("tools.conformance.__main__.gradients", lambda: iter(()))
     for number, code in ((right, 0), (replace(right, found=right.found + 1), 1)):

@@ -20,9 +20,7 @@ def test_a_folder_of_something_else_is_met_with_the_flag_for_hugging_face_folder
 
 
 @pytest.mark.parametrize("steps", [(8, 9, 10), (99, 100), (2, 1)])
-def test_of_several_recover_checkpoints_the_one_of_the_last_step_is_taken(
-    tmp_path: Path, steps: tuple[int, ...]
-) -> None:
+def test_of_several_recover_checkpoints_the_one_of_the_last_step_is_taken(tmp_path, steps: tuple[int, ...]) -> None:
     for step in steps:
         for engine in ("actor", "critic"):
             folder = tmp_path / f"globalstep{step}" / engine

@@ -111,9 +111,7 @@ def test_sets_that_are_answered_together_get_the_answers_that_they_get_alone(
     assert any(line.startswith("more: 51/51 answers, ") for line in lines)
 
 
-def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
-    model: Path, data: Path, tmp_path: Path, caplog
-) -> None:
+def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(model: Path, data: Path, tmp_path, caplog) -> None:
     own = ("--prompt_field", "ask", "--answer_field", "gold", "--n_sampling", "0")
     caplog.set_level("INFO")
     assert main(arguments(model, data, tmp_path, *own, names=str(data / "own.jsonl"))) == 0
@@ -147,9 +145,7 @@ def test_fields_are_detected_or_given_and_a_file_is_a_benchmark(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_clear_error(
-    change: list[str], says: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_clear_error(change: list[str], says: str, model: Path, data: Path, tmp_path, capsys) -> None:
     changed = [word.replace("{data}", str(data)) for word in change]
     assert main(arguments(model, data, tmp_path / "out") + changed) == BAD_INPUT
     error = capsys.readouterr().err
@@ -157,9 +153,7 @@ def test_bad_input_is_one_clear_error(
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
-def test_answers_of_other_settings_are_not_mixed_in(
-    evaluated: Path, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_of_other_settings_are_not_mixed_in(evaluated: Path, model: Path, data: Path, capsys) -> None:
     assert main(arguments(model, data, evaluated, "--temperature", "1.0")) == BAD_INPUT
     assert "temperature=1.0: the answers in" in capsys.readouterr().err
     assert main(arguments(model, data, evaluated)) == 0, "refused, not spoiled"

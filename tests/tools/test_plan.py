@@ -61,9 +61,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
         (["--mean-tokens", "999999"], "--mean-tokens 999999: the longest answer has"),
     ],
 )
-def test_options_without_effect_are_refused(
-    words: list[str], error: str, recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_without_effect_are_refused(words: list[str], error: str, recipe: Path, capsys) -> None:
     assert main(["--config", str(recipe), "--gpu", "H100", *words]) == 2
     assert error in capsys.readouterr().err
 
@@ -104,9 +102,7 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "layout of --fix" in capsys.readouterr().out
 
 
-def test_a_calibration_of_another_gpu_gives_times(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibration_of_another_gpu_gives_times(recipe: Path, tmp_path, capsys) -> None:
     assert main(["--config", str(recipe), "--gpu", "B200:178"]) == 0
     assert "No calibration for B200: memory only." in capsys.readouterr().out
     known = calibration_of("H200")
@@ -124,9 +120,7 @@ def test_a_calibration_of_another_gpu_gives_times(
     assert "write a new one with slipstream plan --calibrate" in capsys.readouterr().err
 
 
-def test_a_simulation_prints_what_faults_cost_and_draws(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulation_prints_what_faults_cost_and_draws(recipe: Path, tmp_path, capsys) -> None:
     words = ["--config", str(recipe), "--gpu", "H200", "--simulate", "12", "--output", str(tmp_path / "pictures")]
     assert main([*words, "dataset.train_bs_n_seqs=16", "ppo.ppo_n_minibatches=1"]) == 0
     shown = capsys.readouterr().out
@@ -134,9 +128,7 @@ def test_a_simulation_prints_what_faults_cost_and_draws(
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"timeline.png", "simulation.png"}
 
 
-def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
     for path in (tmp_path, tmp_path / "none" / "rates.json"):
         assert main(["--calibrate", str(path)]) == 2
         assert f"--calibrate {path}: cannot be written" in capsys.readouterr().err

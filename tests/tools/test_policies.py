@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -42,9 +41,7 @@ def test_what_each_policy_loses(results: dict[str, Result]) -> None:
         assert PROMPTS.spread[results[name].trained].all(), name
 
 
-def test_the_command_shows_a_table_and_draws_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shows_a_table_and_draws_a_picture(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "170")
     assert main(["--prompts", str(10 * BATCH), "--picture", str(tmp_path / "p.svg")]) == 0
     assert "over-rollout" in capsys.readouterr().out

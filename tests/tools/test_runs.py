@@ -57,9 +57,7 @@ def test_a_folder_without_runs_is_bad_input(tmp_path: Path, capsys: pytest.Captu
     assert "no run in" in said and "`slipstream runs` lists them" in said
 
 
-def test_a_run_is_watched_by_the_folder_of_its_logs_or_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_watched_by_the_folder_of_its_logs_or_models(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks do: a pipe is no terminal that could be watched
     paths = make_run(tmp_path, "first", [i / 20 for i in range(20)], complete=True)
     for folder in (paths.logs, paths.checkpoints):

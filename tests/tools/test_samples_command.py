@@ -97,9 +97,7 @@ def test_answers_of_evaluations_are_shown_and_selected(
     assert said in capsys.readouterr().err
 
 
-def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(
-    logs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(logs: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main([str(logs), "--step", "1", "--against", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -114,9 +112,7 @@ def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(
         assert shown.splitlines()[-1].startswith(f"{number} of 2 rows shown")
 
 
-def test_two_runs_stand_side_by_side(
-    logs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_stand_side_by_side(logs: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     other = logs.with_name("second")
     file = SampleFile(other, continue_after=0, max_bytes=10**9, keep=2)
@@ -128,9 +124,7 @@ def test_two_runs_stand_side_by_side(
     assert "sums/first: step 2" in lines[1] and "sums/second: step 2" in lines[1]
 
 
-def test_turns_of_an_environment_are_marked_and_no_text_controls_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_of_an_environment_are_marked_and_no_text_controls_the_terminal(tmp_path, capsys) -> None:
     turns = (Turn(by="model", text="call\x1b[2J"), Turn(by="environment", text="42"))
     file = SampleFile(tmp_path, continue_after=0, max_bytes=10**9, keep=2)
     file.write([sample(1, "q", 1.0, "call\x1b[2J42", turns=turns)])
@@ -162,18 +156,14 @@ def test_what_does_not_exist_is_named(logs: Path, tmp_path: Path, capsys: pytest
         (["--search", "("], "'(' is no regular expression"),
     ],
 )
-def test_a_bad_argument_is_one_line(
-    arguments: list[str], message: str, logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_argument_is_one_line(arguments: list[str], message: str, logs: Path, capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main([str(logs), *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "file"])
-def test_a_store_shows_every_answer_whose_tokens_it_has(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_shows_every_answer_whose_tokens_it_has(kind: str, tmp_path, capsys) -> None:
     path, model = tmp_path / "store", tmp_path / "model"
     chat_tokenizer().save_pretrained(model)
     store = open_store(kind, str(path))

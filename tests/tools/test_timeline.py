@@ -41,9 +41,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_trace_and_picture_are_of_the_last_steps_each_at_its_last_time(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_and_picture_are_of_the_last_steps_each_at_its_last_time(run: Path, capsys) -> None:
     assert main([str(run), "--steps", "2", "--output", str(run / "new" / "folder")]) == 0
     trace = json.loads((run / "new" / "folder" / "timeline.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

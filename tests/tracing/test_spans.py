@@ -136,9 +136,7 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
             json.loads(line)
 
 
-def test_workers_record_with_the_limit_of_the_driver_and_children_by_fork_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_record_with_the_limit_of_the_driver_and_children_by_fork_do_not(tmp_path, monkeypatch) -> None:
     record_spans("driver", tmp_path, limit_mib=0.5)
     environment = worker_environment()
     child = os.fork()

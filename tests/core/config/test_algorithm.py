@@ -58,9 +58,7 @@ def test_every_preset_loads_with_its_values_and_none_of_them_is_without_effect(t
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_built_and_keeps_groups_together_where_it_compares_answers(
-    tmp_path: Path, name: str
-) -> None:
+def test_every_preset_can_be_built_and_keeps_groups_together_where_it_compares_answers(tmp_path, name: str) -> None:
     algorithm = build_algorithm(preset(tmp_path, name))
     assert algorithm.unit == ("sequence" if name in ("ppo", "reinforce_pp") else "group")
     without_old = ("topr", "opmd", "opmd_logavgexp")

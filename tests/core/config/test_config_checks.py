@@ -95,9 +95,7 @@ def test_a_tokenizer_that_does_not_load_or_fit_is_named(tmp_path: Path, content:
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no place in a qwen2 model: num_hidden"),
     ],
 )
-def test_a_config_of_another_model_than_the_weights_is_named(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_config_of_another_model_than_the_weights_is_named(tmp_path, changes: dict[str, Any], said: str) -> None:
     path = write_run(tmp_path)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
@@ -161,9 +159,7 @@ def test_an_unsupported_model_and_a_wrong_family_are_named(tmp_path: Path) -> No
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_what_servers_ignore_of_a_model_with_experts_is_refused(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_what_servers_ignore_of_a_model_with_experts_is_refused(tmp_path, changes: dict[str, Any], named: str) -> None:
     path = write_run(tmp_path)
     servers = ["allocation_mode=sglang.d1m1p1+d1m1p1", "actor.sglang.device=cpu"]
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -299,9 +295,7 @@ def test_an_unusable_data_set_is_named(tmp_path: Path, content: str, message: st
     assert f"dataset.path: {message}" in found
 
 
-def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(tmp_path, monkeypatch) -> None:
     path = write_run(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "sort a list", "task": "code"}\n')
@@ -392,9 +386,7 @@ def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeyp
     assert all("ends the process with sys.exit(0)" in message for message in found[1:])
 
 
-def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(tmp_path, monkeypatch) -> None:
     path = write_run(tmp_path)
     for extra, override in (("wandb", "wandb.mode=offline"), ("mlflow", "monitor.mlflow_uri=runs")):
         with monkeypatch.context() as patch:
@@ -403,9 +395,7 @@ def test_metrics_that_cannot_go_where_they_should_are_named_before_the_run(
         assert message.endswith(f"{extra} is not installed: pip install -e '.[{extra}]'")
 
 
-def test_weights_and_biases_without_a_key_is_named_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_biases_without_a_key_is_named_before_the_run(tmp_path, monkeypatch) -> None:
     path = write_run(tmp_path)
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "wandb.py").touch()
@@ -453,9 +443,7 @@ def test_a_folder_of_the_run_that_cannot_be_written_is_named(tmp_path: Path) -> 
     ]
 
 
-def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(placement, "_num_gpus", placement._num_gpus.__wrapped__)  # not those of an earlier test
     monkeypatch.setattr("rollout.inference.gpus._PATIENCE_SECONDS", 0.0)
     fake_gpus(

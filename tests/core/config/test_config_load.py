@@ -197,9 +197,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) 
     assert any(line.startswith(message) for line in errors(tmp_path, SMALLEST_PPO, override))
 
 
-def test_values_may_come_from_the_environment_and_from_other_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_may_come_from_the_environment_and_from_other_keys(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("STORAGE", "/mnt")
     monkeypatch.setenv("GROUP", "8")
     monkeypatch.delenv("NOTHING", raising=False)
@@ -245,9 +243,7 @@ def test_values_may_come_from_the_environment_and_from_other_keys(
         ("a-${ppo.gen}", "${ppo.gen} is not a single value and cannot be part of a text"),
     ],
 )
-def test_an_interpolation_without_value_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, message: str
-) -> None:
+def test_an_interpolation_without_value_says_why(tmp_path, monkeypatch, value: str, message: str) -> None:
     monkeypatch.delenv("NOTHING", raising=False)
     found = errors(tmp_path, SMALLEST_PPO, f"wandb.name='{value}'", "wandb.group='${wandb.name}'")
     assert f"override \"wandb.name='{value}'\": wandb.name: {message}" in found
@@ -539,9 +535,7 @@ EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
         ("".join(f"k{i}: 1\n" for i in range(100_001)), 1, "more than 100000 values"),
     ],
 )
-def test_a_text_that_stands_for_too_much_ends_with_few_errors(
-    tmp_path: Path, text: str, count: int, message: str
-) -> None:
+def test_a_text_that_stands_for_too_much_ends_with_few_errors(tmp_path, text: str, count: int, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO + text)
     assert len(found) == count and message in found[-1]
 
@@ -568,9 +562,7 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, f"{SMALLEST_PPO}staleness:\n").staleness.max_staleness == 1
 
 
-def test_an_environment_variable_that_is_empty_is_an_empty_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_variable_that_is_empty_is_an_empty_text(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EMPTY", "")
     config = load(
         tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"

@@ -127,9 +127,7 @@ def test_what_the_machine_decides_is_said_with_the_reason(
     assert (trainer.device, trainer.reason) == (device, why.split(" and ")[1].split(":")[0])
 
 
-def test_a_run_of_several_nodes_is_not_taken_for_one_of_this_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_several_nodes_is_not_taken_for_one_of_this_host(tmp_path, monkeypatch) -> None:
     """A recipe for a cluster, checked where there is no GPU: its trainer is not that of a CPU."""
     monkeypatch.setattr(placement, "query_gpus", lambda: [])
     several = ("n_nodes=2", "n_gpus_per_node=1", "allocation_mode=d2m1p1")
@@ -158,9 +156,7 @@ def test_a_named_backend_is_no_choice_of_the_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "joined", ["launch.ray_address=head:6379", "external_configs.envs.RAY_ADDRESS=head:6379", "environment"]
 )
-def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: str
-) -> None:
+def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(tmp_path, monkeypatch, joined: str) -> None:
     monkeypatch.setattr(placement, "query_gpus", lambda: pytest.fail("looked at this machine"))
     overrides = [joined]
     if joined == "environment":
@@ -177,9 +173,7 @@ def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(
     assert sft(tmp_path, "launch.trainer_device=cuda", *overrides).trainer.on_gpu
 
 
-def test_a_local_run_does_not_look_at_the_cluster_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_run_does_not_look_at_the_cluster_of_the_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert allocated(tmp_path, "mode=local", "allocation_mode=d1m1p1", "n_gpus_per_node=1").trainer.reason
 
@@ -196,9 +190,7 @@ def test_memory_of_different_devices_is_not_shared(tmp_path: Path, monkeypatch: 
     assert f"push.type: {asked} needs both sides on one kind of device" in message
 
 
-def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(tmp_path, monkeypatch) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda", "actor.fp8=true")
     assert "fp8=true requires GPUs" in refused(tmp_path, SERVERS, "launch.trainer_device=cpu", "actor.fp8=true")
@@ -229,9 +221,7 @@ def test_fp8_generators_are_refused_where_the_format_or_its_weights_cannot_be(
     load_config("ppo-math", write_run(tmp_path), overrides)  # without FP8 nothing of this is refused
 
 
-def test_fp8_generators_of_a_model_that_blocks_do_not_divide_are_refused_with_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_generators_of_a_model_that_blocks_do_not_divide_are_refused_with_the_size(tmp_path, monkeypatch) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
 
     def found(*overrides: str) -> str:
@@ -268,9 +258,7 @@ def test_fp8_reaches_server_and_sender(tmp_path: Path, monkeypatch: pytest.Monke
     assert backend_settings(config, resolve_allocation(config)).config.weight_format == "fp8_block"
 
 
-def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     path = write_run(tmp_path)
     words = ["ppo-math", "--config", str(path), "--dry-run", SERVERS, "generator.device=cpu"]

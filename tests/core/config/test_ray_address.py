@@ -40,9 +40,7 @@ def test_auto_is_the_cluster_of_this_node(tmp_path: Path, started: str, monkeypa
     assert joined(tmp_path, "mode=local") is None
 
 
-def test_auto_without_a_cluster_is_named_with_the_command_to_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_without_a_cluster_is_named_with_the_command_to_run(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert running_ray() is None

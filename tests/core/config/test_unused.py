@@ -169,9 +169,7 @@ def test_host_memory_is_for_activations_that_were_on_a_gpu(tmp_path: Path, monke
     assert reported(linear) == {key: "actor.gradient_checkpointing=linear"}
 
 
-def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     config = load(tmp_path, "allocation_mode=sglang.d2m1p1 ppo.ppo_n_minibatches=1 generator.interrupt=in_place")
     assert reported(config).keys() == {"generator.interrupt"}
@@ -179,9 +177,7 @@ def test_generators_on_the_trainers_gpus_abort_whatever_the_key_says(
     assert not reported(load(tmp_path, "allocation_mode=sglang.d1m1p1+d1m1p1 generator.interrupt=in_place"))
 
 
-def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_on_the_trainers_gpus_get_all_weights_whatever_the_key_says(tmp_path, monkeypatch) -> None:
     """They release theirs at every step, so there is nothing that changes could be applied to."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     through_files = "push.type=disk push.changes=always ppo.ppo_n_minibatches=1"

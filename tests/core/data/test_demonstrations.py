@@ -32,9 +32,7 @@ def write(path: Path, rows: Sequence[tuple[str, str]]) -> Path:
     return path
 
 
-def test_rows_that_nothing_can_be_learnt_from_are_left_out_and_counted(
-    assets, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_nothing_can_be_learnt_from_are_left_out_and_counted(assets, tmp_path, caplog) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [("1+1=", "2"), ("1+1+1+1=", "4"), ("?", "2")]
     write(path, rows)

@@ -13,9 +13,7 @@ from helpers.sglang_environment import Models
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
-def test_a_reward_asks_the_auxiliary_model_which_comes_back(
-    assets, run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_asks_the_auxiliary_model_which_comes_back(assets, run_command, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # of helpers
     judge = tmp_path / "judge"
     Models(judge)

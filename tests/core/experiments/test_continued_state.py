@@ -54,9 +54,7 @@ def test_a_state_goes_on_with_its_own_algorithm_and_with_any_preset(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("before", "now"), [("grpo", OWN), (OWN, "grpo"), (None, "grpo")])
-def test_a_foreign_state_is_refused_and_on_request_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: str | None, now: str
-) -> None:
+def test_a_foreign_state_is_refused_and_on_request_dropped(tmp_path, caplog, before: str | None, now: str) -> None:
     kind = {OWN: OWN, "grpo": "preset", None: "none"}
     changed = f"algorithm={kind[now]} (the checkpoint has {kind[before]})"
     with pytest.raises(ValueError, match=re.escape(changed) + ": .*globalstep3 cannot be continued .* Restore them"):
@@ -66,9 +64,7 @@ def test_a_foreign_state_is_refused_and_on_request_dropped(
     assert f"{changed}: the state of that algorithm is dropped" in caplog.text
 
 
-def test_memory_limits_of_the_checkpoint_hold_in_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_of_the_checkpoint_hold_in_the_next_start(tmp_path, monkeypatch) -> None:
     config = configured(tmp_path, "monitor.tensorboard=false")
     extra: dict[str, object] = {"memory": {"actor_train": 100.0}}
     state = RunState(step=3, version=3, elapsed_seconds=1.0, extra=extra)

@@ -240,9 +240,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(assets, tmp_path: Path) -
     assert list(tmp_path.glob(f"recover/*/test/trial/globalstep{steps[-1]}/COMMITTED"))
 
 
-def test_the_only_generator_comes_back_after_it_died_or_hung_while_the_run_waits(
-    assets, run_command, tmp_path: Path
-) -> None:
+def test_the_only_generator_comes_back_after_it_died_or_hung_while_the_run_waits(assets, run_command, tmp_path) -> None:
     """In a run from random weights, of which none are on the disk; SIGTERM to its process group, as from `timeout` and
     batch systems, ends it."""
     folder = tmp_path / "empty"

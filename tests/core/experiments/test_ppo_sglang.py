@@ -159,9 +159,7 @@ def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
 
 
 @pytest.mark.nightly
-def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(
-    assets: Any, run_command: Any, tmp_path: Path
-) -> None:
+def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(assets, run_command, tmp_path) -> None:
     broken, enough = tmp_path / "python", tmp_path / "enough"
     broken.write_text(
         f"#!/bin/sh\nfor i in $(seq 1200); do [ -e {enough} ] && break; sleep 0.1; done\n"

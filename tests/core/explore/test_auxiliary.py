@@ -52,9 +52,7 @@ async def ask(http: aiohttp.ClientSession, endpoint: Endpoint, text: str) -> str
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_equal_requests_get_equal_answers(
-    model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_equal_requests_get_equal_answers(model: Path, temperature: float, monkeypatch) -> None:
 
     monkeypatch.setenv("SLIPSTREAM_AUXILIARY_URL", "")  # restored after the test
 

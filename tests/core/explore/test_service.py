@@ -226,9 +226,7 @@ def test_a_bench_job_says_that_answers_could_not_be_scored(assets, caplog: pytes
     assert "completions could not be scored" in caplog.text and "set auxiliary.path" in caplog.text
 
 
-def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(
-    assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(assets, tmp_path, monkeypatch) -> None:
     Models(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     given = config_of(assets, [str(assets.prompts)], reward="helpers.rewards:length_of_auxiliary")
@@ -319,9 +317,7 @@ class Watched:
         return getattr(self._generator, name)
 
 
-def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(
-    assets, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_start_by_the_requests_that_run_and_the_debug_log_shows_both(assets, caplog) -> None:
     """Below 4 a group of two begins: 5 at most, and never the eight of the step."""
 
     async def main() -> tuple[int, int]:

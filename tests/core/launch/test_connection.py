@@ -47,9 +47,7 @@ class Ray:
         self.options = options
 
 
-def test_workers_of_a_joined_cluster_import_this_checkout_first(
-    cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_joined_cluster_import_this_checkout_first(cluster: JoinedCluster, monkeypatch) -> None:
     ray = Ray(monkeypatch, requires=[False], has_token=False)
     join(cluster, Options())
     job = ray.options["job_config"]

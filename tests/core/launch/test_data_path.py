@@ -231,9 +231,7 @@ def run_steps(
 
 
 @pytest.mark.parametrize("decoupled", [False, True], ids=["no passes", "old log-probabilities"])
-def test_what_the_driver_receives_does_not_grow_with_the_tokens(
-    monkeypatch: pytest.MonkeyPatch, decoupled: bool
-) -> None:
+def test_what_the_driver_receives_does_not_grow_with_the_tokens(monkeypatch, decoupled: bool) -> None:
     few, many = 20_000, 80_000
     short, long = (run_steps(monkeypatch, tokens=n, decoupled=decoupled).driver_bytes for n in (few, many))
     assert 0 < short == long

@@ -52,9 +52,7 @@ def test_processes_divide_the_cores_that_this_one_may_use(monkeypatch: pytest.Mo
     assert threads_per_process(allocation, configured=3, takes_turns=False, gpus=False) == 3
 
 
-def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_that_compute_on_gpus_take_a_few_cores_unless_more_are_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     allocation = parse("sglang.d1m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=2)
     assert threads_per_process(allocation, configured=0, takes_turns=True, gpus=False) == 64
@@ -84,9 +82,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(cluster: Cluster, caplog) -> None:
     record = logging.LogRecord("rollout", logging.WARNING, __file__, 1, "step 7: 80 of 128 could not", None, None)
     (cluster.log_folder / "rollout.log").write_text(LineFormatter("rollout").format(record) + "\n")
     with caplog.at_level(logging.WARNING):
@@ -94,9 +90,7 @@ def test_leaving_the_cluster_shows_what_workers_warned_of_in_the_last_second(
     assert [r.getMessage() for r in caplog.records] == ["rollout: step 7: 80 of 128 could not"]
 
 
-def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(tmp_path, monkeypatch) -> None:
     ended = []
 
     def start_own(*common: object, **options: object) -> None:
@@ -160,9 +154,7 @@ def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_results_are_in_the_order_of_the_calls_whichever_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_in_the_order_of_the_calls_whichever_comes_first(tmp_path, monkeypatch) -> None:
     def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         return pending[-1:], pending[:-1]  # the last one first
 
@@ -190,9 +182,7 @@ def test_an_error_names_the_worker_whose_call_it_is(tmp_path: Path, monkeypatch:
     assert any("in rank1" in note for note in raised.value.__notes__)
 
 
-def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(tmp_path, monkeypatch) -> None:
     ended = {"take"}
 
     def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
@@ -221,9 +211,7 @@ def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(
     assert any("in rollout" in note for note in raised.value.__notes__)
 
 
-def test_a_worker_that_does_not_answer_in_time_is_named_with_its_state_and_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_answer_in_time_is_named_with_its_state_and_the_key(tmp_path, monkeypatch) -> None:
     def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         return [ref for ref in pending if ref == "a"], [ref for ref in pending if ref != "a"]
 

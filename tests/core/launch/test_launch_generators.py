@@ -87,9 +87,7 @@ def test_a_generator_that_never_gets_ready_again_is_given_up_in_time(tmp_path: P
         pool.raise_if_all_gone()
 
 
-def test_a_loss_is_reported_once_and_the_generator_that_came_back_is_kept(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_loss_is_reported_once_and_the_generator_that_came_back_is_kept(tmp_path, clock: SimpleNamespace) -> None:
     cluster = Cluster(tmp_path, [Actor() for _ in range(4)])
     pool = make_pool(cluster, 2)
     rollout = Rollout(pool)
@@ -158,9 +156,7 @@ def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
     assert running == [8, 4, 4]
 
 
-def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(tmp_path, clock: SimpleNamespace) -> None:
     cluster = Cluster(tmp_path, [Actor(), Actor(start=PENDING)])
     cluster.startup_seconds = 300.0
     pool = make_pool(cluster, 1)

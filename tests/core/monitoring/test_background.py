@@ -67,9 +67,7 @@ def test_a_row_that_is_refused_is_logged_once_and_later_rows_are_sent(caplog: py
     ]
 
 
-def test_a_service_that_hangs_delays_nothing_and_its_rows_are_counted(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_hangs_delays_nothing_and_its_rows_are_counted(caplog, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
     service = Service(is_open=False)
     tracker = BackgroundTracker(service, close_seconds=0.01)

@@ -94,9 +94,7 @@ def test_an_address_that_mlflow_cannot_use_is_an_error_of_its_key(mlflow: MLflow
         MLflowSink(runs=runs_of(mlflow.folder), uri=uri, experiment="e", name="trial")
 
 
-def test_attempts_share_one_wandb_run_with_histograms_and_a_table_of_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_share_one_wandb_run_with_histograms_and_a_table_of_samples(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged: list[dict[str, Any]] = []
@@ -155,9 +153,7 @@ def test_a_key_that_is_none_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         WandbSink(runs=runs_of(tmp_path), folder=tmp_path, mode="online", project="p", name="trial")
 
 
-def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first(tmp_path, monkeypatch, caplog) -> None:
     def refuse(**options: object) -> WandbSink:
         raise TrackerError("wandb.mode=offline: no")
 
@@ -170,9 +166,7 @@ def test_a_tracker_that_cannot_be_used_ends_the_first_attempt_and_only_the_first
     assert "wandb.mode=offline: no. Training continues without it; if the run was deleted, remove " in caplog.text
 
 
-def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(
-    mlflow: MLflow, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_mlflow_run_that_was_deleted_is_followed_by_another_one(mlflow: MLflow, caplog) -> None:
     mlflow.attempt([1])
     run_id = runs_of(mlflow.folder).get("mlflow")
     assert run_id is not None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import pytest
-
 from core.monitoring.logs import LineFormatter, WorkerWarnings
 
 
@@ -20,9 +18,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_warnings_of_all_workers_are_shown_once_with_the_process_and_the_level(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_of_all_workers_are_shown_once_with_the_process_and_the_level(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO)
     append(tmp_path / "rollout.log", line("rollout", logging.WARNING, "of an earlier run"))
     show = WorkerWarnings(tmp_path)
@@ -37,9 +33,7 @@ def test_warnings_of_all_workers_are_shown_once_with_the_process_and_the_level(
     ]  # fmt: skip
 
 
-def test_a_line_that_is_being_written_is_shown_when_it_is_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_is_being_written_is_shown_when_it_is_whole(tmp_path, caplog) -> None:
     show, path, text = WorkerWarnings(tmp_path), tmp_path / "rollout.log", line("rollout", logging.WARNING, "first")
     append(path, text[:-4])
     show()
@@ -49,9 +43,7 @@ def test_a_line_that_is_being_written_is_shown_when_it_is_whole(
     assert caplog.messages == ["rollout: first"]
 
 
-def test_of_many_alike_the_first_three_are_shown_and_none_hides_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_many_alike_the_first_three_are_shown_and_none_hides_others(tmp_path, caplog) -> None:
     show, path = WorkerWarnings(tmp_path), tmp_path / "rollout.log"
     append(path, "".join(line("rollout", logging.WARNING, f"q{i}: skipped") for i in range(100)))
     append(path, line("rollout", logging.WARNING, "another"))

@@ -52,9 +52,7 @@ def test_what_begins_after_a_signal_has_its_own_time_to_finish(monkeypatch: pyte
     assert end.type is KeyboardInterrupt, "it finished all the same"
 
 
-def test_of_repeated_signals_the_first_raises_and_later_ones_do_not_interrupt_what_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_repeated_signals_the_first_raises_and_later_ones_do_not_interrupt_what_saves(monkeypatch) -> None:
     now = 0.0
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
     with Interrupts():

@@ -34,9 +34,7 @@ def test_a_signal_during_the_imports_is_one_line_and_the_exit_code_of_an_interru
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", f"{NOTHING_STARTED}\n")
 
 
-def test_ctrl_c_during_the_checks_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_during_the_checks_is_one_line(monkeypatch, capsys) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 

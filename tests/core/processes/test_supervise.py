@@ -505,9 +505,7 @@ end_at_signals(); raise_at_signals()
     assert run(body, retries=1)[0] == DONE
 
 
-def test_a_signal_right_after_training_is_complete_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_right_after_training_is_complete_changes_nothing(tmp_path, monkeypatch) -> None:
     class Signals(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())

@@ -88,9 +88,7 @@ def test_logs_models_and_checkpoints_get_a_dated_name_under_which_the_run_can_co
     assert again.logs.name == f"{aside.logs.name}-2" and files(aside.logs)["metrics.jsonl"] == "rows"
 
 
-def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(
-    paths: RunPaths, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistyped_name_is_met_with_the_names_of_trials_that_have_checkpoints(paths: RunPaths, caplog) -> None:
     user = paths.recover.parent.parent
     for trial in ("sums/frist", "sums/other-thing", "zebra/crossing"):
         commit(user / trial)

@@ -54,9 +54,7 @@ def test_the_recorded_configuration_starts_the_same_run(tmp_path: Path) -> None:
     assert again.model_dump() == config.model_dump()
 
 
-def test_the_recorded_configuration_is_known_as_that_of_this_user_until_it_is_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recorded_configuration_is_known_as_that_of_this_user_until_it_is_changed(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     write_run(tmp_path)
     config, paths = loaded(tmp_path)
@@ -84,9 +82,7 @@ def test_roles_with_slots_of_their_own_are_recorded_so_that_they_load(tmp_path: 
     assert again.actor_gen == config.actor_gen and again.actor_train == config.actor_train
 
 
-def test_every_start_has_its_command_line_and_versions_and_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_start_has_its_command_line_and_versions_and_no_secret(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
     overrides = ["external_configs.envs={MY_TOKEN: hunter2}", "external_configs.envs.MY_KEY=hunter2"]
     monkeypatch.setattr(quickstart, "run_attempts", lambda *args, **settings: DONE)
@@ -167,9 +163,7 @@ def attempt(
     return quickstart._attempt(config, paths, Screen(Console(quiet=True), compact=True), Attempt(), words)
 
 
-def test_complete_names_the_folder_of_the_newest_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_complete_names_the_folder_of_the_newest_model(tmp_path, monkeypatch, caplog) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path)
     caplog.set_level("INFO")
@@ -197,9 +191,7 @@ def test_a_trial_is_complete_only_while_it_has_its_last_recover_checkpoint(tmp_p
     assert not is_complete(paths, end), "the run continues from globalstep5"
 
 
-def test_interrupted_names_the_command_that_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_interrupted_names_the_command_that_continues(tmp_path, monkeypatch, caplog) -> None:
     write_run(tmp_path)
     config, paths = loaded(tmp_path)
     assert attempt(config, paths, monkeypatch, KeyboardInterrupt) == INTERRUPTED

@@ -258,9 +258,7 @@ def test_no_byte_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("num_bytes", [16, 21, 23], ids=["whole blocks", "a part of a block", "a part of a read"])
-def test_no_byte_of_a_file_of_several_blocks_can_change_unnoticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
+def test_no_byte_of_a_file_of_several_blocks_can_change_unnoticed(tmp_path, monkeypatch, num_bytes: int) -> None:
     monkeypatch.setattr(checkpoints, "_BLOCK_BYTES", 8)
     monkeypatch.setattr(checkpoints, "_READ_BYTES", 4)
     content = bytes(range(num_bytes))
@@ -275,9 +273,7 @@ def test_no_byte_of_a_file_of_several_blocks_can_change_unnoticed(
     verify(tmp_path)
 
 
-def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(tmp_path, monkeypatch) -> None:
     synced: dict[str, bytes] = {}  # content of each file, b"" of each folder, when it was last brought to the disk
     before_rename: dict[str, bytes] = {}
     fsync, rename = os.fsync, os.rename
@@ -305,9 +301,7 @@ def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(
     assert list(synced) == ["."], "the marker's new name is in the folder"
 
 
-def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(tmp_path, monkeypatch) -> None:
     store = RecoverStore(tmp_path, IDENTITY)
     begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
     monkeypatch.setattr("core.processes.signals._received", [(15, time.monotonic())])
@@ -316,9 +310,7 @@ def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(
     assert names(tmp_path) == []
 
 
-def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(tmp_path, monkeypatch) -> None:
     sealed, given_up = threading.Event(), threading.Event()
 
     def held_back(folder: Path) -> int:

@@ -79,9 +79,7 @@ def test_without_the_setting_every_push_is_whole(folder: Path) -> None:
         assert [push(sender, version).changed for version in (1, 2)] == [None, None]
 
 
-def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from_then_on(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from_then_on(folder: Path, caplog) -> None:
     with paused(1, 2) as (doubles, servers):
         sender = sender_of("disk", folder, changes="always")
         sender.connect(servers)
@@ -100,9 +98,7 @@ def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from
         assert not list(folder.glob("push-*"))
 
 
-def test_a_server_that_cannot_apply_changes_gets_everything_now_and_later(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_cannot_apply_changes_gets_everything_now_and_later(folder: Path, caplog) -> None:
     with paused(1) as ((double,), servers):
         sender = sender_of("disk", folder, changes="always")
         sender.connect(servers)
@@ -115,9 +111,7 @@ def test_a_server_that_cannot_apply_changes_gets_everything_now_and_later(
         assert holds(double, 3)
 
 
-def test_a_damaged_file_of_changes_is_named_and_everything_is_sent(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_of_changes_is_named_and_everything_is_sent(folder: Path, caplog) -> None:
     with paused(1) as ((double,), servers):
         sender = sender_of("disk", folder, changes="always")
         sender.connect(servers)
@@ -133,9 +127,7 @@ def test_a_damaged_file_of_changes_is_named_and_everything_is_sent(
 
 
 @pytest.mark.parametrize("when", ["prepare", "send"])
-def test_after_a_push_that_failed_the_next_one_is_whole(
-    when: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_push_that_failed_the_next_one_is_whole(when: str, folder: Path, monkeypatch) -> None:
     """What the servers have then is not what the sender had last."""
 
     def full(*_: object, **__: object) -> None:

@@ -122,9 +122,7 @@ def update_path(fleet: Fleet) -> str:
     return UPDATE_OF[fleet.trainer._kind]
 
 
-def test_the_senders_stay_connected_while_the_fleet_stays_the_same(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_senders_stay_connected_while_the_fleet_stays_the_same(fleet: Fleet, caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="core")
     for version in (1, 2, 3):
         fleet.push(version)

@@ -163,9 +163,7 @@ def test_a_verified_push_logs_the_format_of_every_tensor(holder: Holder, caplog:
 FP8_NAME = "float8_e4m3fn"
 
 
-def test_a_server_that_holds_bfloat16_in_place_of_fp8_ends_the_push(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_holds_bfloat16_in_place_of_fp8_ends_the_push(holder: Holder, monkeypatch) -> None:
     monkeypatch.setattr(Holder, "takes", torch.bfloat16)
     with pytest.raises(
         PushError, match=rf"generator-0: 3 tensors .*q_proj.weight was sent as {FP8_NAME}, .* is bfloat16"

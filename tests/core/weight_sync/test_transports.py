@@ -142,9 +142,7 @@ def test_what_a_killed_push_left_on_disk_is_removed_by_the_next_attempt(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["globalstep4"]
 
 
-def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit_and_a_refusal_fails_them_with_its_reason(
-    tmp_path: Path,
-) -> None:
+def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit_and_a_refusal_fails_them_with_its_reason(tmp_path) -> None:
     """The servers' own checksums are compared in the push; here the counts and the report. A push by ipc fails on every
     rank, as all of them hold memory for it; by nccl where the broadcast is."""
     pushes: list[Push] = [("nccl", 2000), ("ipc", 0), ("disk", None), ("ipc", None), ("nccl", None)]

@@ -263,9 +263,7 @@ def run_convert_damaged(rank: Rank, *arguments: str) -> tuple[int, str, str]:
         return run_convert(rank, *arguments)
 
 
-def test_an_output_that_differs_never_appears_and_the_old_one_stays(
-    ranks: RankPool, model_folders: Any, tmp_path: Path
-) -> None:
+def test_an_output_that_differs_never_appears_and_the_old_one_stays(ranks: RankPool, model_folders, tmp_path) -> None:
     assert convert(ranks, model_folders["qwen2"][0], tmp_path / "megatron", "--to-megatron")[0] == 0
     arguments = ("--checkpoint_path", str(tmp_path / "megatron"), "--output_path", str(tmp_path / "hf"))
     status, out, err = ranks.run(run_convert_damaged, 1, *arguments, "--check")[0]

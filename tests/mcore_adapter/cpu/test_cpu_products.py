@@ -23,9 +23,7 @@ def factor(rows: int, columns: int, *, transposed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("right", [False, True])
-def test_a_product_is_that_of_float64(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], left: bool, right: bool
-) -> None:
+def test_a_product_is_that_of_float64(monkeypatch, size: tuple[int, int, int], left: bool, right: bool) -> None:
     m, k, n = size
     a, b = factor(m, k, transposed=left), factor(k, n, transposed=right)
     taken = []

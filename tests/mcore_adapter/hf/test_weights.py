@@ -173,12 +173,7 @@ CUTS = {name: LAYOUTS[name] for name in ("one process", "tp2 pp2", "pp2 vpp2")}
 
 
 @pytest.mark.parametrize("is_critic", [False, True])
-def test_a_fresh_model_is_the_same_in_every_layout(
-    ranks: RankPool,
-    model_folders: Any,
-    tmp_path: Path,
-    is_critic: bool,
-) -> None:
+def test_a_fresh_model_is_the_same_in_every_layout(ranks: RankPool, model_folders, tmp_path, is_critic: bool) -> None:
     source, _ = model_folders["qwen2_tied"]
     for name, layout in CUTS.items():
         ranks.run(from_scratch, layout.world_size, layout, source, tmp_path / name, is_critic)

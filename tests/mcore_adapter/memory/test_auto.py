@@ -67,9 +67,7 @@ def chosen_by_limit(rank: Rank, layout: ParallelLayout, model: str) -> dict[str,
 
 
 @pytest.mark.parametrize("layout", ["one process", "pp2"])
-def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(
-    ranks: RankPool, model_folders: Any, layout: str
-) -> None:
+def test_the_least_that_fits_is_chosen_and_the_update_is_the_same(ranks: RankPool, model_folders, layout: str) -> None:
     model = str(model_folders["qwen3"][0])
     where = LAYOUTS[layout]
     results = ranks.run(chosen_by_limit, where.world_size, where, model)
@@ -251,9 +249,7 @@ def ran_out(rank: Rank, model: str, least: int) -> Any:
             return e.repeatable, engine._recompute.choice.levels
 
 
-def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(
-    ranks: RankPool, model_folders: Any
-) -> None:
+def test_an_update_that_ran_out_of_memory_is_repeated_with_more_recomputation(ranks: RankPool, model_folders) -> None:
     model = str(model_folders["qwen3_moe"][0])
     ((same, levels),) = ranks.run(ran_out, 1, model, 6)
     assert same and 6 <= sum(map(LEVELS.index, levels)) < 20

@@ -171,8 +171,6 @@ def warnings_at_start(rank: Rank, model: str, stacks: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "stacks"), [("qwen3_moe", False), ("qwen3_moe", True), ("qwen3", False)])
-def test_experts_that_linear_cannot_reach_are_reported(
-    ranks: RankPool, model_folders: Any, name: str, stacks: bool
-) -> None:
+def test_experts_that_linear_cannot_reach_are_reported(ranks: RankPool, model_folders, name: str, stacks: bool) -> None:
     (said,) = ranks.run(warnings_at_start, 1, str(model_folders[name][0]), stacks)
     assert ["first products are kept" in text for text in said] == [True] * ((name, stacks) == ("qwen3_moe", False))

@@ -138,9 +138,7 @@ def stacked_run(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, Any
         return actor_run(rank, layout, model)
 
 
-def test_more_ranks_than_a_token_has_experts_use_the_dispatcher_of_megatron(
-    ranks: RankPool, model_folders: Any
-) -> None:
+def test_more_ranks_than_a_token_has_experts_use_the_dispatcher_of_megatron(ranks: RankPool, model_folders) -> None:
     folder, four = str(model_folders["qwen3_moe"][0]), ParallelLayout(dp=4, ep=4)
     results, expected = (ranks.run(stacked_run, n, layout, folder) for n, layout in ((4, four), (1, ParallelLayout())))
     assert_same_steps(results, expected)

@@ -175,9 +175,7 @@ def test_bfloat16_weights_compute_in_bfloat16_as_transformers_does(ranks: RankPo
 
 
 @pytest.mark.parametrize("layout", ["tp2 pp2", "cp2", "pp2 vpp2"])
-def test_a_critic_values_every_token_with_its_head(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: str
-) -> None:
+def test_a_critic_values_every_token_with_its_head(ranks: RankPool, model_folders, tmp_path, layout: str) -> None:
     import transformers
 
     folder, _ = model_folders["qwen2"]

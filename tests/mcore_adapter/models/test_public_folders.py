@@ -170,9 +170,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_output_layer_of_its_own_is_kept_or_refused(
-    ranks: RankPool, tmp_path: Path, tied: bool, scale: float
-) -> None:
+def test_an_output_layer_of_its_own_is_kept_or_refused(ranks: RankPool, tmp_path, tied: bool, scale: float) -> None:
     publish(tmp_path, "Qwen2", tie_word_embeddings=tied)
     rewrite(tmp_path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] * scale})
     check(ranks, tmp_path, "tie_word_embeddings" if tied and scale != 1.0 else EQUAL)

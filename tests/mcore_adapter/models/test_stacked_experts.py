@@ -143,9 +143,7 @@ def exported(rank: Rank, layout: ParallelLayout, model: str) -> Any:
         return before, weights()
 
 
-def test_stacked_weights_are_exported_one_expert_at_a_time_and_as_they_are_now(
-    ranks: RankPool, model_folders: Any
-) -> None:
+def test_stacked_weights_are_exported_one_expert_at_a_time_and_as_they_are_now(ranks: RankPool, model_folders) -> None:
     from safetensors.torch import load_file
 
     folder, where = model_folders["qwen3_moe"][0], EXPERT_LAYOUTS["dp2 ep2"]

@@ -255,9 +255,7 @@ def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code()
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 3
 
 
-def test_a_slab_that_cannot_be_reserved_fails_where_it_is_taken(
-    allocated: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slab_that_cannot_be_reserved_fails_where_it_is_taken(allocated: list[int], monkeypatch) -> None:
     def fails(num_bytes: int) -> Tensor:
         raise RuntimeError("no memory to lock")
 

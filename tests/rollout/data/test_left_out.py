@@ -57,9 +57,7 @@ def test_empty_prompts_are_counted_apart_and_none_left_out_is_no_line(caplog: py
     assert caplog.messages == []
 
 
-def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_rows_a_sample_is_tokenised_and_the_rest_where_none_of_it_fits(tmp_path, caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(prompts, "SAMPLE", 5)
     words = words_model(tmp_path / "words")

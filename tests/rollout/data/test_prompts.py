@@ -168,9 +168,7 @@ def test_prompts_are_tokenised_in_the_template_and_too_long_ones_are_counted(tmp
         Encoder(encoder.tokenizer, PromptFormat(template="Q:"))
 
 
-def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_which(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_every_epoch_is_another_shuffle_of_all_prompts_and_the_seed_decides_which(tmp_path, encoder: Encoder) -> None:
     path = write(tmp_path / "d.jsonl", *(tutorial_row(i) for i in range(50)))
 
     def stream(seed: int) -> list[tuple[int, int]]:
@@ -206,9 +204,7 @@ def test_other_data_than_of_the_run_is_refused(tmp_path: Path, encoder: Encoder)
             other.check_same(state)
 
 
-def test_a_column_that_may_be_the_answer_is_named_where_no_row_has_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_column_that_may_be_the_answer_is_named_where_no_row_has_one(tmp_path, caplog) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "1+1=", "gold_value": 2, "level": 1})
     scan_rows(path, solved=False)
     assert "prompt.answers is empty; if it is in gold_value, set dataset.answer_field" in caplog.text

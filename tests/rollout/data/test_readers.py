@@ -136,9 +136,7 @@ def test_compression_is_found_whatever_the_name(tmp_path: Path, name: str, compr
         ("d.json", '[{"question": "%s"}]', ": more than 1 MiB in one list; write jsonl, one row a line"),
     ],
 )
-def test_a_small_file_of_a_large_row_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
-) -> None:
+def test_a_small_file_of_a_large_row_is_refused(tmp_path, monkeypatch, name: str, content: str, message: str) -> None:
     monkeypatch.setattr(files, "_LONGEST_LINE", 2**20)
     monkeypatch.setattr(files, "_LONGEST_LIST", 2**20)
     filling = "1\n" * 2**20 if name.endswith(".tsv") else "1" * 2**21
@@ -256,9 +254,7 @@ def test_a_hub_id_without_network_says_how_to_get_the_data(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("is_silent", "said"), [(False, "refused"), (True, "no answer within 0.5 s")])
-def test_a_hub_that_cannot_be_reached_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_silent: bool, said: str
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path, caplog, is_silent: bool, said: str) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     server = socket.create_server(("127.0.0.1", 0))
@@ -277,9 +273,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_columns_are_named_and_those_that_have_no_use_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_are_named_and_those_that_have_no_use_are_reported(tmp_path, caplog) -> None:
     caplog.set_level("INFO")
     row = {"ask": "1+1?", "reward_model": {"ground_truth": "2", "style": "rule"}, "prompt": "x", "why": "sum", "id": 7}
     path = write(tmp_path / "d.jsonl", [row])

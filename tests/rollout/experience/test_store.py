@@ -556,9 +556,7 @@ def killed_before(statement: int, path: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_nothing(
-    stride: int, tmp_path: Path
-) -> None:
+def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_nothing(stride: int, tmp_path) -> None:
     for statement in count(step=stride):
         path = tmp_path / f"{statement}.db"
         if not killed_before(statement, path):
@@ -756,9 +754,7 @@ def test_a_full_disk_is_one_error_and_what_was_stored_stays(tmp_path: Path) -> N
     again.close()
 
 
-def test_a_store_that_another_process_keeps_locked_is_one_error_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_another_process_keeps_locked_is_one_error_and_loses_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("rollout.experience.stores.sqlite._BUSY_SECONDS", 0.2)
     store = SQLiteExperience(tmp_path / "e.db")
     begin(store, 0, version=0)

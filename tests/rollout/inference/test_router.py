@@ -202,9 +202,7 @@ async def test_requests_of_a_generator_that_dies_continue_elsewhere_and_the_reas
     assert re.fullmatch(r"generator-0 failed \(.*closed.*\); its requests continue elsewhere", reported)
 
 
-async def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(
-    folder: Path, model: Any
-) -> None:
+async def test_an_aborted_request_keeps_its_tokens_when_its_generator_dies_before_going_on(folder: Path, model) -> None:
     generators = [Recorded(folder) for _ in range(2)]
     router = Router(generators)
     requests = groups_of_four(2, max_new_tokens=300)
@@ -281,9 +279,7 @@ async def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_anot
     await router.close()
 
 
-async def test_a_slow_generator_is_reported_and_keeps_its_requests(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_generator_is_reported_and_keeps_its_requests(folder: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("rollout.inference.router._LEAST_SECONDS_TO_JUDGE", 0.0)
 
     router = Router([Recorded(folder) for _ in range(2)])
@@ -301,9 +297,7 @@ async def test_a_slow_generator_is_reported_and_keeps_its_requests(
     await router.close()
 
 
-async def test_a_request_that_cannot_be_served_blames_no_generator(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_that_cannot_be_served_blames_no_generator(folder: Path, caplog) -> None:
     router = Router([Recorded(folder)])
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="exceed the 512 positions"):
         await router.generate(request(0, prompt(500), max_new_tokens=100))

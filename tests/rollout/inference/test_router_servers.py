@@ -100,9 +100,7 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
         asyncio.run(main())
 
 
-def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(folder: Path, caplog) -> None:
     async def main() -> None:
         async with generator_on(double, folder) as generator:
             await generator.resume(0)

@@ -183,9 +183,7 @@ class OtherSettings:
         ("plugin_workflows:Good()", "write it as package.module:Name"),
     ],
 )
-def test_a_workflow_plugin_that_does_not_fit_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, said: str
-) -> None:
+def test_a_workflow_plugin_that_does_not_fit_is_one_clear_error(tmp_path, monkeypatch, spec: str, said: str) -> None:
     (tmp_path / "plugin_workflows.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"tokenizer": None, "reward_pool": None, "sampling": SAMPLING, "group_size": 2, "seed": 0}

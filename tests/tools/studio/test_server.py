@@ -202,9 +202,7 @@ def test_rows_with_other_keys_keep_their_values_and_one_with_a_huge_number_is_le
     assert series.status()["histograms"] == ["h"]
 
 
-def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
     monkeypatch.setattr("tools.studio.sampled.CACHED_BYTES", 0)
@@ -228,9 +226,7 @@ def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_t
     assert again.heat("staleness/ages")["labels"] == ["0", "1", "2"]
 
 
-def test_an_index_stays_as_it_was_read_when_another_studio_writes_it_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_stays_as_it_was_read_when_another_studio_writes_it_anew(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
     file = make_run(tmp_path / "runs").logs / "metrics.jsonl"

@@ -79,9 +79,7 @@ def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> 
     assert states == {"driver": ("running", True), "rollout": ("ended", False)}
 
 
-def test_gpus_are_shown_with_their_use_while_a_process_of_the_run_is_on_this_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_shown_with_their_use_while_a_process_of_the_run_is_on_this_host(tmp_path, monkeypatch) -> None:
     _, run = run_of(tmp_path)
     (run.logs / "stacks").mkdir()
     me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "host": os.uname().nodename}

@@ -56,9 +56,7 @@ def test_what_else_is_in_the_batch_does_not_change_a_completion(
         assert_same(c, alone[r.request_id], versions=False)
 
 
-def test_requests_that_arrive_while_others_run_are_sampled_as_if_alone(
-    model: Any, alone: dict[str, Completion]
-) -> None:
+def test_requests_that_arrive_while_others_run_are_sampled_as_if_alone(model, alone: dict[str, Completion]) -> None:
     requests = mixed_requests()
     engine, done = engine_of(model, max_running=10), {}
     for i in range(0, len(requests), 4):

@@ -97,9 +97,7 @@ async def test_submitted_requests_come_out_of_drain_exactly_once(folder: Path, m
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-async def test_after_pause_no_token_of_the_old_version_appears(
-    folder: Path, model: Any, new_model: Any, interrupt: str
-) -> None:
+async def test_after_pause_no_token_of_the_old_version_appears(folder: Path, model, new_model, interrupt: str) -> None:
     long = [request(i, prompt(6, seed=i), max_new_tokens=400) for i in range(3)]
     async with playing(folder, interrupt=interrupt, version=2) as generator:
         running = [asyncio.ensure_future(generator.generate(r)) for r in long]
@@ -127,9 +125,7 @@ async def test_after_pause_no_token_of_the_old_version_appears(
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-async def test_the_next_turn_after_an_update_is_computed_anew(
-    folder: Path, model: Any, new_model: Any, interrupt: str
-) -> None:
+async def test_the_next_turn_after_an_update_is_computed_anew(folder: Path, model, new_model, interrupt: str) -> None:
     async with playing(folder, interrupt=interrupt, version=2) as generator:
         first = await generator.generate(replace(request(0, prompt(6)), is_turn=True))
         await generator.pause()
@@ -143,9 +139,7 @@ async def test_the_next_turn_after_an_update_is_computed_anew(
         assert (await generator.health()).num_old_prefix_tokens == 0
 
 
-async def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(
-    folder: Path, new_model: Any
-) -> None:
+async def test_pausing_twice_and_updating_in_pieces_is_fine_but_not_without_a_pause(folder: Path, new_model) -> None:
     tensors = bucket_of(new_model).tensors()
     async with playing(folder) as generator:
         running = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=300)))
@@ -243,9 +237,7 @@ async def test_aborted_requests_are_handed_out_with_what_they_have(folder: Path,
         (lambda: request(0, [1]), "request_id='r0' is already in use"),
     ],
 )
-async def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(
-    folder: Path, bad: Any, message: str
-) -> None:
+async def test_a_request_that_cannot_be_served_is_refused_and_harms_no_other(folder: Path, bad, message: str) -> None:
     async with playing(folder) as generator:
         good = asyncio.ensure_future(generator.generate(request(0, prompt(6), max_new_tokens=100)))
         await asyncio.sleep(0)

@@ -83,9 +83,7 @@ def test_after_weights_that_came_another_way_everything_must_come_first(server: 
     assert weights["w"].eq(0).all()
 
 
-def test_a_loader_that_fails_is_a_refusal_and_its_reason(
-    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_that_fails_is_a_refusal_and_its_reason(server, tmp_path, monkeypatch) -> None:
     def fail(*_: Any) -> None:
         raise NotImplementedError("add of a tensor")
 

@@ -366,9 +366,7 @@ def test_changes_make_the_weights_that_everything_makes_and_only_of_the_push_bef
     np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
 
-def test_a_server_with_other_weights_than_were_sent_is_found(
-    server: SGLangServer, models: Models, tmp_path: Path
-) -> None:
+def test_a_server_with_other_weights_than_were_sent_is_found(server: SGLangServer, models: Models, tmp_path) -> None:
     sender = sender_of("disk", models, tmp_path)
     sender.connect([address_of(server)])
     sender.prepare(models.buckets(2), verify=True)
@@ -402,9 +400,7 @@ def stopped_scheduler() -> Iterator[None]:
             os.kill(process.pid, signal.SIGCONT)
 
 
-async def test_a_server_whose_scheduler_hangs_is_not_healthy(
-    server: SGLangServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServer, monkeypatch) -> None:
     monkeypatch.setattr("rollout.inference.sglang.generator._CALL_SECONDS", 3.0)
 
     generator = SGLangGenerator(server)

@@ -70,9 +70,7 @@ def test_changes_make_the_weights_that_everything_makes_on_every_rank(
     )
 
 
-def test_a_rank_with_other_weights_than_were_sent_is_found(
-    server: SGLangServer, models: Models, tmp_path: Path
-) -> None:
+def test_a_rank_with_other_weights_than_were_sent_is_found(server: SGLangServer, models: Models, tmp_path) -> None:
     live.test_a_server_with_other_weights_than_were_sent_is_found(server, models, tmp_path)
 
 
@@ -83,9 +81,7 @@ def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
     in_flight.test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(server, models, interrupt)
 
 
-def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_back(
-    models: Models, tmp_path: Path
-) -> None:
+def test_two_pipeline_stages_read_new_weights_and_go_on_with_what_they_handed_back(models: Models, tmp_path) -> None:
     prompts = [live.prompt_of(i, 10 + i) for i in range(4)]
 
     async def main() -> list[Completion]:

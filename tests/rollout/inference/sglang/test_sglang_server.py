@@ -223,9 +223,7 @@ def test_every_hook_has_a_reason_and_the_version_that_is_pinned() -> None:
         ),
     ],
 )
-def test_a_hook_without_its_target_names_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, reason: str
-) -> None:
+def test_a_hook_without_its_target_names_the_reason(tmp_path, monkeypatch, content: str | None, reason: str) -> None:
     package = tmp_path / "served"
     package.mkdir()
     (package / "__init__.py").touch()

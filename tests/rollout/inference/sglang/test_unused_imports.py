@@ -107,9 +107,7 @@ def test_the_trainers_library_is_hidden_once_it_is_not_in_use() -> None:
 
 
 @live
-def test_sglang_defines_the_architectures_where_they_are_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_defines_the_architectures_where_they_are_looked_for(tmp_path, monkeypatch) -> None:
     env = os.environ | environment()
     program = "import sglang.srt.models as m; print(m.__path__[0])"
     done = subprocess.run([str(PYTHON), "-c", program], env=env, capture_output=True, text=True, check=True)
