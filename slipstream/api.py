@@ -28,7 +28,7 @@ import yaml
 
 from core.checks import run_checks
 from core.checks.rules import load_config as _load
-from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.experiments import EXPERIMENTS, ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.parsing.yaml_tree import Table
 from core.monitoring.logs import DRIVER_LOG
@@ -223,6 +223,9 @@ def _checked(
 ) -> tuple[str, list[ExperimentConfig]]:
     """Return the trial name and the configuration, or those of several stages, in order. Raises ConfigError with the
     problems of all."""
+    if experiment not in EXPERIMENTS:
+        message = f"must be one of {', '.join(EXPERIMENTS)}, got {experiment!r}"
+        raise ConfigError([Problem(key="experiment", message=message)])
     problems: list[Problem] = []
     configs: list[ExperimentConfig] = []
     with _arguments(config, overrides) as (file, words):

@@ -2,7 +2,8 @@
 
     slipstream runs [FOLDER]
 
-FOLDER is a fileroot (external_configs.cluster_config.fileroot), default: runs. The newest run comes last.
+FOLDER is a fileroot (external_configs.cluster_config.fileroot); default: ./runs and ~/.cache/slipstream. The newest run
+comes last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from core.config.runtime import ClusterConfig
 from core.monitoring.health import History, Metrics
 from core.monitoring.metrics import DRIVER, ROLLOUT, TRAINER, TRAINER_GPU, read_rows
 from core.runs.paths import RUNNING
@@ -50,11 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=arguments.program("tools.runs"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="fileroot of the runs")
-    root = parser.parse_args(argv).folder
-    found = sorted(runs_below(root), key=lambda run: run.started)
+    parser.add_argument("folder", nargs="?", type=Path, help="fileroot of the runs")
+    given = parser.parse_args(argv).folder
+    roots = [Path("runs"), Path(ClusterConfig().fileroot).expanduser()] if given is None else [given]
+    found = sorted((run for root in roots for run in runs_below(root)), key=lambda run: run.started)
     if not found:
-        print(f"error: no run in {root}/logs; give the fileroot of a run", file=sys.stderr)
+        places = " and ".join(f"{root}/logs" for root in roots)
+        print(f"error: no run in {places}; give the fileroot of a run", file=sys.stderr)
         return BAD_INPUT
     width = max(len(run.name) for run in found)
     print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  {'loss':>8}  logs")

@@ -351,7 +351,8 @@ def _load(config: PPOMATHConfig, trainer: TrainerSide, context: RunContext, sche
     build_ppo_engines(config, trainer, total_updates=schedule.total_steps * config.num_minibatches)
     if checkpoint is not None:
         trainer.trained.load(checkpoint)
-        logger.info("Recovered from %s: %d steps are done.", checkpoint, context.start.state.step)
+        done = context.start.state.step
+        logger.info("Recovered from %s: %d steps are done.", checkpoint, done, extra=NOTICE)
     if config.recovers:  # not before: loading takes as much memory
         trainer.trained.prepare_saves()
 

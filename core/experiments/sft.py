@@ -21,6 +21,7 @@ from core.data.stored_batch import BatchWriter, assemble
 from core.experiments.context import RunContext, Start
 from core.experiments.workers import TrainedEngines, trainer_groups
 from core.launch.cluster import Cluster
+from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
 from core.placement import resolve_allocation
@@ -190,7 +191,8 @@ def run_offline(
         engines = TrainedEngines([engine])
         if start.checkpoint is not None:
             engines.load(start.checkpoint)
-            logger.info("Recovered from %s: %d steps are done.", start.checkpoint, start.state.step)
+            done = start.state.step
+            logger.info("Recovered from %s: %d steps are done.", start.checkpoint, done, extra=NOTICE)
         if config.recovers:
             engines.prepare_saves()
         forget_modules()

@@ -150,8 +150,8 @@ class Screen:
         self._phase: _Phase | None = None
         self._progress: Progress | None = None
         self._table: StepTable | None = None
-        self._first_reward: float | None = None
-        self._last_reward: float | None = None
+        self._rewards: list[tuple[int, float]] = []
+        """Step and reward of the first and the last row."""
         self._rows = 0
         self._evaluated: list[Text] = []
         """Lines about evaluations of the step whose row comes next."""
@@ -220,8 +220,7 @@ class Screen:
         self.print(self._table.line(step, row))
         self._show_evaluations()
         with suppress(KeyError):
-            self._last_reward = number(row, "reward/mean")
-            self._first_reward = self._last_reward if self._first_reward is None else self._first_reward
+            self._rewards[1:] = [(step, number(row, "reward/mean"))]
 
     def evaluation(self, step: int, figures: Row) -> None:
         """Show the figures of an evaluation after `step` steps, below the row of that step."""
@@ -254,8 +253,9 @@ class Screen:
         """Print the closing box: rewards, time, model, and what to do next."""
         seconds = time.monotonic() - self._began
         lines = []
-        if self._first_reward is not None:
-            lines.append(f"reward  {self._first_reward:.3f} → {self._last_reward:.3f} (first and last step)")
+        if self._rewards:
+            (first, before), (last, after) = self._rewards[0], self._rewards[-1]
+            lines.append(f"reward  {before:.3f} → {after:.3f} (steps {first} and {last})")
         lines.append(f"model   {model or 'none was saved'}")
         lines.append(f"next    slipstream watch {logs}")
         if experiment == "ppo-math":

@@ -87,6 +87,11 @@ def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) 
         slipstream.load_config(path, **{"actor.path": str(tmp_path / "missing")})
 
 
+def test_an_algorithm_is_no_experiment(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="experiment: must be one of ppo-math, sft, dpo, got 'grpo'"):
+        slipstream.train(with_values(tmp_path)[1], experiment="grpo")
+
+
 def test_problems_of_a_mapping_do_not_name_the_file_that_it_is_written_to(tmp_path: Path) -> None:
     path, tree = with_values(tmp_path)
 

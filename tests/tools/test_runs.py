@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from core.config.runtime import ClusterConfig
 from core.runs.paths import RunPaths, sole_run
 from core.runs.record import write_complete, write_record
 from tools import runs, watch
@@ -40,6 +41,20 @@ def test_runs_are_listed_with_state_step_and_reward(tmp_path: Path, capsys: pyte
         "sums/second": ("running", "2", "0.250"),
         "sums/third": ("stopped", "0", "-"),
     }
+
+
+def test_without_a_folder_the_runs_of_the_working_folder_and_of_the_default_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert runs.main([]) == 2
+    assert f"no run in runs/logs and {tmp_path}/home/.cache/slipstream/logs" in capsys.readouterr().err
+    make_run(tmp_path / "runs", "here", [0.1], complete=True)
+    make_run(Path(ClusterConfig().fileroot).expanduser(), "elsewhere", [0.1], complete=True)
+    assert runs.main([]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert {row.split()[0] for row in rows} == {"sums/here", "sums/elsewhere"}
 
 
 def test_the_loss_of_fine_tuning_stands_under_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,13 +91,14 @@ def test_a_phase_is_named_when_it_begins_and_while_it_lasts(monkeypatch: pytest.
 
 def test_the_end_has_the_rewards_the_model_and_commands_that_no_terminal_cuts(tmp_path: Path) -> None:
     shown, file = screen(width=80, terminal=True)
-    shown.open(total_steps=2, done_steps=0)
-    shown.step(1, ROW, "")
-    shown.step(2, ROW | {"reward/mean": 0.9}, "")
+    shown.open(total_steps=9, done_steps=6)
+    shown.step(7, ROW, "")
+    shown.step(8, ROW | {"reward/mean": 0.5}, "")
+    shown.step(9, ROW | {"reward/mean": 0.9}, "")
     shown.close()
     shown.finish(model=tmp_path / "m", logs=tmp_path / ("long" * 20), experiment="ppo-math")
     text = file.getvalue()
-    assert "reward  0.361 → 0.900" in text and f"model   {tmp_path / 'm'}" in text
+    assert "reward  0.361 → 0.900 (steps 7 and 9)" in text and f"model   {tmp_path / 'm'}" in text
     assert f"slipstream samples {tmp_path / ('long' * 20)}\n" in text
 
 
