@@ -97,6 +97,16 @@ def test_the_page_of_benchmarks_stays_one_page() -> None:
     assert len((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()) <= 200
 
 
+def test_the_paths_through_the_source_name_what_their_files_define_in_few_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Three paths")[2]
+    prompt, weight, key = re.split(r"^- ", text.partition("\n## ")[0], flags=re.MULTILINE)[1:]
+    for path in (prompt, weight):
+        named = re.findall(r"`([A-Z]\w+)(?:\.\w+)?`[^`]*(?:`\w+`[^`]*)?\(`([\w/]+\.py)`\)", path)
+        assert {file for _, file in named} == set(re.findall(r"[\w/]+\.py", path))
+        assert [pair for pair in named if f"class {pair[0]}" not in (ROOT / pair[1]).read_text(encoding="utf-8")] == []
+    assert [len(set(re.findall(r"[\w/]+\.py", path))) for path in (prompt, weight, key)] == [8, 6, 2]
+
+
 def test_the_comparison_says_of_slipstream_what_the_code_has() -> None:
     row = _comparison()["Slipstream"]
     generators = {word.lower() for word in re.findall(r"\w+", re.sub(r"\(.*?\)", "", row["generation"]))}
