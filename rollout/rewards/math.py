@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from rollout.rewards.math_reading import read
-from rollout.rewards.math_spelling import TURNING, spelled, unit_of
+from rollout.rewards.math_spelling import DENYING
 from rollout.types import Prompt
 
 __all__ = ["RIGHT", "WRONG", "UnparsableAnswerError", "extracted_answer", "math_reward", "quick_math_reward"]
@@ -35,40 +35,17 @@ _MAX_JOINED_BOXES = 6
 _BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\text\{\s*)?(?:and|or)?\s*\}?[\s$]*(?:[a-z](?:_\{?\d\}?)?\s*=\s*)?")
 _MAX_CHARS_BETWEEN_BOXES = 40
 _ANSWER_IS = re.compile(r"(?i)(?:\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])|答案?\s*(?:是|为|[:：]))[\s*:：}]*")
+_SAYS = re.compile(
+    r"(?i)^(?:[a-z ]+,)?|(?:\b(?:is|are|was|were|be|equals?|gets?|got|gives?|has|have|had|costs?|takes?|took|earns?"
+    r"|makes?|made|keeps?|needs?|pays?|spends?|leaves?|so|thus|hence|therefore|then|answer|option|choice"
+    r"|(?:up|down) by)\b(?: at\b)?|(?<=[^\W\d])\**[:：])[\s*:：}]*"
+)
+"""Without a mark the answer is what the last sentence says behind one of these; all of it where it has none."""
 _TAIL_CHARS = 1_000
-"""Without a mark only this much of the end of a text is searched: regular expressions over a whole chain of thought
-find numbers that are no answer, and take their time."""
-_PROSE_WORD = re.compile(r"(?<!\\)\b(?!and\b|or\b)[A-Za-z]{2,}")
-_MAX_PROSE_WORDS = 5
-"""More words than this after "the answer is" are a sentence, to be searched and not to be read as one answer."""
-_FORMULA = r"\$\$.+?\$\$|(?<!\\)\$(?!\s)[^$]+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]|`+[^`]+`+"
-_NUMBER = r"(?:\\?\$|[€£¥])?(?<![\w.])[-+]?\.?\d[\d.,]*(?<![.,])"
-_TERM = rf"(?:{_NUMBER}|√\(?\d+\)?|π)"
-_PLAIN = rf"(?>-?(?:(?<!\w)\()?{_TERM}\)?(?:\s*[-+*/^×·÷]?\s*\(?{_TERM}\)?)*)"
-_CANDIDATE = re.compile(
-    rf"(?s)(?:{_FORMULA})(?:(?:,|\s|\band\b|\bor\b)*(?:{_FORMULA}))*"
-    rf"|(?<!\w)\({_TERM}(?:,\s+{_TERM})+\)"
-    rf"|{_PLAIN}(?:(?:,\s+{_PLAIN})*,?\s+(?:and|or|to)\s+{_PLAIN})?(?:\s*\\?%)?"
-)
-_OTHERWISE = re.compile(
-    r"(?i)(?:\b(?:least|most|than|above|below|over|under|except|minus|negative|twice|times|half|root|log|ln|sqrt|sin|cos|tan)"
-    r"(?: about| of)?|[<>]=|[<>≠≤≥+/^×÷·±∓]|!=|\\(?:(?:ne|[lg]e)q?|[lg]t|pm))[\s*$]*$"
-)
-"""What makes the number behind it another answer, or part of a formula."""
-_DENIED = re.compile(
-    r"(?i)[\s*$]*(?:\?|(?:is|was|does|did|can|could|would|will|should|must)(?: not| never|n't)\b"
-    r"|(?:cannot|can't|won't|fails)\b|or (?:more|less|fewer)\b|(?:squared|cubed|hundred|thousand|[mb]illion)\b)"
-)
-"""What stands behind a number that is no answer, or not all of it."""
-_JUDGED = re.compile(r"(?i)[\s*$,]*(?:which )?(?:is|was|must be|should be) (?:an? |\w+ly )?(\w+)")
-_CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\n|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
-_NEGATION = re.compile(r"(?i)\b(?:not|cannot|never|no way)\b|n't\b")
-_CALLED_WRONG = re.compile(r"(?i)\b(?:is|was) (?:\w+ly )?(?:wrong|incorrect|false|impossible)\b")
-_FORMULA_LINE = re.compile(r"(?=.*[=!])[-+*/^()=!\d.,\s×÷·]*")
-_UNIT = re.compile(
-    r" ?(?!in\b)((?:(?:square|cubic|sq|cu) )?[a-zA-Z]+(?:(?: ?/ ?| per )[a-zA-Z]+)?(?:\^?\{?[23]\}?|[²³])?)(?![\w^{])"
-)
-_LETTER = re.compile(r"(?<![\w'\\])\(?([B-HJ]|A(?!\s+(?!or\b|and\b|is\b)[a-z]))\)?(?![\w'])")
+_SENTENCE_END = re.compile(r"(?<=[.!?。])\s+(?![a-z\d])|\n")
+_CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
+_IS_RIGHT = re.compile(r"(?i) is (?:correct|right|the (?:right |correct )?(?:answer|option|choice))[\s.*]*$")
+_REASON = re.compile(r"(?i),?\s+(?:since|because)\b.*")
 
 
 class UnparsableAnswerError(ValueError):
@@ -86,16 +63,13 @@ def math_reward(prompt: Prompt, text: str) -> float:
     from rollout.rewards.math_equality import is_same  # loads sympy
 
     marked = marked_answer(text, prompt=prompt.text)
-    solutions = [read(_marked_solution(solution)) for solution in prompt.solutions]
-    if marked is None:
-        is_choice = any(solution.kind == "choice" for solution in solutions)
-        marked = _unmarked_answer(outside_thoughts(text, prompt=prompt.text), is_choice=is_choice)
-    if not marked:
+    found = _said(outside_thoughts(text, prompt=prompt.text), _SAYS) if marked is None else marked
+    if not found:
         raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
-    answer = read(marked)
-    if any(is_same(solution, answer) for solution in solutions):
+    answer = read(found)
+    if any(is_same(read(_marked_solution(solution)), answer) for solution in prompt.solutions):
         return RIGHT
-    if answer.kind == "unread":
+    if answer.kind == "unread" or (marked is None and answer.kind == "words"):
         raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
     return WRONG
 
@@ -137,11 +111,12 @@ def outside_thoughts(text: str, *, prompt: str = "") -> str:
 def extracted_answer(text: str) -> str:
     """Return the text that is judged in a completion, for people to read; "" when nothing is.
 
-    The content of the box or of the "#### " line, or what "the answer is"; without such a mark the last line, up to
-    200 characters of it: there a formula or a number is searched.
+    The content of the box or of the "#### " line, or what "the answer is"; without such a mark what the last sentence
+    says.
     """
     marked = marked_answer(text)
-    return " ".join((_last_line(outside_thoughts(text))[-200:] if marked is None else marked).split())
+    found = _said(outside_thoughts(text), _SAYS) if marked is None else marked
+    return " ".join((found or "").split())
 
 
 def _integer(content: str | None) -> int | None:
@@ -165,45 +140,41 @@ def _marked(text: str) -> str | None:
     _, marker, last_line = text.rpartition("####")
     if marker and "\n" not in last_line:  # else it is a heading
         return last_line.strip()
-    return text if _INTEGER.fullmatch(text) else _said_answer(_last_line(text))
+    return text if _INTEGER.fullmatch(text) else _said(text, _ANSWER_IS)
 
 
-def _said_answer(line: str) -> str | None:
-    """Return the text after the last "the answer is" in `line`, unless that is a sentence. "" if it is no answer."""
-    _, *said = _ANSWER_IS.split(line)
-    if not said:
+def _said(text: str, pattern: re.Pattern[str]) -> str | None:
+    """Return what the last sentence says behind the last match of `pattern`: None without one, "" if it denies."""
+    sentences = _SENTENCE_END.split(text.strip()[-_TAIL_CHARS:].removesuffix("I hope it is correct."))
+    sentence = next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
+    sentence = _REASON.sub("", _IS_RIGHT.sub("", sentence))
+    *_, match = [None, *pattern.finditer(sentence)]
+    if match is None:
         return None
-    answer = said[-1].strip(" .*。").removesuffix("I hope it is correct").strip(" .*。").strip("$`")
-    if answer.startswith("not "):
-        return ""
-    num_words = len(_PROSE_WORD.findall(answer))
-    is_sentence = num_words > (0 if re.search(r"\d", answer) else _MAX_PROSE_WORDS)  # a number among words is searched
-    has_several = "$" in answer or answer.count("\\(") > 1 or ", not " in answer
-    return None if not answer or is_sentence or has_several else answer
-
-
-def _last_line(text: str) -> str:
-    """Return the last line with a letter or a digit."""
-    return next((line for line in reversed(text.strip()[-_TAIL_CHARS:].splitlines()) if re.search(r"\w", line)), "")
+    clause = _CLAUSE.split(sentence[: match.end()])[-1]
+    return "" if DENYING.search(clause) else sentence[match.end() :].strip(" .*。$`")
 
 
 def _last_boxes(text: str) -> str | None:
     """Return the content of the last box; several contents joined by commas where only "and", "or" or a comma is
-    between them."""
-    contents: list[str] = []
-    before = len(text)
-    for opening in reversed(list(_OPENING.finditer(text))):
-        end = _closing_brace(text[:before], opening.end())
-        if end == before:  # never closed, or around the boxes after it
-            return ", ".join(contents)
-        between = text[end + 1 : before]
-        if contents and (len(between) > _MAX_CHARS_BETWEEN_BOXES or not _BETWEEN_BOXES.fullmatch(between)):
+    between them. "" where a box is empty or never closes."""
+    boxes: list[tuple[int, int, str]] = []
+    end = 0
+    for opening in _OPENING.finditer(text):
+        if opening.start() < end:  # inside another
+            continue
+        end = _closing_brace(text, opening.end())
+        if end == len(text):
+            return ""
+        boxes.append((opening.start(), end, text[opening.end() : end].strip()))
+    joined = boxes[-1:]
+    for box in reversed(boxes[-_MAX_JOINED_BOXES:-1]):
+        between = text[box[1] + 1 : joined[0][0]]
+        if len(between) > _MAX_CHARS_BETWEEN_BOXES or not _BETWEEN_BOXES.fullmatch(between):
             break
-        contents.insert(0, text[opening.end() : end].strip())
-        before = opening.start()
-        if len(contents) == _MAX_JOINED_BOXES:
-            break
-    return ", ".join(dict.fromkeys(contents)) if contents else None
+        joined.insert(0, box)
+    contents = dict.fromkeys(content for _, _, content in joined)
+    return (", ".join(contents) if all(contents) else "") if boxes else None
 
 
 def _closing_brace(text: str, start: int) -> int:
@@ -215,37 +186,3 @@ def _closing_brace(text: str, start: int) -> int:
         if depth == 0:
             return match.start()
     return len(text)
-
-
-def _unmarked_answer(text: str, *, is_choice: bool) -> str:
-    """Return the last formula or number in a text without a mark, or the only letter in its last sentence; "" without
-    any."""
-    text = text.strip()[-_TAIL_CHARS:]
-    if is_choice:
-        sentence = re.split(r"(?<=[.!?:])\s+|\n", text.rstrip(" .*"))[-1]
-        letters = set(_LETTER.findall(sentence))
-        is_denied = _NEGATION.search(sentence) or _CALLED_WRONG.search(sentence)
-        return letters.pop() if len(letters) == 1 and not is_denied else ""
-    line = _last_line(text)
-    if _FORMULA_LINE.fullmatch(line) or _is_quantity(line):
-        return line
-    found = list(_CANDIDATE.finditer(text))
-    if not found:
-        return ""
-    before, after = text[: found[-1].start()], text[found[-1].end() :]
-    is_denied = _OTHERWISE.search(before) or _NEGATION.search(_CLAUSE.split(before)[-1]) or _DENIED.match(after)
-    judged = _JUDGED.match(after)
-    if is_denied or (judged and TURNING.match(judged[1])):
-        return ""
-    answer, words = found[-1].group().strip(), _UNIT.match(after)
-    unit = unit_of(spelled(words[1])) if words and answer[-1].isdigit() else None
-    return rf"{answer}\text{{{words[1]}}}" if words and unit and unit.known and not unit.others else answer
-
-
-def _is_quantity(line: str) -> bool:
-    """Return whether all of a line is one number with its unit, as in "2 dozen" and "sin 30 degrees"."""
-    answer = read(line)
-    if answer.kind != "quantity" or re.search(r"[$,(]", line):
-        return False
-    formula, _, beside = answer.parts
-    return not beside and not _PROSE_WORD.search(formula)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache, lru_cache
 from operator import and_, or_, sub
 from typing import Any
@@ -56,7 +57,7 @@ def is_same(gold: Answer, answer: Answer) -> bool:
         case (_, "named"):
             return _is_unnamed(answer, gold)
         case (_, "relation") if _is_equation(answer):
-            return not _is_curve(answer) and _gives(answer, gold)
+            return not _is_condition(answer) and _gives(answer, gold)
         case ("relation", _) if _is_equation(gold):
             return _is_constant(gold.parts[0][0]) and _gives(gold, answer)
         case ("relation" | "sets", _) | (_, "relation" | "sets"):
@@ -65,9 +66,12 @@ def is_same(gold: Answer, answer: Answer) -> bool:
             return _is_same_quantity(gold, answer)
         case ("group", "group"):
             return _is_same_group(gold, answer)
+        case ("group", "quantity") | ("quantity", "group"):
+            left, right = _sum(gold), _sum(answer)
+            return left.kind == right.kind and _is_same_quantity(left, right)
         case ("clock", "clock") | ("based", "based") | ("congruence", "congruence"):
             return all(None in pair or pair[0] == pair[1] for pair in zip(gold.parts, answer.parts, strict=True))
-        case ("ratio" | "clock", "ratio" | "clock" | "quantity") | ("quantity", "ratio"):
+        case ("ratio" | "clock", "ratio" | "clock" | "quantity") | ("quantity", "ratio" | "clock"):
             return _is_same_ratio(gold, answer)
         case ("based" | "congruence" | "words", "quantity") | ("quantity", "congruence"):
             return bool(gold.parts[0].lower() == answer.parts[0].lower())
@@ -112,6 +116,22 @@ def _measured(quantity: Answer, other: Answer) -> tuple[str, Unit, str]:
     return (letters[1], found, beside) if letters and found and found.known else (formula, unit, beside)
 
 
+def _sum(answer: Answer) -> Answer:
+    """Return 2 hours and 30 minutes as one quantity, any other answer as it is."""
+    items = answer.parts[1] if answer.kind == "group" and answer.parts[0] == "" else ()
+    units = [item.parts[1] for item in items if item.kind == "quantity"]
+    sizes = [unit.size for unit in units]
+    if not items or len(units) < len(items) or len({unit.known for unit in units} - {Unit().known}) != 1:
+        return answer
+    if sorted({*sizes}, reverse=True) != sizes:
+        return answer
+    terms = [
+        rf"({item.parts[0]}) \cdot \frac{{{size.numerator}}}{{{size.denominator}}}"
+        for item, size in zip(items, sizes, strict=True)
+    ]
+    return Answer("quantity", ("+".join(terms), replace(units[0], size=Fraction(1)), ""))
+
+
 def _is_option(choice: Answer, other: Answer) -> bool:
     letters, value = choice.parts
     if other.kind == "choice":
@@ -119,7 +139,8 @@ def _is_option(choice: Answer, other: Answer) -> bool:
         return bool(letters == other.parts[0]) and (is_bare or is_same(value, other.parts[1]))
     if value is not None and is_same(value, other):
         return True
-    return other.kind == "quantity" and "".join(sorted(other.parts[0].upper())) == letters and other.parts[1] == Unit()
+    is_bare = other.kind == "words" or (other.kind == "quantity" and other.parts[1] == Unit())
+    return is_bare and "".join(sorted(other.parts[0].upper())) == letters
 
 
 def _is_same_named(gold: Answer, answer: Answer) -> bool:
@@ -137,9 +158,8 @@ def _is_unnamed(named: Answer, other: Answer) -> bool:
     run = "".join(sorted(names))
     if run in "abcdefghijklmnopqrstuvwxyz" or run in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
         values = tuple(value for _, value in sorted(zip(names, values, strict=True), key=lambda pair: pair[0]))
-    if other.kind != "group" or other.parts[0] == "{}":
-        return False
-    return _is_same_group(other, Answer("group", ("()", values)))
+    brackets = "" if all(name.startswith("x_") for name in names) else "()"  # the roots x_1 and x_2 have no order
+    return other.kind == "group" and _is_same_group(other, Answer("group", (brackets, values)))
 
 
 def _is_same_group(gold: Answer, answer: Answer) -> bool:
@@ -179,7 +199,7 @@ def _formulas_of_ratio(answer: Answer) -> list[str]:
         return [term.parts[0] for term in answer.parts]
     if answer.kind == "quantity":
         return [answer.parts[0], "1"]
-    return [] if answer.parts[2] else [str(term) for term in answer.parts[:2]]
+    return [] if answer.parts[2] or ":0" in answer.text else [str(term) for term in answer.parts[:2]]
 
 
 def _as_relation(answer: Answer) -> Answer:
@@ -203,13 +223,17 @@ def _gives(equation: Answer, other: Answer) -> bool:
     """Return whether the right side is `other`, and what is computed on the way to it is right."""
     sides, _, value = equation.parts
     computed = [side for side in sides[:-1] if _is_constant(side)] if value.kind == "quantity" else []
-    return is_same(other, value) and all(is_same_formula(value.parts[0], side) for side in computed)
+    return is_same(other, value) and all(
+        _is_same_quantity(Answer("quantity", (side, Unit(), "")), value) for side in computed
+    )
 
 
-def _is_curve(equation: Answer) -> bool:
-    """Return whether an equation is one of a curve, as x^2/2 - y^2/2 = 1; x + y = 5 names the value that was asked
-    for."""
-    return {"x", "y"} <= _names(equation.parts[0]) and "^" in equation.text
+def _is_condition(equation: Answer) -> bool:
+    """Return whether an equation is to be solved, as 2x = 6, or is one of a curve, as x^2/2 - y^2/2 = 1; x + y = 5
+    names the value that was asked for."""
+    left, names = value_of(equation.parts[0][0]), _names(equation.parts[0])
+    is_curve = {"x", "y"} <= names and "^" in equation.text
+    return is_curve or (len(names) == 1 and left is not None and left.is_polynomial())
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:
@@ -245,26 +269,28 @@ def _as_set(answer: Answer) -> Any | None:
     value = _parsed(f"x{answer.text}" if re.match(r"[<>]|\\[lgn]e(?![a-z])", answer.text) else answer.text)
     if value is None:
         return None
-    try:
-        value = value.as_set() if isinstance(value, Boolean) else value
-        return value if isinstance(value, sympy.Set) else sympy.FiniteSet(value)
-    except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers
-        return None
+    value = value.doit()
+    value = value.as_set() if isinstance(value, Boolean) else value
+    return value if isinstance(value, sympy.Set) else sympy.FiniteSet(value)
 
 
 def _joined(sets: list[Any], signs: Sequence[str]) -> Any:
     joined = sets[0]
     for operand, sign in zip(sets[1:], signs, strict=True):
         join = {"or": or_, r"\cup": or_, r"\setminus": sub}.get(sign, and_)
-        joined = join(joined, operand)
+        is_or = sign == "," and (joined & operand).is_empty  # x < 1, x > 3
+        joined = joined | operand if is_or else join(joined, operand)
     return joined
 
 
 def _is_same_set(gold: Answer, answer: Answer) -> bool:
-    left, right = _as_set(gold), _as_set(answer)
-    if left is None or right is None or len(_variables(gold) | _variables(answer)) > 1:
+    if len(_variables(gold) | _variables(answer)) > 1:
         return False
-    return left == right or bool((left ^ right).is_empty)
+    try:
+        left, right = _as_set(gold), _as_set(answer)
+        return left is not None and right is not None and (left == right or bool((left ^ right).is_empty))
+    except (TypeError, ValueError, NotImplementedError, AttributeError):  # not real, not solved, not of numbers
+        return False
 
 
 def _variables(answer: Answer) -> set[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from rollout.rewards.math_spelling import FILLING, spelled, unit_of
+from rollout.rewards.math_spelling import DENYING, FILLING, spelled, unit_of
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Answer:
     unread, words: text. quantity: formula, Unit, words before it. choice: letters, Answer or None.
     relation: formulas (the first is "" in "> 7"), signs between them, Answer of the last or None. ratio: Answers.
     group: brackets such as "(]" ("" for none, "M" for a matrix of rows), Answers. named: names, Answers.
-    sets: Answers, signs between them (\cup, "or", "and"). clock: hour, minute, half of the day.
-    congruence: residue, modulus, name. based: digits, base.
+    sets: Answers, signs between them (\cup, "or", "and", ","). clock: hour, minute, half of the day.
+    congruence: residue, modulus, name. based: digits, base. date: month, day and year.
     """
 
     kind: str
@@ -36,25 +36,32 @@ class Answer:
 _MAX_CHARS = 2_000
 _OPENING = r"\\\{|\\langle(?![a-z])|\\begin(?![a-z])|[(\[{]"
 _CLOSING = r"\\\}|\\rangle(?![a-z])|\\end(?![a-z])|[)\]}]"
-_LIST_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;](?!\d{3}(?!\d))"
-_ITEM_SIGN = r"\\text\{\s*(?:and|or)\s*\}|[,;]"
+_ITEM_SIGN = r"\\text\{\s*(?:and|or)\s*\}|,"
+_LIST_SIGN = rf"{_ITEM_SIGN}(?!\d{{3}}(?!\d))"
 _SET_SIGN = r"\\(?:cup|cap|setminus)(?![a-z])"
 _RELATION_SIGN = r"[=<>]|\\(?:le|ge|ne|approx|in)(?![a-z])"
 _RATIO_SIGN = r":|\\text\{\s*to\s*\}"
 _NAME = re.compile(
     r"(?:[a-zA-Z]|\\(?:theta|alpha|beta|gamma|lambda|phi|mu|sigma|omega|angle|triangle|Delta)(?:\s*[A-Z]+)?)(?:_\{\w+\})?'?(?:\^\{-1\})?"
     r"(?:\s*\([^()]*\))?|\\frac\s*\{d\w*\}\{d\w+\}|\\(?:vec|overline|hat|bar|overrightarrow)\s*\{[^{}]*\}"
-    r"|(?:\\text\{[^{}]*\}\s*)+|[A-Z]{2,3}|\|[a-zA-Z]+\|"
+    r"|(?:\\text\{[^{}]*\}\s*)+(?:[A-Z]{1,4})?|[A-Z]{2,3}|\|[a-zA-Z]+\|"
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _POINT = re.compile(r"[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _BUILDER = re.compile(r"\\?\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.+?)\\?\}")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-_BASED = re.compile(rf"\(?(\d[\dA-F]*)\)?_\s*\{{?\s*(\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?")
+_BASED = re.compile(rf"\(?(\d[\dA-F]*)\)?_\s*\{{?\s*\(?(\d{{1,2}}|{'|'.join(_BASES)})\)?\s*\}}?")
 _MATRIX = re.compile(
     r"[(\[]?\s*\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}\s*[)\]]?(?:\^\{?(T|\\top)\}?)?"
 )
-_CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J])(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))")
+_CHOICE = re.compile(
+    r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J]|(?<=\()[a-j](?=\)))(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))"
+)
+_MONTHS = (
+    *("january", "february", "march", "april", "may", "june"),
+    *("july", "august", "september", "october", "november", "december"),
+)
+_BESIDE_DATES = ("of", "the", "st", "nd", "rd", "th", "text")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d)|(?=\s*[AaPp]))\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
@@ -66,7 +73,7 @@ _TAIL = re.compile(
     r"|(?P<per>.*[\d})])\s*(?P<ratio>\\frac\s*\{\s*\\text[^\d]*\})"
 )
 _NEUTRAL = re.compile(
-    rf"(?i){FILLING}|\b(?:final|correct|answer|option|value|result|solution|so|thus|hence|therefore|we|get|it|is|are)\b|[:\s]"
+    rf"(?i){FILLING}|\b(?:final|correct|answer|option|value|result|solution|so|thus|hence|therefore|we|get|it|is|are|clearly)\b|[:\s]"
 )
 _KNOWN = re.compile(
     r"(?:\\(?:frac|sqrt|pi|infty|times|cdot|div|binom|sum|prod|int|lim|to|gcd|lcm|max|min|circ|lfloor|rfloor|lceil|rceil"
@@ -119,7 +126,14 @@ def split(text: str, sign: str) -> tuple[list[str], list[str]]:
 
 def _choice(text: str) -> Answer | None:
     match = _CHOICE.fullmatch(_flat(text))
-    return match and Answer("choice", (match[1], read(match[2]) if match[2] else None))
+    return match and Answer("choice", (match[1].upper(), read(match[2]) if match[2] else None))
+
+
+def _date(text: str) -> Answer | None:
+    words = [word for word in re.findall(r"\d+|[a-z]+", _flat(text).lower()) if word not in _BESIDE_DATES]
+    months = [i for i, name in enumerate(_MONTHS) for word in words if len(word) > 2 and name.startswith(word)]
+    numbers = [int(word) for word in words if word.isdigit()]
+    return Answer("date", (*months, *sorted(numbers))) if len(months) == 1 < len(words) == len(numbers) + 1 else None
 
 
 def _clock(text: str) -> Answer | None:
@@ -145,7 +159,7 @@ def _matrix(text: str) -> Answer | None:
     match = _MATRIX.fullmatch(text)
     if match is None:
         return None
-    rows = [[_read(cell) for cell in row.split("&")] for row in re.split(r"\\\\", match[2]) if row.strip()]
+    rows = [[_read(cell) for cell in row.split("&")] for row in re.split(r"\\\\(?:\[\w+\])?", match[2]) if row.strip()]
     if match[3]:
         rows = [list(column) for column in zip(*rows, strict=True)] if len({*map(len, rows)}) == 1 else []
     return Answer("group", ("M", tuple(Answer("group", ("", tuple(row))) for row in rows)))
@@ -160,7 +174,8 @@ def _builder(text: str) -> Answer | None:
 
 def _listed(text: str) -> Answer | None:
     parts, signs = split(text, _LIST_SIGN)
-    return _combined("", parts, "or" if any("or" in sign for sign in signs) else "and") if signs else None
+    said = [sign for sign in ("or", "and") if any(sign in each for each in signs)]
+    return _combined("", parts, said[0] if said else ",") if signs else None
 
 
 def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
@@ -177,14 +192,16 @@ def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
         values = tuple(value for item in items for value in item.parts[1])
         if len({*names}) == len(names):
             return Answer("named", (names, values))
-        items = list(values)
+        items = [
+            item.parts[1][0] if len(item.parts[1]) == 1 else Answer("group", ("()", item.parts[1])) for item in items
+        ]
     elif items[0].kind == "named" and len(items[0].parts[0]) == 1 and kinds == {"named", "quantity"}:
         items[0] = items[0].parts[1][0]  # x = 1, 2
     elif "relation" in kinds and not brackets:
         return Answer("sets", (tuple(items), (sign,) * (len(items) - 1)))
     if brackets in {"", "{}"}:  # of 2 \pm 1, both
         items = [part for item in items for part in _items(item)]
-    return Answer("group", (brackets, tuple(items)))
+    return Answer("group", ("{}" if sign == "or" else brackets, tuple(items)))
 
 
 def _items(answer: Answer) -> tuple[Answer, ...]:
@@ -198,7 +215,7 @@ def _relation(text: str) -> Answer | None:
     if r"\approx" in signs:
         exact, rounded = text.split(r"\approx", maxsplit=1)
         return _read(rounded if not exact.strip() or _NAME.fullmatch(exact.strip()) else exact)
-    if signs == [r"\in"]:
+    if signs == [r"\in"] and sides[0]:
         return _read(sides[1])
     if {*signs} != {"="}:
         formulas = tuple(_as_formula(side) if side else "" for side in sides)
@@ -209,7 +226,7 @@ def _relation(text: str) -> Answer | None:
         sides.reverse()
     value = _read(sides[-1])
     names = split(sides[0].strip("()"), ",")[0] if re.fullmatch(r"\(.*\)", sides[0]) else [sides[0]]
-    if all(_NAME.fullmatch(name) for name in names):
+    if all(_NAME.fullmatch(name) and not DENYING.search(name) for name in names):
         if len(sides) > 2:
             value = _equation(sides[1:], signs[1:], value)
         if len(names) == 1:
@@ -306,7 +323,7 @@ def _formula(text: str) -> str | None:
 def _as_formula(text: str) -> str | None:
     """Return the formula of a side of a relation, with the unit that it may have."""
     answer = _read(text)
-    if answer.kind != "quantity":
+    if answer.kind != "quantity" or answer.parts[2]:
         return None
     return text if answer.parts[1].known or answer.parts[1].others else answer.parts[0]
 
@@ -316,6 +333,6 @@ def _flat(text: str) -> str:
 
 
 _READERS: tuple[Callable[[str], Answer | None], ...] = (
-    *(_choice, _clock, _congruence, _matrix, _builder, _based),
+    *(_choice, _date, _clock, _congruence, _matrix, _builder, _based),
     *(_listed, _relation, _bracketed, _sets, _ratio, _words, _quantity),
 )

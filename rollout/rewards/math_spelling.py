@@ -28,16 +28,22 @@ mm 1/1000 m; cm 1/100 m; km 1000 m; mg 1/1000 g; kg 1000 g; ml 1/1000 l; cent 1/
 day 86400 s; week 604800 s; ft 12 in; yd 36 in; mi 63360 in; lb 16 oz; yr 12 month
 """
 _MULTIPLES = {unit: (base, Fraction(size)) for unit, size, base in map(str.split, _IN_SMALLER_UNITS.split(";"))}
+_DENYING = (
+    r"\b(?:not?|never|none|neither|nor|cannot|(?:false|wrong|incorrect)(?! (?:statement|option|one))|impossible|except"
+    r"|unless|without|if|whether|suppose|assum(?:e|ing)|contradicts?|fail(?:s|ed)?|reject(?:s|ed)?|exclud(?:es?|ing|ed))"
+    r"\b|n't\b"
+)
+DENYING = re.compile(f"(?i){_DENYING}")
+"""Words that make the number beside them no answer."""
 TURNING = re.compile(
-    r"(?i)\b(?:not?|never|none|neither|nor|isn't|cannot|false|wrong|incorrect|impossible|excluded|except|but|is|are|was|be|or"
-    r"|and|if|unless|without|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above|below|over|under|minimum"
-    r"|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million|billion|dozen|factorial|squared|cubed"
-    r"|mod|modulo|base|to|from|between|through|until|before|after|too|high|low|higher|lower|fail(?:s|ed)?|reject(?:s|ed)?"
-    r"|invalid|extraneous|unlikely|bogus|untrue|error|mistaken?|absurd|ruled|out|thirds|quarters|halves"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b|n't\b"
+    rf"(?i){_DENYING}|\b(?:but|is|are|was|be|or|and|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above"
+    r"|below|over|under|minimum|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million"
+    r"|billion|dozen|factorial|squared|cubed|mod|modulo|base|tens|to|from|between|through|until|before|after|too|high|low"
+    r"|higher|lower|short|off|ago|reversed|invalid|extraneous|unlikely|bogus|untrue|error|mistaken?|absurd|ruled|out"
+    r"|thirds|quarters|halves|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b"
 )
 """Words that turn around what they stand beside."""
-FILLING = r"\b(?:an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
+FILLING = r"\b(?:in (?:all|total)|an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
 _UNIT_SPELLINGS = (
     (r"\\text\s*\{([^{}]*)\}", r" \1 "),
     (r"\^?\s*\{?\s*\\circ\s*\}?", " degree "),
@@ -54,14 +60,14 @@ _UNIT_SPELLINGS = (
     (r"(?:\b(?:cubic|cu)\s|立方)\s*(\S+)|(\S+)\s+cubed\b", r"\1\2^3"),
 )
 _FACTOR = r"\s*(?:(/)|([A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?)\s*"
-_HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉"
-_SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-n" + "0123456789")
+_HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿº˚", "₀₁₂₃₄₅₆₇₈₉"
+_SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-noo" + "0123456789")
 _CHARACTERS = r"""
 − - – - — - π \pi ∞ \infty ° ^\circ × \times · \cdot ⋅ \cdot ∙ \cdot ÷ \div ≤ \le ≥ \ge ≦ \le ≧ \ge ⩽ \le ⩾ \ge ≠ \ne
 ≈ \approx ≡ \equiv ± \pm ∪ \cup ∩ \cap ∖ \setminus ∈ \in ∅ \emptyset ∣ | ∶ : ⁄ / ∕ / ⟨ \langle ⟩ \rangle 〈 \langle
 〉 \rangle 或 \text{or} 和 \text{and} 且 \text{and} ∑ \sum ∏ \prod ∫ \int 、 , 。 . θ \theta α \alpha β \beta γ \gamma
 δ \delta λ \lambda φ \phi σ \sigma ω \omega μ \mu Ω \Omega Σ \sum Π \prod → \to ∨ \lor ∧ \land ’ ' ′ ' √ \sqrt 〜 ~
-∛ \sqrt[3] ˚ ^\circ º ^\circ
+∛ \sqrt[3] ; ,
 """
 _Rewriting = tuple[str, str | Callable[[re.Match[str]], str]]
 _ALIASES = r"""
@@ -87,7 +93,7 @@ _NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | {"i": "i", "e": "
 _NAMED["infinity"] = _NAMED["inf"]
 _GLUED = re.compile(r"(sin|cos|tan|ln|log|sqrt)([a-z])")
 _SHORT_WORDS = re.compile(
-    r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny"
+    r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny|st|nd|rd|th"
 )
 _FONTS = "text mbox hbox mathrm textrm textbf textit textnormal operatorname emph underline"
 _BOLD = "mathbf mathit bm boldsymbol"
@@ -116,10 +122,11 @@ _PHRASES = {
     "not|not equal to|anything but|does not equal": r"\ne ",
     r"about|approximately|approx\.?|around|roughly|nearly": r"\approx ",
     "|equal to|equals": "=",
+    "out of": "/",
 }
 _REWRITINGS: list[_Rewriting] = [
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*|\\(?:text)?color\{\w+\}", ""),
-    (r"\\(?:displaystyle|textstyle|limits|therefore)(?![a-zA-Z])", ""),
+    (r"\\(?:displaystyle|textstyle|limits|therefore|boxed|fbox|checkmark|hspace\s*\{\w*\})(?![a-zA-Z])", ""),
     (r"(?:US|U\.S\.|NT|HK|[ACS])\s*\\?\$", r"\\$"),
     (r"(\d)(?:\\[,; ]|~)\s*([mgLshNJWV])(?![a-zA-Z])", r"\1\\text{\2}"),
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
@@ -139,8 +146,13 @@ _REWRITINGS: list[_Rewriting] = [
     (r">=|=>", r"\\ge "),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\(?:[ ,;:>]|$)|~|\\\\(?![\s\S]*\\end)", " "),
     (r"\{\s*([^{}\\]+?)\s*\\choose(?![a-zA-Z])\s*([^{}\\]+?)\s*\}", r"\\binom{\1}{\2}"),
+    (r"\{\s*([^{}]+?)\s*\\over(?![a-zA-Z])\s*([^{}]+?)\s*\}", r"\\frac{\1}{\2}"),
+    (r"\\(?:hat|vec)\s*\{?\s*\\?([ijk])(?:math)?(?![a-z])\s*\}?", r"\1"),
+    (r"\^\s*\{?o\}?(?![a-z])", r"^\\circ "),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\{:\}", ":"),
+    (r"\\begin\{cases\}([^&]*)\\end\{cases\}", lambda m: m[1].replace(r"\\", ", ")),
+    (r"(?<=\d) an? (?=[a-z]{2})", " "),
     (r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}]*)\}", r"\1\\text{\2}"),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
     *[(_FONT, lambda m: _as_text(m))] * 2,  # one inside another
@@ -157,8 +169,14 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(\.\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*\\ldots", lambda m: rf"{m[1]}\overline{{{m[2] or m[3]}}}"),
     (r"(\.\d+)\s*\\ldots", r"\1"),
     (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating_fraction(*m.groups())),
+    (r"\^\s*\{?\s*(?:\\text\{\s*)?(st|nd|rd|th)(?![a-z])\s*\}{0,2}", r"\\text{\1}"),
     (_RUN, lambda m: _as_word(m)),
     (r"(?:\\text\s*\{[^{}]*\}\.?\s*)+", lambda m: _joined(m)),
+    (r"\s*\(?\\text\{\s*(?:in )?base\s*(?:\}\s*\{?(\d+)\}?|(\w+)\})\s*\)?$", r"_{\1\2}"),
+    (
+        r"(\d\s*)\\text\{\s*(\w+)\s*\}\s*(?=\d[\d.]*\s*\\text)",
+        lambda m: f"{m[0]}, " if _name_of(m[2]) in _MULTIPLES else m[0],
+    ),
     (r"(?<=[\d} ])((?:\\text\{\w+\}|[a-zA-Z]{1,3})\s*/\s*[a-zA-Z]{1,3})(?=\^\{?\d\}?$|$)", lambda m: _as_rate(m[1])),
     (rf"\\sqrt\s*(\[[^\]]*\])?\s*(?:\({_INNER}\)|(\d+(?:\.\d+)?))", lambda m: rf"\sqrt{m[1] or ''}{{{m[2] or m[3]}}}"),
     (
@@ -177,7 +195,10 @@ _REWRITINGS: list[_Rewriting] = [
     (r"\(\s*\\text\{mod\}\s*([^()]*?)\s*\)", r"\\pmod{\1}"),
     (r"\\p?mod\s*\{?\s*(\d+|[a-z])\s*\}?", r"\\pmod{\1}"),
     (r"(?i)^\\text\{(?:(?:all|any|the) )?real(?:s| numbers?)\}\s*$", r"\\mathbb{R}"),
-    (r"(?i)^\\text\{(?:no (?:real )?solutions?|(?:the )?empty set|无解|空集)\}\s*$", r"\\emptyset"),
+    (
+        r"(?i)^\\text\{(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set|无解|空集)\}\s*$",
+        r"\\emptyset",
+    ),
     *(
         (rf"(?<!\()\\text\{{\s*(?:(?:is|are|be)\b\s*)?(?:{words})\s*\}}", sign.replace("\\", r"\\"))
         for words, sign in _PHRASES.items()
@@ -256,7 +277,7 @@ def _as_text(match: re.Match[str]) -> str:
         return content
     content = content.replace("{", "").replace("}", "")
     if re.search(r"[\d:]", content):
-        return re.sub(r"[A-Za-z]+(?:[.'][A-Za-z]+)*", r"\\text{\g<0>}", content)
+        return re.sub(r"(?!\b[A-J][.:)])[A-Za-z]+(?:[.'][A-Za-z]+)*", r"\\text{\g<0>}", content)
     return rf"\text{{{content}}}"
 
 

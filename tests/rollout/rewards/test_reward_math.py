@@ -91,9 +91,8 @@ rounded to what 6 places tell apart, another unit, another order in a tuple, or 
 
 DISAGREEMENTS = {
     ("\\text{isosceles}", "\\boxed{\\text{isosceles triangle}}"),
-    ("12", "It could be 12 but I have no answer."),
 }
-"""Synonyms and hedging are beyond it."""
+"""Synonyms are beyond it."""
 
 KINDS = table("math_kinds.tsv")
 """Of the kinds that a judge gets wrong who reads a part of an answer, or one spelling of it: the columns of PAIRS."""
@@ -149,7 +148,7 @@ def is_right(gold: str, text: str) -> bool:
         ("as said\n#### 1,080", "1,080"),
         ("**The answer is (B).**", "(B)"),
         ("The final answer is $13$. I hope it is correct.", "13"),
-        ("First 3.\nThen it is 4, so 7 in all.", "Then it is 4, so 7 in all."),
+        ("First 3.\nThen it is 4, so 7 in all.", "7 in all"),
         ("\\boxed{42", ""),
         ("", ""),
     ],
