@@ -40,15 +40,7 @@ BESIDE = {
 }
 """What a package of FLOOR imports besides the standard library."""
 ORDER = {
-    "model_specs": (
-        "untrusted hub",
-        "config",
-        "tensors",
-        "family",
-        "families",
-        "weight_files",
-        "model_folder",
-    ),
+    "model_specs": ("untrusted hub", "config", "tensors", "family", "families", "weight_files", "model_folder"),
     "rollout": (
         "bucket",
         "types plugins errors processes time_limit",
@@ -106,12 +98,7 @@ ORDER = {
     ),
     "core.config.parsing": ("problems", "yaml_tree", "values"),
     "config_schema": ("needs", "section"),
-    "core.planning": (
-        "scene",
-        "memory",
-        "rates",
-        "search simulation calibrate",
-    ),
+    "core.planning": ("scene", "memory", "rates", "search simulation calibrate"),
     "core.checks": ("rules host resumption", "recipe"),
     "slipstream": ("api cli",),
     "tools": (
@@ -124,14 +111,7 @@ ORDER = {
         "mutants conformance",
         "chaos bench studio",
     ),
-    "tools.studio": (
-        "table guard",
-        "folders",
-        "series sampled processes configure",
-        "answers",
-        "server",
-        "__main__",
-    ),
+    "tools.studio": ("table guard", "folders", "series sampled processes configure", "answers", "server", "__main__"),
     "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "agents gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers", "plan push", "compare"),
 }
@@ -175,21 +155,19 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.trajectories": "numpy",
     },
     "the driver imports the module of an actor, and does not need what the actor runs": {
-        "core.launch.trainer_rank": "core.weight_sync.buckets mcore_adapter.engine mcore_adapter.parallel",
+        "core.launch.trainer_rank": "core.weight_sync.buckets mcore_adapter.engine mcore_adapter.parallel"
     },
     "megatron and torch load for seconds: only in processes that train": {
         "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
         "mcore_adapter": "torch",
     },
-    "torch loads for seconds: not in a generator without a model": {
-        "core.launch.generator_actor": "torch",
-    },
+    "torch loads for seconds: not in a generator without a model": {"core.launch.generator_actor": "torch"},
     "transformers.generation loads for seconds: what would import it is replaced meanwhile": {
-        "rollout.data.tokenizer": "transformers",
+        "rollout.data.tokenizer": "transformers"
     },
     "the library of the hub loads for 0.3 s: only for ids": {"model_specs.hub": "huggingface_hub"},
     "pyarrow and datasets load for seconds: only for their formats": {
-        "rollout.data.files": "datasets huggingface_hub pyarrow",
+        "rollout.data.files": "datasets huggingface_hub pyarrow"
     },
     "triton and TransformerEngine: only where there is a GPU": {
         "mcore_adapter.cuda.device": "mcore_adapter.cuda.elementwise",
@@ -215,7 +193,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "rollout.rewards.worker": "rollout.rewards.math_equality",
     },
     "aiohttp loads for 0.3 s: only for its environments": {
-        "rollout.environments.protocol": "rollout.environments.openenv",
+        "rollout.environments.protocol": "rollout.environments.openenv"
     },
     "an optional extra": {
         "core.monitoring.trackers": "mlflow wandb",
@@ -230,9 +208,7 @@ LATE_IMPORTS: dict[str, dict[str, str]] = {
         "tools.timeline": "matplotlib",
         "tools.eval.report": "matplotlib",
     },
-    "a plan needs neither torch nor numpy, unless it measures or simulates": {
-        "core.planning.calibrate": "torch",
-    },
+    "a plan needs neither torch nor numpy, unless it measures or simulates": {"core.planning.calibrate": "torch"},
     "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.search"},
     "a benchmark loads what its row measures": {
         "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.weights transformers",

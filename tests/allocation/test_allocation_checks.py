@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from allocation import (
-    AllocationError,
-    Checks,
-    ParallelLayout,
-    batch_errors,
-    model_errors,
-    parse,
-)
+from allocation import AllocationError, Checks, ParallelLayout, batch_errors, model_errors, parse
 from allocation.checks import nearest_layouts_of
 
 ROOT = Path(__file__).parents[2]

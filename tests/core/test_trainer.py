@@ -599,8 +599,7 @@ def test_the_penalty_of_kl_in_reward_uses_the_chosen_estimator(estimator: str, a
 
 
 @pytest.mark.parametrize(
-    ("estimator", "slope"),
-    [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])],
+    ("estimator", "slope"), [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])]
 )
 def test_kl_in_loss_uses_the_chosen_estimator(estimator: str, slope: PerAnswer) -> None:
     step = pair(1.0, 2.0, reference=FAR_REFERENCE)

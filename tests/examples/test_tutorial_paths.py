@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("size", "gpus", "nodes"),
-    [("1.5B", 8, 1), ("1.5B", 32, 4), ("1.5B", 128, 16), ("7B", 32, 4), ("7B", 128, 16)],
+    ("size", "gpus", "nodes"), [("1.5B", 8, 1), ("1.5B", 32, 4), ("1.5B", 128, 16), ("7B", 32, 4), ("7B", 128, 16)]
 )
 def test_the_five_recipes_of_the_tutorial_use_all_their_gpus(size: str, gpus: int, nodes: int, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")

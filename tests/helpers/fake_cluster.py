@@ -119,10 +119,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def make_pool(cluster: Cluster, num_generators: int, *, restarts: bool = True) -> GeneratorPool:
     allocation = parse(
-        f"mock.d{num_generators}m1p1+d1m1p1",
-        n_nodes=1,
-        n_gpus_per_node=num_generators + 1,
-        default_backend="mock",
+        f"mock.d{num_generators}m1p1+d1m1p1", n_nodes=1, n_gpus_per_node=num_generators + 1, default_backend="mock"
     )
     pool = GeneratorPool(
         cluster,  # type: ignore[arg-type]

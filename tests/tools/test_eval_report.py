@@ -77,8 +77,7 @@ def test_graded_rewards_are_compared_by_their_means(tmp_path: Path, capsys) -> N
 
 
 @pytest.mark.parametrize(
-    ("samples", "columns"),
-    [((7, 7), {1}), ((8, 7), {1}), ((8, 8), {1, 8}), ((15, 16), {1, 8}), ((16, 16), {1, 8, 16})],
+    ("samples", "columns"), [((7, 7), {1}), ((8, 7), {1}), ((8, 8), {1, 8}), ((15, 16), {1, 8}), ((16, 16), {1, 8, 16})]
 )
 def test_pass_at_k_is_in_the_table_when_every_question_has_k_samples(
     samples: tuple[int, ...], columns: set[int]

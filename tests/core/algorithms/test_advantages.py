@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from core.algorithms.advantages import (
-    gae,
-)
+from core.algorithms.advantages import gae
 from core.algorithms.losses import token_rewards
 
 

@@ -33,13 +33,7 @@ def test_masked_tokens_change_nothing_even_when_their_inputs_are_not_finite(valu
 
 def test_without_old_logprobs_the_proximal_policy_is_the_current_one() -> None:
     fields = {"loss_mask": ALL, "rollout_logprobs": tokens(-1.5, -2.0, -3.0), "advantages": tokens(1.0, 2.0, 3.0)}
-    options = {
-        "eps_clip": 0.2,
-        "behave_imp_weight_cap": 5.0,
-        "kl_ctl": 0.0,
-        "kl_estimator": "k1",
-        "entropy_coeff": 0.0,
-    }
+    options = {"eps_clip": 0.2, "behave_imp_weight_cap": 5.0, "kl_ctl": 0.0, "kl_estimator": "k1", "entropy_coeff": 0.0}
     current = tokens(-1.0, -2.0, -3.0).requires_grad_()
     implicit, _ = ppo_loss(SimpleNamespace(logprobs=current, entropy=None), fields, **options)
     implicit.backward()

@@ -75,12 +75,7 @@ SERVERS = "allocation_mode=sglang.d1m1p1+d1m1p1"
     ],
 )
 def test_the_devices_of_generators_and_trainer_are_chosen_apart(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    generator: str,
-    trainer: str,
-    transport: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], generator: str, trainer: str, transport: str
 ) -> None:
     """Each of them passes every check of a dry run."""
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)

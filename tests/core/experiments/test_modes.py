@@ -20,14 +20,7 @@ from core.weight_sync.folder import VersionFolder
 from helpers.commands import Command
 from helpers.postgres import PostgresServer
 from helpers.runs import metrics_of, rows
-from tools.demo.__main__ import (
-    WARM_UP_TARGET,
-    accuracy,
-    first_at_least,
-    ppo_changes,
-    run_quickstart,
-    saved_models,
-)
+from tools.demo.__main__ import WARM_UP_TARGET, accuracy, first_at_least, ppo_changes, run_quickstart, saved_models
 from tools.demo.data import make_demo_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -228,11 +228,7 @@ def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("allocation", "num_gpus", "replay"),
-    [
-        ("d1m1p1", 1, False),
-        ("sglang.d1m1p1+d1m1p1", 2, True),
-        ("sglang.d1m2p1+(attn:d2m1p1|ffn:d1m1p1e2)", 4, True),
-    ],
+    [("d1m1p1", 1, False), ("sglang.d1m1p1+d1m1p1", 2, True), ("sglang.d1m2p1+(attn:d2m1p1|ffn:d1m1p1e2)", 4, True)],
 )
 def test_experts_on_gpus_train_and_recover(
     assets: Any, run_command: Any, experts: Path, allocation: str, num_gpus: int, replay: bool

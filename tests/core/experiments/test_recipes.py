@@ -68,11 +68,7 @@ def test_a_recipe_trains_evaluates_and_saves(recipe: str, environment: None, run
     assert_trains(recipe, {}, run_command)
 
 
-ON_TWO_GPUS = {
-    "gspo-gsm8k": "sglang.d1m1p1+d1m1p1",
-    "dapo-gsm8k": "sglang.d1m1p1+d1m1p1",
-    "dpo-preferences": "d2m1p1",
-}
+ON_TWO_GPUS = {"gspo-gsm8k": "sglang.d1m1p1+d1m1p1", "dapo-gsm8k": "sglang.d1m1p1+d1m1p1", "dpo-preferences": "d2m1p1"}
 
 
 @pytest.mark.gpu

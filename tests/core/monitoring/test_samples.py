@@ -11,14 +11,7 @@ import pytest
 from rich.console import Console
 
 from core.monitoring.monitor import Monitor, TensorBoardSink
-from core.monitoring.samples import (
-    Sample,
-    choose_evaluation_samples,
-    choose_samples,
-    log_text,
-    printable,
-    shortened,
-)
+from core.monitoring.samples import Sample, choose_evaluation_samples, choose_samples, log_text, printable, shortened
 from core.monitoring.screen import Screen
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSet, TaskSets

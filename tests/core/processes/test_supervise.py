@@ -409,11 +409,7 @@ def attempt(self):
     return 0
 """
     process = subprocess.Popen(
-        script(body, retries=1, driver_seconds=3),
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        script(body, retries=1, driver_seconds=3), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     driver = int(process.stdout.readline())

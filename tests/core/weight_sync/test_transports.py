@@ -383,11 +383,7 @@ def test_nothing_resumes_on_weights_that_did_not_arrive() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size", "transport"),
-    [
-        ("sglang.d2m1p1+d1m2p1", 4, "nccl"),
-        ("sglang.d1m2p1|d2m1p1", 2, "ipc"),
-        ("sglang.d1m1p2+d2m1p1", 4, "disk"),
-    ],
+    [("sglang.d2m1p1+d1m2p1", 4, "nccl"), ("sglang.d1m2p1|d2m1p1", 2, "ipc"), ("sglang.d1m1p2+d2m1p1", 4, "disk")],
 )
 def test_the_allocation_chooses_the_transport(text: str, size: int, transport: str) -> None:
     assert choose_transport("auto", parse(text, n_nodes=1, n_gpus_per_node=size)).name == transport

@@ -100,11 +100,7 @@ def save_error(rank: Rank, layout: ParallelLayout, source: Path, target: Path, d
 
 @cases(MODELS, LAYOUTS, others=())
 def test_hugging_face_to_megatron_and_back_is_byte_equal(
-    ranks: RankPool,
-    model_folders: Any,
-    tmp_path: Path,
-    name: str,
-    layout: ParallelLayout,
+    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, layout: ParallelLayout
 ) -> None:
     source, _ = model_folders[name]
     ranks.run(round_trip, layout.world_size, layout, source, tmp_path / "out", {})
@@ -154,9 +150,7 @@ def test_a_rank_reads_what_it_holds_and_transformers_loads_what_was_saved(
 
 @pytest.mark.parametrize("layout", [LAYOUTS["cp2"], LAYOUTS["tp2 pp2"]], ids=str)
 def test_buckets_stay_below_their_size_and_reach_rank_0_only(
-    ranks: RankPool,
-    model_folders: Any,
-    layout: ParallelLayout,
+    ranks: RankPool, model_folders: Any, layout: ParallelLayout
 ) -> None:
     source, _ = model_folders["llama"]
     answers = ranks.run(bucket_sizes, layout.world_size, layout, source, 16_000)
@@ -192,9 +186,7 @@ def test_a_fresh_model_is_the_same_in_every_layout(ranks: RankPool, model_folder
 
 
 def test_a_critic_made_from_a_language_model_is_the_same_in_every_layout_and_loads_again(
-    ranks: RankPool,
-    model_folders: Any,
-    tmp_path: Path,
+    ranks: RankPool, model_folders: Any, tmp_path: Path
 ) -> None:
     import transformers
 
@@ -277,10 +269,7 @@ def test_a_bad_checkpoint_is_an_error_that_names_the_file(
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2)], ids=str)
 def test_a_full_disk_fails_on_every_rank_and_keeps_the_old_folder(
-    ranks: RankPool,
-    model_folders: Any,
-    tmp_path: Path,
-    layout: ParallelLayout,
+    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     source, _ = model_folders["qwen3"]
     target = tmp_path / "out"

@@ -17,11 +17,7 @@ from mcore_adapter.models.experts import experts_output, sorted_rows
 from model_specs.config import gathers_tokens
 
 NUM_EXPERTS, K, HIDDEN, WIDTH = 6, 3, 16, 24
-CASES = {
-    "uneven": (7, 3),
-    "one token": (1, 12),
-    "even": (5, 5),
-}
+CASES = {"uneven": (7, 3), "one token": (1, 12), "even": (5, 5)}
 """Tokens of each rank."""
 
 

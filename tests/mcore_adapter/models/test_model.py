@@ -95,11 +95,7 @@ def logits_shard(chunk: Any, output: Tensor) -> Tensor:
 def compute(rank: Rank, layout: ParallelLayout, folder: Path, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """Run one forward and backward pass. Return, on the ranks of the last stage, for each microbatch (positions, logits
     or values there), and on rank 0 the gradients of the loss, exported as if they were the weights."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
     from mcore_adapter.hf.weights import iter_hf_weights

@@ -60,10 +60,7 @@ ASKED = [says("user", "1+1="), says("assistant", "2")]
         ({"prompt": "1", "answer": "2"}, r":2: no chosen answer under 'chosen', only \['answer', 'prompt'\]; set data"),
         ({"prompt": "1", "chosen": "2"}, r":2: no rejected answer under 'rejected'"),
         ({"prompt": "1", "chosen": "2", "rejected": " "}, r':2: "rejected" must be a non-empty string, found str'),
-        (
-            {"chosen": "2", "rejected": "3"},
-            r":2: no prompt under 'prompt', only \['chosen', 'rejected'\]; set data",
-        ),
+        ({"chosen": "2", "rejected": "3"}, r":2: no prompt under 'prompt', only \['chosen', 'rejected'\]; set data"),
         ({"prompt": "1", "chosen": [says("user", "2")], "rejected": "3"}, ":2: .* must be both texts or both lists"),
         ({"prompt": "1", "chosen": ["2"], "rejected": ["3"]}, ':2: "chosen" must be a non-empty string, found list'),
         ({"chosen": [says("a", "2")], "rejected": [says("a", "3")]}, ":2: the two conversations share no beginning"),

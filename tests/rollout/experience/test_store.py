@@ -122,12 +122,7 @@ def test_a_lease_that_waits_for_an_old_episode_ends_when_it_begins_again(stores:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    max_staleness=st.integers(0, 3),
-    batch_size=st.integers(1, 3),
-    num_prompts=st.integers(1, 6),
-    data=st.data(),
-)
+@given(max_staleness=st.integers(0, 3), batch_size=st.integers(1, 3), num_prompts=st.integers(1, 6), data=st.data())
 def test_a_lease_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
     stores: Stores, max_staleness: int, batch_size: int, num_prompts: int, data: st.DataObject
 ) -> None:

@@ -285,11 +285,7 @@ async def test_a_slow_generator_is_reported_and_keeps_its_requests(folder: Path,
     router = Router([Recorded(folder) for _ in range(2)])
     await router.generate(request(0, prompt(5), max_new_tokens=100))
     stats = router.stats()
-    assert stats == {
-        "router/num_generators": 2.0,
-        "router/num_old_prefix_tokens": 0.0,
-        "router/slowest_share": 0.0,
-    }
+    assert stats == {"router/num_generators": 2.0, "router/num_old_prefix_tokens": 0.0, "router/slowest_share": 0.0}
     assert "generator-1 is slow: 0 tokens/s" in caplog.text
     await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
     assert router.stats()["router/slowest_share"] > 0
