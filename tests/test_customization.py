@@ -1,7 +1,5 @@
 """The files of docs/customization.md, written to an empty folder: each does what the page says of it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

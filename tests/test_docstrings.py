@@ -1,7 +1,5 @@
 """The form of docstrings: functions begin with an imperative verb, and programs are not described as persons."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """What the documents tell a user to do: files, modules and make targets that they name exist, and a recipe followed top
 to bottom trains the model that it speaks of."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a user adds is one file: its keys are declared in it, and are checked and reported like built-in ones."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing
 from dataclasses import replace

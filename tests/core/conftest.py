@@ -1,7 +1,5 @@
 """A tiny model, tokenizer and data set, and a way to run the real command line on them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

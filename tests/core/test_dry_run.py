@@ -1,7 +1,5 @@
 """Dry runs on a host that is not the cluster: problems of the recipe, and apart from them facts of this host."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

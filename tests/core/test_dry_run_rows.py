@@ -1,7 +1,5 @@
 """Dry runs of sft and dpo: rows are read, tokenised and counted as the run does at its start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How many saved models a trial keeps."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

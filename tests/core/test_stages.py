@@ -1,7 +1,5 @@
 """What the stages of a file are: their configurations, and what is wrong with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An error in a user's file is one line on the terminal: the message, the place in that file, and the log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """workflow.type, by_task and options select the workflow of each task, checked before the start."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

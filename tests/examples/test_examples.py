@@ -1,7 +1,5 @@
 """The scripts of examples/ run as their first lines say, on the CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Files and commands under the names that the tutorial of AReaL uses, and the images."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

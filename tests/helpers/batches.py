@@ -1,7 +1,5 @@
 """Hand-made batches for the tests of algorithms: groups of answers, one reward each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

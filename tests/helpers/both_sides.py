@@ -1,7 +1,5 @@
 """A producer and the one trainer of its store in one event loop, as the rollout service has them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

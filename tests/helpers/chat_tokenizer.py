@@ -1,7 +1,5 @@
 """A byte-level tokenizer with a chat template of the Qwen kind, and a generator that answers as a test writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

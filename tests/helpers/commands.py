@@ -1,7 +1,5 @@
 """The real command line in a process of its own, with everything that it starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small models of every family for the generator's tests, their Hugging Face oracles, and requests against them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

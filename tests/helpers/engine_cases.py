@@ -1,7 +1,5 @@
 """Batches, losses and engines that the tests of engine and checkpoint share; importable by spawned ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the evaluation's tests share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

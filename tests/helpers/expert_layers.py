@@ -1,7 +1,5 @@
 """A layer of experts that two ranks or more share, through the gathering dispatcher and by plain operators."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,8 +6,6 @@ loss functions that the loop passes to the ranks are evaluated here on the given
 sampled tokens.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence

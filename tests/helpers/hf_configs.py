@@ -1,7 +1,5 @@
 """config.json files of model families, as published."""
 
-from __future__ import annotations
-
 QWEN2 = dict(
     model_type="qwen2",
     vocab_size=100,

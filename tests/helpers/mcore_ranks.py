@@ -5,8 +5,6 @@ and leaves its own process groups. A rank that raises, dies or takes too long en
 is, and the pool starts afresh for the next call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

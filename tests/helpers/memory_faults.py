@@ -6,8 +6,6 @@ does not exist; the fault creates it). The packages have no code for this: `inje
 process, and with the variables of `environment()` every Ray worker of a run patches its own when it starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

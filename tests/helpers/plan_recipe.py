@@ -1,7 +1,5 @@
 """A recipe to plan, of a model that has nothing but config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

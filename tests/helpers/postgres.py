@@ -1,7 +1,5 @@
 """A PostgreSQL server for tests, which are skipped where none is installed."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """Senders of one trainer rank, into test doubles."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ It joins groups, takes broadcasts, payloads and folders, and tells checksums. Pa
 further one with HTTP 400.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

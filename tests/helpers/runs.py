@@ -1,7 +1,5 @@
 """Small runs of the command line, their metrics, and their processes."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Checkpoints and model folders: written by real ranks, converted, read and compared."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

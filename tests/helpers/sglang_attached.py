@@ -1,7 +1,5 @@
 """A SGLangGenerator on a test double, one token a step."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path

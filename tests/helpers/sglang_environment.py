@@ -4,8 +4,6 @@ SLIPSTREAM_SGLANG_PYTHON is an interpreter that imports sglang. SLIPSTREAM_SGLAN
 without a GPU: PREFIX/venv/bin/python, PREFIX/site for PYTHONPATH and PREFIX/lib for LD_LIBRARY_PATH.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A real SGLang server on the CPU for a file of tests, and requests for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar

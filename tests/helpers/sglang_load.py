@@ -7,8 +7,6 @@ MODEL has a config.json; OVERRIDE, as JSON, can make its weights FP8. Prints, as
 computed with the weights: a CPU without AMX has no kernels for FP8.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import runpy

@@ -1,7 +1,5 @@
 """A workflow that takes (virtual) time in proportion to lognormal lengths, and prompts for it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Experience stores of every kind, and small episodes for them."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import count
 from pathlib import Path

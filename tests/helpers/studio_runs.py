@@ -1,7 +1,5 @@
 """Runs as files, made by the product's own writers, for the tests of the studio."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Small Hugging Face models of every supported family, written as folders."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The virtual clock of simulations, for tests."""
 
-from __future__ import annotations
-
 import asyncio
 
 from core.planning.simulation import VirtualClockLoop, run_virtual

@@ -1,7 +1,5 @@
 """The engine on real gloo ranks: every layout computes what one process does, and that is what transformers does."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine on a GPU: its layers and fused head against transformers, and against the engine on the CPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory that runs out on one of two data-parallel ranks: both stay where they were; a smaller cut gives the same."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

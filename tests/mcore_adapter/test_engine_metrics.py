@@ -1,7 +1,5 @@
 """Metrics of an update from the sums of its microbatches, without ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The device seam and the process groups of a rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

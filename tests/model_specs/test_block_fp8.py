@@ -1,7 +1,5 @@
 """Which tensors the FP8 format quantizes, and which models servers can hold in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading a model's shape from config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

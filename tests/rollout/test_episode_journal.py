@@ -1,7 +1,5 @@
 """What a prompt has sampled so far outlives the process that sampled it, token by token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

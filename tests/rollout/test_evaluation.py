@@ -1,7 +1,5 @@
 """answer_questions(): several sets in one pool of requests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The producer: who is admitted when, what a failure costs, and what comes back after a restart."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The promise of the asynchronous design, on real producer, store and leases under a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field

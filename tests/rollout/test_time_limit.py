@@ -1,7 +1,5 @@
 """A workflow that never ends is ended; a busy generator or reward worker is not its fault."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

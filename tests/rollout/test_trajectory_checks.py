@@ -1,7 +1,5 @@
 """Malformed trajectories are refused where they enter the run, with the field, the value and the rule."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

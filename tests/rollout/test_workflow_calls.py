@@ -1,7 +1,5 @@
 """Exits in tasks that a workflow starts: each is a failure of that call, and the event loop goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

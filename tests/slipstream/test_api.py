@@ -1,7 +1,5 @@
 """Configurations from Python: what is given arrives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The console script and the package's import, as a user's folder sees them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Functions of scripts and notebooks reach every process of a run, and no script starts itself again."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

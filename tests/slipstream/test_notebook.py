@@ -1,7 +1,5 @@
 """Slipstream in Jupyter: cells run in a kernel, which has an event loop and no file that defines the functions."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model that cannot add and sums for it to try."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

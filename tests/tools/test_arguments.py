@@ -1,7 +1,5 @@
 """Bad arguments of the tools: exit code 2 and one line, before anything is imported or written."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The benchmark runner: its rows, the folder that it keeps, and how a measurement that is ended from outside ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

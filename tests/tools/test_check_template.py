@@ -1,7 +1,5 @@
 """slipstream check-template says where a template rewrites what it has written, and how it writes calls of tools."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

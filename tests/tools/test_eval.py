@@ -1,7 +1,5 @@
 """`python -m tools.eval`: real model, real generator, real files, a real kill."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

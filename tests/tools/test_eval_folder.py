@@ -1,7 +1,5 @@
 """What an evaluation's folder holds beside the answers: the settings that determine them, and the model's identity."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A model is evaluated as the run that saved it sampled and judged."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The numbers of an evaluation's table, and two evaluations side by side."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The evaluation on a real SGLang server, where its environment is present."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

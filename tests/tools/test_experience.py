@@ -1,7 +1,5 @@
 """A store as text: what is exported comes back, and trained episodes lose their tokens alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slipstream fetch`: a GGUF file becomes the folder of a model, and nothing else is taken for it."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import zipfile

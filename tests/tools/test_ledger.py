@@ -1,7 +1,5 @@
 """The balance of a run's prompts, from its store."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from dataclasses import replace

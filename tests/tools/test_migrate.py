@@ -1,7 +1,5 @@
 """Recipes of other systems: recognised, explained key by key, and translated into recipes that a run accepts."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The catalogue of promises and the command that breaks them. `make mutants` tries every entry."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The simulation of policies: every prompt is accounted for, and each policy loses what it is known to lose."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import numpy as np

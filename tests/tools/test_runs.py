@@ -1,7 +1,5 @@
 """`slipstream runs` and `slipstream watch` read what a run writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command that shows what a run sampled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hosts of a cluster: what is checked before Ray starts, and how it starts. Hosts are home folders of this machine."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

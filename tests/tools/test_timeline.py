@@ -1,7 +1,5 @@
 """The trace, the picture and the table of a run's last steps."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Spans of a process: what is on the disk, by whom, and how much of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

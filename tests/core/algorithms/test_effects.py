@@ -1,7 +1,5 @@
 """A walk over the keys of an algorithm: each changes the loss, is refused, or is reported as without effect."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from itertools import product

@@ -1,8 +1,6 @@
 """Tokens outside the loss mask (prompts, what a tool wrote) have no part in advantages, losses, metrics or statistics,
 whatever policies and critic compute for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

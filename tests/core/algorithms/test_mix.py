@@ -1,7 +1,5 @@
 """Demonstrations beside rollouts: the weight of each in the loss, its course over steps, and where they are dealt."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What an algorithm returns is checked, so that a mistake of a user's class is reported where it is made."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

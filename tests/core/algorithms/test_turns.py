@@ -1,7 +1,5 @@
 """Credit for turns: against formulas written as plain loops, and the same for any order and packing of groups."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Backend and device of every role: what is chosen, why, and how the start-up table and the log show it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Values at a limit are accepted, and those just beyond it are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

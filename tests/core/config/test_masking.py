@@ -1,7 +1,5 @@
 """Secrets are shown nowhere: listings, logs, error lines, uploads."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

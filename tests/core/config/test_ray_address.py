@@ -1,7 +1,5 @@
 """Which Ray cluster a run joins: what is written, what runs on this node, or none."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sets of prompts with settings of their own: what each has of the run, and how each is checked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

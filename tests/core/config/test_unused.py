@@ -1,7 +1,5 @@
 """Keys without effect are reported, case by case."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

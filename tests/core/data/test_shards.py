@@ -1,7 +1,5 @@
 """Ranks that fetch only their own sequences run the same microbatches as ranks that hold the whole batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What crosses processes as few arrays arrives as it was sent."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

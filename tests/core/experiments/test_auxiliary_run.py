@@ -1,7 +1,5 @@
 """A reward asks the auxiliary model, which is one of the generators and comes back after its server was killed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which state of an algorithm a run continues from a recover checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

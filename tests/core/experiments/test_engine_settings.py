@@ -1,7 +1,5 @@
 """What the engines of a run get of the configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the start of a PPO run waits for, and in which order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Recipes of other systems, translated, train as the recipe that was written here: the same curve, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

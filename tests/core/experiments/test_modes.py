@@ -1,7 +1,5 @@
 """Explore and train as jobs of their own, which share a SQLite store and a folder of weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

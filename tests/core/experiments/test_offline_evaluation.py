@@ -1,7 +1,5 @@
 """Evaluations of sft and dpo are means over the whole validation set, however it is cut into batches."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs whose generators and trainer were given their devices apart; those on GPUs carry the mark gpu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs with real SGLang servers, weights pushed into them by every transport. On the CPU unless marked gpu."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

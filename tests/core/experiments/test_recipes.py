@@ -1,8 +1,6 @@
 """The recipes of examples/configs for one machine without a GPU train as they are written, but for their sizes; some of
 them on two GPUs as well."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The auxiliary model answers what the rollout process and its children ask, and its loss ends the run."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

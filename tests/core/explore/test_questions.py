@@ -1,7 +1,5 @@
 """Questions to the current weights: who may ask, how they are sampled, and that they are counted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import stat

@@ -1,7 +1,5 @@
 """What the rollout process gets of the configuration."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

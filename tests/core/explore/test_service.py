@@ -1,7 +1,5 @@
 """Evaluation during training, on one held-out set and on several."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Joining a Ray cluster: one that does not respond, one that requires a token, one that refuses the token."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

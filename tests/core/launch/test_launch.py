@@ -1,7 +1,5 @@
 """What the driver makes of a worker's failure: another attempt, or the end with the worker's own words."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """A generator in another process, as the rollout side sees it: what fails is what has failed, and no more."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

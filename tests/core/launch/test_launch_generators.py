@@ -1,7 +1,5 @@
 """Generators that are lost, and come back or do not, over actors that answer as a test says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

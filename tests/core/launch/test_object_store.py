@@ -1,7 +1,5 @@
 """What is placed in Ray's object store and what travels in messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run from a folder whose packages have the names of Slipstream's, through the installed console script."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a rank of the trainer does with its engines when it leaves the device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

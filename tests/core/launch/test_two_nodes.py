@@ -1,7 +1,5 @@
 """Two nodes on one machine, in network namespaces of their own: Ray with its token, a run over both, one node lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A tracker that is slow or fails neither delays nor ends a run."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Each rule of health on a run with its fault, and all of them on a healthy one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

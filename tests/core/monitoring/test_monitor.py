@@ -1,7 +1,5 @@
 """What the monitor reports of time: phases, steps, and what is left."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Files of samples: rotated by size, continued after a recovery without a gap or a repetition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples are in their file before what depends on them goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which answers of a step are kept as text, and how they look."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

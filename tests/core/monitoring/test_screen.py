@@ -1,7 +1,5 @@
 """What a run shows on the terminal: rows that fit, phases that are never silent, and the end."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

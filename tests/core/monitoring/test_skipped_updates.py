@@ -1,7 +1,5 @@
 """A run whose updates are all skipped ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The runs of one trial at Weights & Biases and MLflow, written for real: into a folder, without a network."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

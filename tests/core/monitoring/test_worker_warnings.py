@@ -1,7 +1,5 @@
 """Warnings of workers on the terminal of the driver."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """allocation_mode=search, where a configuration is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory of a run by rank and phase, from a configuration file and models that have nothing but config.json."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

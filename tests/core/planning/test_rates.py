@@ -1,7 +1,5 @@
 """Times of updates and servers against measurements, and the allocations that are proposed by them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

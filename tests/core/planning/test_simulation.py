@@ -1,7 +1,5 @@
 """Simulated runs: a conservation law, the staleness bound, and what faults do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs whose processes are killed or stopped: the run goes on by itself, and nothing is left when it is over."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Stores of process groups: on the loopback address, or behind a gate that lets in nobody without the key."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

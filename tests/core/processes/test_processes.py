@@ -1,7 +1,5 @@
 """Processes that hang say where, whatever they hang in."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

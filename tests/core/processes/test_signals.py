@@ -1,7 +1,5 @@
 """A signal that arrives where exceptions are lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Signals in the first seconds of a command, while it imports its modules and checks its input."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

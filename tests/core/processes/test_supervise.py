@@ -1,7 +1,5 @@
 """Attempts in processes of their own: real forks, real kills, in a script that the test starts."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

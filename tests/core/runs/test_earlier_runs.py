@@ -1,7 +1,5 @@
 """A run that begins anew keeps what an earlier run of its trial has left; a wrong name is met with similar ones."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run was started with, as its log folder has it, and what the terminal shows of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

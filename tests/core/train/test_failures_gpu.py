@@ -1,8 +1,6 @@
 """Failures on real GPUs: memory that really runs out, a killed server, a killed trainer. `pytest -m gpu -s` prints what
 was measured. The interpreter needs SGLang (or SLIPSTREAM_SGLANG_PYTHON names one that has it)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Limits that were lowered when memory ran out: they only get lower, and not below what can work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory runs out in every phase of a run, which goes on by itself to the result that it would have had."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

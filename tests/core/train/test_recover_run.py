@@ -1,8 +1,6 @@
 """Runs on several task sets, each with its own sampling, reward and order, and what continues from their recover
 checkpoints: the same run, evaluations beside it, other layouts, changed settings, damaged files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

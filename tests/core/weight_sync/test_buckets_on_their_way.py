@@ -1,7 +1,5 @@
 """Several buckets of one push at a time, into servers that answer before they receive, as on GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

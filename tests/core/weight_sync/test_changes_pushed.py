@@ -1,7 +1,5 @@
 """Pushes through files that hold only what has changed: what arrives, and when everything is sent."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A weight push over a fleet that changes: real senders into test doubles, actors that live or die as a test asks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

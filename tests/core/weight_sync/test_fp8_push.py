@@ -1,7 +1,5 @@
 """A push into FP8 servers: what travels, what is compared, and the audit of formats."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence

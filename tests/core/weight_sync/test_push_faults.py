@@ -1,7 +1,5 @@
 """Every transport into servers of one and two ranks: what arrives, what is found, and what is left after a failure."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The time that the parts of a push take, as metrics."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weight updates through memory that four trainer ranks share with the servers beside them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import pickle

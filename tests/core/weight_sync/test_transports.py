@@ -1,7 +1,5 @@
 """The senders on two real trainer ranks, into two processes that receive as servers do; and who calls them when."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Who holds which version: the register in memory and the one in a folder, and what a crash leaves of the latter."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

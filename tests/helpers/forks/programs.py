@@ -1,7 +1,5 @@
 """Start Python programs as forks of one process that has imported their libraries; see server.py."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -1,7 +1,5 @@
 """What Ray runs to start a worker, where the driver is a fork server: request the worker there, and end."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ own. SLIPSTREAM_TEST_FRESH=1 starts new interpreters instead (as `make nightly` 
     python -m helpers.forks.server SOCKET MODULE...      # imports the modules, then serves until its clients are gone
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

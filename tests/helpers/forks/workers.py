@@ -4,8 +4,6 @@ The driver forks before it imports Ray, and what Ray runs in place of its `setup
 workers from that fork. They are descendants of the driver, as they are in every run.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a SGLang server answers to /generate."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What can go wrong with a call to the double: each fault is used up by one call of its path."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

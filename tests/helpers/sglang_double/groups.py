@@ -3,8 +3,6 @@
 A SGLang server makes its ranks of the group with torch's own helper, which puts these prefixes before every key.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

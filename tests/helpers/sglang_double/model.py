@@ -3,8 +3,6 @@
 Four heads, two key/value heads, and a vocabulary that a server pads before it cuts it over tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 tests/helpers/sglang_environment.py lists the environment variables that name the SGLang.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

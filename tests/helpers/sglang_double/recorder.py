@@ -5,8 +5,6 @@ same. It holds status codes, JSON keys with the types of their values, checksums
 Sampled tokens, texts and times differ between runs and are left out.
 """
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json

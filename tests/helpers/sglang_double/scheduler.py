@@ -4,8 +4,6 @@ Token i of a sequence (prompt included) is a function of i and of the weights' v
 by the tokens alone which version sampled each of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from array import array

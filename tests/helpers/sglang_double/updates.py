@@ -1,7 +1,5 @@
 """The three ways in which new weights reach a server: full tensors for each of its ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The parameters of the double's tensor-parallel ranks: fused, cut and padded as a SGLang server holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints on real ranks: what one layout saves, another continues; a failed save leaves no checkpoint behind."""
 
-from __future__ import annotations
-
 import errno
 import random
 import resource

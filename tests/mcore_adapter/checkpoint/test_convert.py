@@ -1,7 +1,5 @@
 """tools/convert.py: checkpoints of every layout and family to Hugging Face folders and back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

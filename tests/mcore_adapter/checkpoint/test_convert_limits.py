@@ -1,7 +1,5 @@
 """tools/convert.py on a model much larger than what it may hold: memory, and what an interruption leaves."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

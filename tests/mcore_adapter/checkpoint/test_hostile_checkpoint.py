@@ -1,7 +1,5 @@
 """Checkpoints whose files try to run code: each file in turn, at every place that reads a checkpoint."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

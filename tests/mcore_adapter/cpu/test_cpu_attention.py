@@ -1,7 +1,5 @@
 """Packed attention and rotary embedding on CPU against plain attention, one sequence at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The plan of microbatches, as properties over arbitrary batches."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Packing on its own: where every token goes, for arbitrary lengths and layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Sequences that share a prompt: fewer rows, the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

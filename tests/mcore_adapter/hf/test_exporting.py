@@ -1,7 +1,5 @@
 """Weights gathered by the first rank, or by every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

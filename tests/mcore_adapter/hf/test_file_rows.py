@@ -1,7 +1,5 @@
 """Rows of tensors from file to file: inside the kernel, and where it does not copy."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

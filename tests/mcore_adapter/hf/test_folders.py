@@ -1,7 +1,5 @@
 """Folders of weights without a model: how one takes its place, and how two are compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The FP8 quantizer against a loop over blocks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in and out: byte-equal round trips, folders that transformers loads, errors that name the file."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """recompute="auto" in an engine: what it chooses, corrects and falls back to; the update is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

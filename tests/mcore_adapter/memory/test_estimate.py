@@ -1,7 +1,5 @@
 """The estimate of activation memory, against what was measured on a GPU, and the choice that is made by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

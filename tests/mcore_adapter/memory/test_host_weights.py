@@ -1,7 +1,5 @@
 """Engines whose weights visit the host between two turns compute, save and continue as others do."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What layers recompute in the backward pass: it changes no gradient, and is not kept meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

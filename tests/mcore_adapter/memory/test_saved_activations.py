@@ -1,7 +1,5 @@
 """Estimated activations against the tensors that autograd saves in a forward pass of the real model on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes of weights, gradients, masters and moments of a rank, against what a real engine allocates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The gathering dispatcher of stacked experts: what it computes, when ranks use it, how often they exchange sizes, and
 what they compute meanwhile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Grouped products of experts against each expert on its own, differentiated by autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The conversion tables by themselves: nothing left over on either side, nothing taken twice."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

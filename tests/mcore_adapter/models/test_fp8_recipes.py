@@ -1,7 +1,5 @@
 """Recipes of FP8 training: what a device and the sizes of a model allow."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What the log says about the library that computes each part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from allocation import ParallelLayout

@@ -1,8 +1,6 @@
 """At night: every family in every product of layouts up to eight ranks trains as one process does, and what it saves
 becomes the Hugging Face folder that it was loaded from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial

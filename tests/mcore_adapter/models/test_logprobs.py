@@ -1,7 +1,5 @@
 """linear_logprobs against plain torch, and the memory it needs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Megatron's model against transformers' own, in every layout: logits, values and gradients."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from functools import partial

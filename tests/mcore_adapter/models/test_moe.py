@@ -1,7 +1,5 @@
 """Training models with experts and latent attention: every layout as one process, balance, and replayed routing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models with experts on GPUs: against transformers, alone and spread over two, and as Hugging Face tensors again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

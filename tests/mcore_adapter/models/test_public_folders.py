@@ -1,7 +1,5 @@
 """Folders as people publish them: read as transformers reads them, to equal logits, or refused with the key."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

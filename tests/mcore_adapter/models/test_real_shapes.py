@@ -1,7 +1,5 @@
 """Published models: the shapes of their config.json give the published numbers of parameters, tensor by tensor."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choice and weights of experts against a loop over tokens in float64: torch operators, and the kernels on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

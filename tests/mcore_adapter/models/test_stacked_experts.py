@@ -1,8 +1,6 @@
 """Stacked experts in a whole engine, on the CPU: as transformers, as Megatron's own experts, in every layout and
 checkpoint."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

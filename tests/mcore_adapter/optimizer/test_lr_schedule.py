@@ -1,7 +1,5 @@
 """The learning rate's shape over a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from mcore_adapter.optimizer.training import DECAYS, learning_rate

@@ -1,7 +1,5 @@
 """One update on real ranks: clipped as torch clips, skipped where the norm is not finite, never repeated."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Masters and moments that visit the host are what they would be on the device, in pages of a few large allocations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

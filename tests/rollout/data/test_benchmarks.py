@@ -1,7 +1,5 @@
 """Published benchmarks are read as they are: rows of our own in the schema of each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

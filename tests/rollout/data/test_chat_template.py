@@ -1,7 +1,5 @@
 """What is trained of a conversation with chat templates of each kind, and what is refused instead of left out."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One encoder: the tokens before an answer are the same in training, fine-tuning and evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

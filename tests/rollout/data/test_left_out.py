@@ -1,7 +1,5 @@
 """Prompts that are too long are counted in one line, which warns where they are many."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

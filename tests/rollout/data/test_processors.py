@@ -1,7 +1,5 @@
 """Functions of the user between a data set and its first reader."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every row schema becomes the same prompts, in an order that a seed fixes and a cursor resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """The same rows come out of every format and every place that a data set may have."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Several sets of prompts as one stream: shares, places, curricula and recovery."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

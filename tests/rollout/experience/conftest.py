@@ -1,7 +1,5 @@
 """Stores of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dynamic sampling: groups without spread are dropped and counted, others take their place, and no bound moves."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections import Counter

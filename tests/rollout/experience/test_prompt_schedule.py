@@ -1,7 +1,5 @@
 """Steps, epochs and the prompts of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Replay: which episodes of earlier steps a step trains on again, and that a run which continues repeats the choice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every experience store promises: the order of leases, the staleness bound, and what survives a process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Capabilities and registry of the inference backends, against what the backends do."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Changed values of weights: their format, and copies of tensors of which only some values are there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

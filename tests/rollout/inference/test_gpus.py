@@ -1,7 +1,5 @@
 """The GPUs of a run, and other processes that use them, with a double of nvidia-smi."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

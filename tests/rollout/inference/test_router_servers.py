@@ -1,7 +1,5 @@
 """The router over SGLang generators on test doubles: what it keeps, what it reports, and where requests go on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

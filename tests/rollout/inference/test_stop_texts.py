@@ -1,7 +1,5 @@
 """Texts that end completions: on real embedded generators, on SGLang's double, and with a byte-level tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Batches whose completions could not be scored: a warning at once, the end after some."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.rewards.load import RewardConfig

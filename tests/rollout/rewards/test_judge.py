@@ -1,7 +1,5 @@
 """A model at a URL judges answers: equal ones once, up to a limit, with its cost in the metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

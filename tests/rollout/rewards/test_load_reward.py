@@ -1,7 +1,5 @@
 """Rewards as people write them: several with weights, results with figures, and the signatures of TRL and verl."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Right and wrong as math-verify sees them, and what holds nothing to score."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rewards that hang, explode and crash, in real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

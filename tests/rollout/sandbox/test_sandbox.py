@@ -1,7 +1,5 @@
 """What code in the sandbox can do, and what a caller gets to know of it."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

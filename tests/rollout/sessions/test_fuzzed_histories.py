@@ -1,8 +1,6 @@
 """Random clients: they call tools, summarise, retry, edit, ask in parallel. Whatever they do, every sampled token is
 trained once, as a continuation of exactly what the policy read, and no other token is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

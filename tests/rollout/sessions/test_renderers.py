@@ -4,8 +4,6 @@ Templates are those that trl ships. The tokenizer has the family's marks and mer
 those of the conversations, so that texts which are cut elsewhere have other tokens.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -1,7 +1,5 @@
 """Programs talk to the endpoint in three dialects, and every sampled token is trained once, as it was sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

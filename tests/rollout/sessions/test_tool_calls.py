@@ -1,7 +1,5 @@
 """Calls of tools are read from answers as the chat template writes them, whatever its form."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

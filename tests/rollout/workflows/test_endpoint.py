@@ -1,7 +1,5 @@
 """workflow.type=endpoint runs a program of the user for each sample and trains on what it asked the policy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Environments run in processes with time limits; the policy and they answer each other until an episode is over."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

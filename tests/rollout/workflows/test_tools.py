@@ -1,7 +1,5 @@
 """workflow.type=tools: the policy calls tools, their results are context, and the last answer is scored."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

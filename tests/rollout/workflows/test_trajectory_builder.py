@@ -1,7 +1,5 @@
 """A conversation becomes trajectories in which every sampled token is trained once, with what its sampling reported."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from helpers.simulated_sampling import make_prompts

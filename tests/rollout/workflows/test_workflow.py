@@ -1,7 +1,5 @@
 """From one prompt to its group of trajectories, and workflows by import path."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

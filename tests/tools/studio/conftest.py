@@ -1,7 +1,5 @@
 """A studio that serves a folder of runs, and a browser."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Configurations in the studio: the same keys, checks and places as those of the command line."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

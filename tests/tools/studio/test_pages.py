@@ -1,7 +1,5 @@
 """The pages of the studio in a real browser."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

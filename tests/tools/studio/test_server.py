@@ -1,7 +1,5 @@
 """What the studio answers, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

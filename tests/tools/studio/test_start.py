@@ -1,7 +1,5 @@
 """A run that is started, watched and asked in the studio alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Spans, tokens and losses of a run, as the studio reads them from its files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

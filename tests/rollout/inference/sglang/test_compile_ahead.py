@@ -1,7 +1,5 @@
 """Kernels that are compiled ahead of a server: which ones, all at once, once on a host, and what fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

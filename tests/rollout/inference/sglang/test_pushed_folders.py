@@ -1,7 +1,5 @@
 """Which weights a SGLang server takes changes to. That its loader applies them: test_sglang_live.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a server does with buckets in memory that it shares with the trainer."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The expected checksums of a server's parameters, against parameters that are fused and cut the plain way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

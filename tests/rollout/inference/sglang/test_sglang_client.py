@@ -1,7 +1,5 @@
 """Buckets on their way to a server, and what its answers become."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

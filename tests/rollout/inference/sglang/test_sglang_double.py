@@ -4,8 +4,6 @@ After a change of the recorder or of SGLang: `python tests/helpers/sglang_double
 environment variables of helpers/sglang_environment.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The experts of tokens: reading what a server tells, and a real one on the CPU through updates."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import Iterator

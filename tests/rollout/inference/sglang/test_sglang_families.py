@@ -1,7 +1,5 @@
 """Families whose tensors a SGLang server holds otherwise than Qwen2's, on CPU servers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SGLangGenerator over HTTP against the test double, one token a step: what is asked, when, and under which version."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What only a GPU shows: memory shared with a server beside the trainer and given back, NCCL into one elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

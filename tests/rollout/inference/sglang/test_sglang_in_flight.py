@@ -1,7 +1,5 @@
 """What requests in flight have sampled travels out of a server token by token; here without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

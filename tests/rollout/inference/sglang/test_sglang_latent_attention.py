@@ -3,8 +3,6 @@
 A real server with such models: test_sglang_families.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

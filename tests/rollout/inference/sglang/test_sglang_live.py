@@ -1,7 +1,5 @@
 """The SGLang generator and the weight push against a real SGLang server on the CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

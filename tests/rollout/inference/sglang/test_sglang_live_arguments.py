@@ -1,7 +1,5 @@
 """What the installed SGLang says of server arguments, and of modules of its own that it cannot import."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """What a real SGLang server on the CPU tells of requests in flight is what they end with, and what a restart goes on
 from."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,8 +1,6 @@
 """The loaders of the pinned SGLang hold weights as they were sent, push after push: the first push is loaded by the
 model, the second one copied to the same places."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """The same against servers of two ranks on the CPU, each of which holds its part of the weights: tensor-parallel
 ranks, and two pipeline stages."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Unmodified clients talk to a real SGLang server through the endpoint: what is trained is what it sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What SGLangGenerator does with requests and weights between pause() and resume(), against the test double."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arguments of a SGLang server, its start and end, and its table of hooks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What top_k and top_p leave of a distribution, inside a server; the kernel where there is a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

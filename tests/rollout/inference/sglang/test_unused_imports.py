@@ -1,7 +1,5 @@
 """A server imports its model's modules and not all; it finds the same class."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
