@@ -262,14 +262,6 @@ def test_kl_in_reward_and_loss_is_reported_as_the_reward_has_it() -> None:
     assert both.metrics[1]["loss"] > reward.metrics[1]["loss"]
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_the_reference_computes_only_when_kl_ctl_is_not_zero(kl_in: str) -> None:
-    step = pair(1.0, 2.0, reference=REFERENCE)
-    assert [p.engine for p in train(step, kl_ctl=0.5, kl_in=kl_in).passes] == ["ref"]
-    without = train(step, kl_ctl=0.0, kl_in=kl_in)
-    assert without.passes == [] and "ref_logprobs" not in without.field_names()
-
-
 # ---- policies of other versions
 
 OLD = shifted(SAMPLED, [[LN2, -LN2], [0.0, LN8, 0.0]])
@@ -333,15 +325,6 @@ def test_kl_in_reward_without_the_decoupled_loss_is_that_of_the_sampled_log_prob
     run = train(pair(1.0, 2.0, old=OLD, current=SAMPLED, reference=REFERENCE), kl_ctl=0.5, kl_in="reward")
     assert {p.engine for p in run.passes} == {"ref"}
     assert_close(run.trained_on("advantages"), [[0.75, 1.25], [2.75, 3.0, 3.0]])
-
-
-@pytest.mark.parametrize(("max_staleness", "weight"), [(0, 1.0), (1, 2.0)])
-def test_the_loss_is_decoupled_by_default_when_answers_may_be_stale(max_staleness: int, weight: float) -> None:
-    step = Step(groups=[[Answer(sampled=[-1.0], reward=1.0)]], old=[[-1.0 + LN2]], current=[[-1.0 + LN2]])
-    run = train(step, correction=None, max_staleness=max_staleness)
-    # Not decoupled, the ratio 2 is clipped: no gradient.
-    assert_close(run.gradient(), [[-weight if max_staleness else 0.0]])
-    assert_metrics(run, {"behave_imp_weight": weight})
 
 
 # ---- temperature and entropy
@@ -429,12 +412,6 @@ def test_the_loglinear_proximal_policy_counts_ages_from_the_version_that_is_trai
         proximal="loglinear",
     )
     assert_close(run.trained_on("proximal_share", step=2), [[2 / 3, 1 / 2, 0.0]])
-
-
-@pytest.mark.parametrize(("reuse", "passes"), [(1, []), (2, ["actor"])])
-def test_old_log_probabilities_are_computed_when_one_minibatch_is_used_twice(reuse: int, passes: list[str]) -> None:
-    run = train(pair(1.0, -1.0, current=OLD), correction="decoupled", actor_sample_reuse=reuse)
-    assert [p.engine for p in run.passes] == passes
 
 
 def test_metrics_are_means_over_the_minibatches() -> None:
@@ -576,32 +553,3 @@ def test_tokens_outside_the_loss_mask_are_neither_trained_nor_counted() -> None:
     assert_metrics(
         run, {"n_tokens": 5, "n_valid_tokens": 4, "avg_prompt_len": 2.0, "avg_seq_len": 4.5, "no_eos_ratio": 0.0}
     )
-
-
-@pytest.mark.parametrize(
-    ("estimator", "advantages"),
-    [
-        # Penalties 0.5 * x^2 / 2: [0.25, 0.0625], [0.0625, 0, 1]
-        ("k2", [[1 - 0.3125, 1 - 0.0625], [2 - 1.0625, 1.0, 1.0]]),
-        # Penalties 0.5 * (e^-x - 1 + x)
-        (
-            "k3",
-            [
-                [1 - 0.5 * (math.exp(-1) + math.exp(0.5) - 1.5), 1 - 0.5 * (math.exp(0.5) - 1.5)],
-                [2 - 0.5 * (math.exp(-0.5) - 0.5 + math.exp(2) - 3)] + [2 - 0.5 * (math.exp(2) - 3)] * 2,
-            ],
-        ),
-    ],
-)
-def test_the_penalty_of_kl_in_reward_uses_the_chosen_estimator(estimator: str, advantages: PerAnswer) -> None:
-    run = train(pair(1.0, 2.0, reference=REFERENCE), kl_ctl=0.5, kl_estimator=estimator)
-    assert_close(run.trained_on("advantages"), advantages)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "slope"), [("k1", [[1.0, 1.0], [1.0, 1.0, 1.0]]), ("k2", [[LN2, -LN2], [0.0, 2 * LN2, -2 * LN2]])]
-)
-def test_kl_in_loss_uses_the_chosen_estimator(estimator: str, slope: PerAnswer) -> None:
-    step = pair(1.0, 2.0, reference=FAR_REFERENCE)
-    run = train(step, kl_ctl=0.5, kl_in="loss", kl_estimator=estimator)
-    assert_close(run.gradient(), scaled(shifted([[-1.0] * 2, [-2.0] * 3], scaled(slope, 0.5)), 1 / 5))

@@ -91,17 +91,6 @@ async def test_prompts_start_as_far_ahead_as_the_bound_allows_and_no_further() -
         assert workflow.running == 4
 
 
-async def test_synchronous_training_samples_every_batch_from_its_own_version() -> None:
-    workflow = CallWorkflow()
-    async with make_producer(workflow, max_staleness=0) as producer:
-        for step in range(5):
-            for group in await producer.take(step):
-                assert group[0].versions.tolist() == [-1, -1, step, step]
-            assert workflow.running == 0
-            workflow.version = step + 1
-            producer.set_version(step + 1)
-
-
 async def test_max_in_flight_caps_what_runs_at_once() -> None:
     workflow = CallWorkflow()
     async with make_producer(workflow, max_staleness=4, max_in_flight=3) as producer:

@@ -103,18 +103,6 @@ def test_a_wider_bound_never_makes_the_trainer_wait_longer() -> None:
     assert seconds[-1] < 0.6 * seconds[0]
 
 
-def test_masking_waits_for_nobody_drops_no_prompt_and_trains_no_token_that_is_too_old() -> None:
-    waiting = run_virtual(_train(1, "wait", num_epochs=2, sigma=1.5))
-    masking = run_virtual(_train(1, "mask", num_epochs=2, sigma=1.5))
-    assert masking.oldest_token == 1
-    assert len(masking.consumed) == 2 * NUM_PROMPTS
-    assert set(masking.consumed.values()) == {1}
-    assert masking.masked_tokens > 0
-    assert masking.masked_tokens + masking.trained_tokens == sum(masking.trained_lengths)
-    assert masking.seconds < waiting.seconds
-    assert waiting.masked_tokens == 0
-
-
 async def _train_with_tools(max_staleness: int, *, num_places: int, seconds: float) -> tuple[float, float]:
     """Steps of 256 turns of so many seconds. Return the share of the places that are busy, and the time of a step."""
     warm_up, steps, group_size, batch_size = 6, 18, 4, 16

@@ -23,18 +23,6 @@ def two_turns(gap: int, *, trailing: int = 0) -> tuple[torch.Tensor, torch.Tenso
     return torch.tensor([0, len(mask)]), torch.tensor(mask)
 
 
-def test_lambda_does_not_decay_through_the_tokens_between_two_turns() -> None:
-    cu, mask = two_turns(200)
-    rewards, values = token_rewards(torch.tensor([1.0]), cu, mask, kl_penalty=None), 0.4 * mask
-    advantages, returns = gae(rewards, values, cu, mask, torch.zeros(1), discount=1.0, gae_lambda=0.95)
-    # Every value is 0.4: the only step with a surprise is the last one, 1 - 0.4.
-    expected = [0.6 * 0.95**k for k in (4, 3, 2, 1, 0)]
-    assert advantages[mask].tolist() == pytest.approx(expected)
-    assert advantages[3].item() == pytest.approx(0.51, abs=0.005)
-    assert returns[mask].tolist() == pytest.approx([a + 0.4 for a in expected])
-    assert not advantages[~mask].any() and not returns[~mask].any()
-
-
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_gae_runs_over_the_trained_tokens_of_each_sequence_whatever_lies_between_them(
     discount: float, lam: float

@@ -54,34 +54,52 @@ def test_what_is_missing_in_a_model_folder_is_named(tmp_path: Path) -> None:
     assert "model/config.json: no such file" in message
 
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+
+
 def with_vocab(text: str, *, kind: str = "WordLevel") -> str:
     """The content of a tokenizer.json."""
     return f'{{"added_tokens": [], "model": {{"type": "{kind}", "unk_token": "a", "vocab": {text}}}}}'
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("name", "content", "said"),
     [
-        ("{}", "tokenizer.json: not a tokenizer: Model missing"),
-        ('{"model": {"vocab": {"a": ', "tokenizer.json: not valid JSON: Expecting value"),
-        (with_vocab("{}"), "tokenizer.json: not a tokenizer: its vocabulary is empty"),
-        (with_vocab('{"a": 64}'), "its largest token id is 64, but vocab_size=64 in config.json"),
-        (with_vocab('{"a": Infinity}'), "tokenizer.json: not a tokenizer: expected value"),
-        (with_vocab('{"a": "0"}'), 'tokenizer.json: not a tokenizer: invalid type: string "0", expected u32'),
-        (with_vocab('{"a": -1}'), "tokenizer.json: not a tokenizer: invalid value: integer `-1`, expected u32"),
-        (
-            with_vocab('{"a": 0}, "merges": ["aa"]', kind="BPE"),
-            "tokenizer.json: not a tokenizer: Merges text file invalid",
-        ),
-        (with_vocab('{"a": 0}, "merges": [["a", "b"]]', kind="BPE"), "not a tokenizer: Token `b` out of vocabulary"),
-        ('{"model": {"vocab": [["a", 0.1]]}}', ""),
+        ("tokenizer.json", "{}", "not a tokenizer: Model missing"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": ', "not valid JSON: Expecting value"),
+        ("tokenizer.json", b"\xff" * 64, "not valid JSON"),
+        ("tokenizer.json", LFS_POINTER, "a git-lfs pointer in place of the file"),
+        ("tokenizer.json", with_vocab("{}"), "not a tokenizer: its vocabulary is empty"),
+        ("tokenizer.json", with_vocab('{"a": 64}'), "its largest token id is 64, but vocab_size=64 in config.json"),
+        ("tokenizer.json", with_vocab('{"a": Infinity}'), "not a tokenizer: expected value"),
+        ("tokenizer.json", with_vocab('{"a": "0"}'), 'not a tokenizer: invalid type: string "0", expected u32'),
+        ("tokenizer.json", with_vocab('{"a": -1}'), "not a tokenizer: invalid value: integer `-1`, expected u32"),
+        ("tokenizer.json", with_vocab('{"a": 0}, "merges": ["aa"]', kind="BPE"), "Merges text file invalid"),
+        ("tokenizer.json", with_vocab('{"a": 0}, "merges": [["a", "b"]]', kind="BPE"), "Token `b` out of vocabulary"),
+        ("tokenizer.json", '{"model": {"vocab": [["a", 0.1]]}}', ""),
+        ("tokenizer_config.json", "[" * 10_000, "nested more than 100 deep"),
+        ("tokenizer_config.json", '{"chat_template": {}}', "chat_template={} must be text, or a list of templates"),
+        ("tokenizer_config.json", '{"add_bos_token": "no"}', "add_bos_token='no' must be true or false"),
+        ("tokenizer_config.json", '{"clean_up_tokenization_spaces": []}', "spaces=[] must be true or false"),
+        ("tokenizer_config.json", '{"add_bos_token": null, "chat_template": null}', ""),
+        ("special_tokens_map.json", "[]", "expected a json object, found list"),
+        ("tokenizer.model", LFS_POINTER, "run `git lfs pull` in its folder"),
+        ("merges.txt", LFS_POINTER, "run `git lfs pull` in its folder"),
+        ("generation_config.json", '{"eos_token_id": [0, 1]}', ""),
+        ("generation_config.json", "{}", ""),
+        ("generation_config.json", '{"eos_token_id": ', "not valid JSON"),
+        ("generation_config.json", "[]", "expected a json object, found list"),
+        ("generation_config.json", '{"eos_token_id": [0, null]}', "[0, None] must be a token id or a list of them"),
+        ("generation_config.json", '{"eos_token_id": [0, 64]}', "eos_token_id=64, but vocab_size=64 in config.json"),
+        ("model.safetensors", "", "not a safetensors file"),
+        ("model.safetensors", b"\xff" * 64, "not a safetensors file"),
+        ("model.safetensors", LFS_POINTER, "a git-lfs pointer in place of the file"),
     ],
 )
-def test_a_tokenizer_that_does_not_load_or_fit_is_named(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_of_a_model_that_does_not_load_or_fit_is_named(tmp_path, name: str, content: Any, said: str) -> None:
     path = write_run(tmp_path)
-    (tmp_path / "model" / "tokenizer.json").write_text(content)
-    found = problems(path)
-    assert [said in message for message in found] == ([True] if said else [])
+    (tmp_path / "model" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert [f"model/{name}: " in message and said in message for message in problems(path)] == [True] * bool(said)
 
 
 @pytest.mark.parametrize(
@@ -189,23 +207,6 @@ def test_a_truncated_weight_file_is_found_by_its_header(tmp_path: Path, cut: int
     assert "truncated" in message or "header cannot be read" in message
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "not a safetensors file"),
-        (b"abc", "not a safetensors file"),
-        (b"\xff" * 64, "not a safetensors file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a git-lfs pointer in place of the file"),
-    ],
-)
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_what_is_no_weight_file_and_no_tokenizer_is_found(tmp_path: Path, name: str, content: bytes, said: str) -> None:
-    path = write_run(tmp_path)
-    (tmp_path / "model" / name).write_bytes(content)
-    (message,) = problems(path)
-    assert f"model/{name}: {said if b'git' in content or name != 'tokenizer.json' else 'not valid JSON'}" in message
-
-
 def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
     path = write_run(tmp_path)
     model, tensors = tmp_path / "model", tensors_of(TINY_CONFIG)
@@ -227,22 +228,6 @@ def test_every_shard_of_the_index_is_looked_at(tmp_path: Path) -> None:
         index["weight_map"]["model.norm.weight"] = name
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
         assert f"model.norm.weight is in {name!r}, which is no file of the folder" in problems(path)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("tokenizer_config.json", "[" * 10_000, "nested more than 100 deep"),
-        ("special_tokens_map.json", "[]", "expected a json object, found list"),
-        ("tokenizer.model", "version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
-        ("merges.txt", "version https://git-lfs.github.com/spec/v1", "run `git lfs pull` in its folder"),
-    ],
-)
-def test_every_file_of_a_tokenizer_is_looked_at(tmp_path: Path, name: str, content: str, said: str) -> None:
-    path = write_run(tmp_path)
-    (tmp_path / "model" / name).write_text(content)
-    (message,) = problems(path)
-    assert f"model/{name}: " in message and said in message
 
 
 def test_a_layout_that_the_model_cannot_take_says_what_works(tmp_path: Path) -> None:
@@ -556,40 +541,6 @@ def test_a_pipe_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
     assert "dataset.path: fifo: a pipe or a device" in message
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"eos_token_id": [0, 1]}', ""),
-        ("{}", ""),
-        ('{"eos_token_id": ', "generation_config.json: not valid JSON"),
-        ("[]", "generation_config.json: expected a json object, found list"),
-        ('{"eos_token_id": [0, null, "1"]}', "eos_token_id=[0, None, '1'] must be a token id or a list of them"),
-        ('{"eos_token_id": [0, 64]}', "eos_token_id=64, but vocab_size=64 in config.json"),
-    ],
-)
-def test_a_broken_generation_config_is_named(tmp_path: Path, content: str, said: str) -> None:
-    path = write_run(tmp_path)
-    (tmp_path / "model" / "generation_config.json").write_text(content)
-    assert [said in message for message in problems(path)] == ([True] if said else [])
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"chat_template": {}}, "chat_template={} must be text, or a list of templates with names"),
-        ({"add_bos_token": "no"}, "add_bos_token='no' must be true or false"),
-        ({"clean_up_tokenization_spaces": []}, "clean_up_tokenization_spaces=[] must be true or false"),
-        ({"add_bos_token": None, "chat_template": None}, ""),
-    ],
-)
-def test_settings_of_a_tokenizer_that_load_and_mean_something_else_are_named(
-    tmp_path: Path, settings: dict[str, object], said: str
-) -> None:
-    path = write_run(tmp_path)
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert [said in message for message in problems(path)] == ([True] if said else [])
 
 
 def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

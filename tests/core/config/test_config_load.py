@@ -27,19 +27,6 @@ def errors(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str) -> list[st
     return [str(problem).replace(f"{tmp_path}/", "") for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed=4294967296", "seed: must be at most 4294967295, got 4294967296"),
-        ("ppo.discount=1.5", "ppo.discount: must be at most 1, got 1.5"),
-        ("ppo.eps_clip=1", "ppo.eps_clip: must be less than 1, got 1.0"),
-        ("n_nodes=0", "n_nodes: must be at least 1, got 0"),
-    ],
-)
-def test_a_bound_is_shown_in_full(tmp_path: Path, override: str, message: str) -> None:
-    assert errors(tmp_path, SMALLEST_PPO, override)[0].endswith(message)
-
-
 def test_all_mistakes_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     text = """\
 experiment_name: small
@@ -132,14 +119,6 @@ def test_whole_numbers_may_be_written_in_any_notation(tmp_path: Path, text: str,
     assert isinstance(max_tokens, int)
 
 
-@pytest.mark.parametrize(
-    "text", ["1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null", "1_", "1__0", "9" * 5000]
-)
-def test_what_is_not_a_whole_number_is_refused(tmp_path: Path, text: str) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_size={text}")
-    assert message.startswith(f"override 'group_size={text}': group_size: must be an integer, got ")
-
-
 def test_null_switches_off_what_is_optional(tmp_path: Path) -> None:
     config = load(tmp_path, SMALLEST_PPO, "exp_ctrl.ckpt_freq_secs=null", "algorithm.behave_imp_weight_cap=None")
     assert config.exp_ctrl.ckpt_freq_secs is None
@@ -172,6 +151,10 @@ def test_a_run_can_be_described_by_overrides_alone() -> None:
     assert loaded.where("actor.path") == "override 'actor.path=m'"
 
 
+NUMBERS = ("1.5", "true", "abc", "inf", "nan", "[1]", "{a: 1}", "null", "1_", "1__0", "9" * 5000)
+NUL = ('dataset.path="a\\0b"', 'external_configs.envs={A: "\\0"}', 'prompt.chat_options={a: "\\0"}')
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -180,18 +163,24 @@ def test_a_run_can_be_described_by_overrides_alone() -> None:
         ("ppo..eps_clip=1", "override 'ppo..eps_clip=1': must look like a.b.c=value"),
         ("a." * 200 + "b=1", f"override '{'a.' * 200}b=1': must look like a.b.c=value"),
         ("trial_name=\udce4", r"override 'trial_name=\udce4': not UTF-8 text; in a shell, export LC_ALL=C.UTF-8"),
-        ("seed.x=3", "override 'seed.x=3': seed: unknown key"),
+        ("seed.x=3", "override 'seed.x=3': seed: must be an integer, got a section (x)"),
         ("trial_name.x=3", "override 'trial_name.x=3': trial_name: is a value (x.yaml:2), not a section"),
         ("seed=[1", "override 'seed=[1': not valid YAML"),
         ("ppo.eps_clp=1", "override 'ppo.eps_clp=1': ppo.eps_clp: unknown key; did you mean 'ppo.eps_clip'?"),
         ("ppo=3", "override 'ppo=3': ppo: is a section with keys of its own, got '3'"),
         ("ppo.eps_clip=2", "override 'ppo.eps_clip=2': ppo.eps_clip: must be less than 1, got 2.0"),
+        ("seed=4294967296", "seed: must be at most 4294967295, got 4294967296"),
+        ("ppo.discount=1.5", "ppo.discount: must be at most 1, got 1.5"),
+        ("n_nodes=0", "n_nodes: must be at least 1, got 0"),
+        *((f"group_size={text}", f"'group_size={text}': group_size: must be an integer, got ") for text in NUMBERS),
+        *((f"ppo.kl_ctl={text}", f"must be a number, got '{text}'") for text in ("nan", "inf", "-inf", "much", "1,5")),
+        *((f"group_adv_norm={text}", "must be true or false") for text in ("1", "ja", "''")),
+        *((override, "must not hold a NUL character; remove it") for override in NUL),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, message: str) -> None:
-    if override == "seed.x=3":
-        message = "override 'seed.x=3': seed: must be an integer, got a section (x)"
-    assert any(line.startswith(message) for line in errors(tmp_path, SMALLEST_PPO, override))
+    (found,) = errors(tmp_path, SMALLEST_PPO, override)
+    assert message in found
 
 
 def test_values_may_come_from_the_environment_and_from_other_keys(tmp_path, monkeypatch) -> None:
@@ -502,18 +491,6 @@ def test_the_place_of_a_default_is_not_the_override_of_another_key(tmp_path: Pat
     assert loaded.where("ppo.gen.top_p").endswith("x.yaml:6"), "a section of a file has a line"
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "much", "1,5"])
-def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, text: str) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"ppo.kl_ctl={text}")
-    assert f"must be a number, got '{text}'" in message
-
-
-@pytest.mark.parametrize("text", ["1", "ja", "''"])
-def test_only_true_and_false_are_truth_values(tmp_path: Path, text: str) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"group_adv_norm={text}")
-    assert "must be true or false" in message
-
-
 def test_a_name_may_look_like_a_number(tmp_path: Path) -> None:
     assert load(tmp_path, SMALLEST_PPO, "trial_name=20250222").trial_name == "20250222"
     assert load(tmp_path, SMALLEST_PPO, "trial_name=1e-6").trial_name == "1e-6"
@@ -535,12 +512,6 @@ EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
 def test_a_text_that_stands_for_too_much_ends_with_few_errors(tmp_path, text: str, count: int, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO + text)
     assert len(found) == count and message in found[-1]
-
-
-def test_a_text_with_a_nul_is_refused(tmp_path: Path) -> None:
-    for override in ('dataset.path="a\\0b"', 'external_configs.envs={A: "\\0"}', 'prompt.chat_options={a: "\\0"}'):
-        (message,) = errors(tmp_path, SMALLEST_PPO, override)
-        assert message.endswith("must not hold a NUL character; remove it")
 
 
 def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:

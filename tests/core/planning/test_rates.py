@@ -12,13 +12,11 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.memory import plan_memory, plan_servers, states_of, usual_level
+from core.planning.memory import plan_memory, plan_servers, usual_level
 from core.planning.rates import (
     LONGEST_ANSWERS,
     Lengths,
     calibration_of,
-    decoding,
-    pass_seconds,
     step_time,
     update_seconds,
     wave_seconds,
@@ -109,15 +107,6 @@ def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measur
     assert rates[chosen] > 0.97 * max(rates.values())
 
 
-def test_the_exchange_of_gradients_takes_no_part_in_the_bubble_of_a_pipeline() -> None:
-    scene = make_scene(SHAPES["7B"], ParallelLayout(dp=4, pp=2))
-    links = (CALIBRATION, replace(CALIBRATION, link=CALIBRATION.link / 2))
-    fast, slow = (update_seconds(scene, scene.actor, c, tokens=65536, length=4096, level="full") for c in links)
-    states = states_of(scene.actor, 0)
-    exchange = 0.75 * (states.gradients + states.weights) / CALIBRATION.link
-    assert slow - fast == pytest.approx(exchange, rel=0.05), "one microbatch: the bubble is as long as the passes"
-
-
 @pytest.mark.parametrize(
     ("shape", "running", "prompt", "answer", "measured"),
     [
@@ -142,18 +131,6 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
     assert scene.servers is not None
     plan = plan_servers(scene, replace(scene.servers, max_running=520))
     assert plan.tokens == pytest.approx(measured, rel=0.01)
-
-
-def test_a_longer_context_and_a_stage_more_cost_time() -> None:
-    scene = make_scene(SHAPES["7B"])
-    assert scene.servers is not None
-    decode = decoding(scene.servers, CALIBRATION)
-    short, long = decode(64, 500), decode(64, 8000)
-    read = 64 * 7500 * 28 * 2 * 4 * 128 * 2
-    assert long - short == pytest.approx(read / CALIBRATION.memory)
-    one, two = (make_scene(SHAPES["7B"], layout) for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)))
-    took = [update_seconds(s, s.actor, CALIBRATION, tokens=65536, length=4096, level="none") for s in (one, two)]
-    assert took[1] > 1.15 * took[0], "the bubble of four microbatches"
 
 
 def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None:
@@ -307,13 +284,3 @@ def test_lengths_have_the_mean_that_is_given() -> None:
 
 def test_a_gpu_without_calibration_has_no_times() -> None:
     assert calibration_of("B200") is None
-
-
-def test_a_pass_without_gradients_exchanges_none_whatever_the_minibatches() -> None:
-    one = make_scene(SHAPES["1.5B"], ParallelLayout(dp=16))
-    took = [
-        pass_seconds(replace(one, minibatches=n), one.actor, CALIBRATION, tokens=1 << 20, length=4096) for n in (1, 16)
-    ]
-    assert took[0] == took[1]
-    alone = make_scene(SHAPES["1.5B"])
-    assert took[0] < pass_seconds(alone, alone.actor, CALIBRATION, tokens=1 << 20, length=4096) / 12

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from core.processes.watchdog import unused_shared_memory
-from helpers.runs import WITHOUT_GOODBYE, came_back, lost, metrics_of, ppo, process_of, wait_for_match
-
-ONE_RESTART = {"recover_mode": "auto", "recover_retries": 1}
+from helpers.runs import WITHOUT_GOODBYE, lost, metrics_of, ppo, process_of
 
 
 def driver_of(command) -> psutil.Process:
@@ -79,41 +77,6 @@ def test_a_run_outlives_its_driver_a_stopped_driver_a_stopped_rank_and_its_ray(
     assert command.finish() == 130
     steps = [m["step"] for m in metrics_of(command) if "task_reward" in m]
     assert steps == list(range(1, len(steps) + 1)), "each step once, over five attempts"
-    nothing_left(command)
-
-
-@pytest.mark.nightly  # daily: the only generator of a run
-def test_lost_generators_that_die_or_hang_come_back_alone_with_the_current_weights(
-    assets, run_command, nothing_left
-) -> None:
-    command = run_command(
-        "ppo-math",
-        ppo(
-            assets,
-            allocation_mode="embedded.d2m1p1+d1m1p1",
-            n_gpus_per_node=3,
-            **ONE_RESTART,
-            generator={"health_interval_seconds": 0.5, "health_timeout_seconds": 4.0},
-            exp_ctrl={"total_train_epochs": 1000},
-        ),
-    )
-    command.wait_for("global step 3)")
-    process_of(command, "generator-1").kill()
-    back = came_back(command, 1)
-    process_of(command, "generator-0").send_signal(signal.SIGSTOP)
-    gone = wait_for_match(command, r"generator-0 failed: no answer to a health check within (.*) \(stopped\)")
-    assert gone[1] == "generator.health_timeout_seconds=4"
-    stacks = (command.logs / "stacks" / "generator-0.txt").read_text()
-    assert "(stopped): no answer to a health check" in stacks and "Thread 0x" in stacks and "File " in stacks
-    came_back(command, 0, start=back)
-    command.process.send_signal(signal.SIGTERM)
-    assert command.finish() == 130
-    assert "Attempt 1 failed" not in command.output()
-    rows = [m for m in metrics_of(command) if "task_reward" in m]
-    assert [m["step"] for m in rows] == list(range(1, len(rows) + 1))
-    # Whoever sampled with the weights that a process starts with would be older than that.
-    assert all(m["staleness/max"] <= 2 and m["n_seqs"] == 32 and m["rollout/num_failures"] == 0 for m in rows)
-    assert {m["router/num_generators"] for m in rows} >= {1.0, 2.0}
     nothing_left(command)
 
 
