@@ -5,14 +5,12 @@ Every import counts, also one inside a function or under TYPE_CHECKING.
 
 import ast
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from helpers.source import (
     PACKAGES,
     ROOT,
-    imported_by_call,
     imported_names,
     module_of,
     place,
@@ -119,104 +117,6 @@ ORDER = {
 MOST_FILES = 14
 """Python files of one folder, at most."""
 
-LATE_IMPORTS: dict[str, dict[str, str]] = {
-    "an optional library": {
-        "rollout.data.data_juicer": "data_juicer",
-        "rollout.experience.stores.postgres": "psycopg",
-        "tools.chaos.postgres": "psycopg",
-    },
-    "torch and transformers load for seconds: --help, dry runs and errors in the input do not wait": {
-        "core.checks.recipe": "core.data.datasets core.train.periodic rollout.data.task_sets rollout.experience "
-        "rollout.experience.episode",
-        "core.data.datasets": "rollout.data.tokenizer",
-        "core.explore.servers": "rollout.data.tokenizer",
-        "core.explore.data": "rollout.data.tokenizer",
-        "core.monitoring.monitor": "torch",
-        "rollout.data.prompts": "rollout.data.tokenizer",
-        "rollout.inference.embedded": "rollout.inference.embedded.generator",
-        "rollout.inference.sglang": "rollout.inference.sglang.generator",
-        "slipstream.cli": "core.config.presets",
-        "tools.chaos.run": "torch transformers",
-        "tools.convert": "mcore_adapter.checkpoint.streaming mcore_adapter.device mcore_adapter.hf.safetensors_folder "
-        "mcore_adapter.parallel",
-        "tools.curves": "torch transformers",
-        "tools.demo.data": "tokenizers torch transformers",
-        "tools.demo.__main__": "rollout.inference.embedded.generator torch transformers",
-        "tools.eval.__main__": "tools.eval.run tools.eval.settings",
-        "tools.loss.__main__": "tools.loss.compute",
-        "tools.fetch": "numpy safetensors tokenizers torch",
-        "tools.samples": "rollout.data.tokenizer",
-        "tools.scratch_model": "tokenizers torch transformers",
-    },
-    "numpy loads for 0.1 s: not in a dry run, which checks names of workflows and backends": {
-        "core.stages": "core.monitoring.metrics",
-        "rollout.inference.mock": "numpy",
-        "rollout.data.prompts": "numpy",
-        "rollout.trajectories": "numpy",
-    },
-    "the driver imports the module of an actor, and does not need what the actor runs": {
-        "core.launch.trainer_rank": "core.weight_sync.buckets mcore_adapter.engine mcore_adapter.parallel"
-    },
-    "megatron and torch load for seconds: only in processes that train": {
-        "mcore_adapter.device": "mcore_adapter.cpu.device mcore_adapter.cuda.device",
-        "mcore_adapter": "torch",
-    },
-    "torch loads for seconds: not in a generator without a model": {"core.launch.generator_actor": "torch"},
-    "transformers.generation loads for seconds: what would import it is replaced meanwhile": {
-        "rollout.data.tokenizer": "transformers"
-    },
-    "the library of the hub loads for 0.3 s: only for ids": {"model_specs.hub": "huggingface_hub"},
-    "pyarrow and datasets load for seconds: only for their formats": {
-        "rollout.data.files": "datasets huggingface_hub pyarrow"
-    },
-    "triton and TransformerEngine: only where there is a GPU": {
-        "mcore_adapter.cuda.device": "mcore_adapter.cuda.elementwise",
-        "mcore_adapter.models.forward": "mcore_adapter.cuda.lm_head",
-        "mcore_adapter.models.experts": "mcore_adapter.cuda.experts",
-        "mcore_adapter.optimizer.training": "mcore_adapter.cuda.elementwise",
-        "mcore_adapter.models.router": "mcore_adapter.cuda.experts",
-    },
-    "sglang: hooks are installed before its modules load": {
-        "rollout.inference.sglang.arguments": "sglang",
-        "rollout.inference.sglang.receivers": "sglang",
-        "rollout.inference.sglang.hooks.compile_ahead": "torch",
-        "rollout.inference.sglang.hooks.in_flight": "sglang",
-        "rollout.inference.sglang.hooks.main": "rollout.inference.sglang.arguments rollout.inference.sglang.hooks "
-        "rollout.inference.sglang.hooks.in_flight rollout.inference.sglang.hooks.scheduler sglang",
-        "rollout.inference.sglang.hooks.models": "sglang",
-        "rollout.inference.sglang.hooks.sampling": "sglang",
-        "rollout.inference.sglang.hooks.scheduler": "sglang",
-        "rollout.inference.sglang.hooks.table": "sglang",
-    },
-    "math_verify loads sympy: only in the reward workers": {
-        "rollout.rewards.math": "rollout.rewards.math_equality",
-        "rollout.rewards.worker": "rollout.rewards.math_equality",
-    },
-    "aiohttp loads for 0.3 s: only for its environments": {
-        "rollout.environments.protocol": "rollout.environments.openenv"
-    },
-    "an optional extra": {
-        "core.monitoring.trackers": "mlflow wandb",
-        "rollout.sandbox.pool": "pydantic_monty",
-        "tools.studio.__main__": "tools.studio.server",
-    },
-    "matplotlib loads for a second: only where a picture is drawn": {
-        "slipstream.api": "matplotlib",
-        "tools.demo.plot": "matplotlib",
-        "tools.experience.savings": "matplotlib",
-        "tools.plan": "core.planning.calibrate core.planning.simulation matplotlib tools.timeline",
-        "tools.timeline": "matplotlib",
-        "tools.eval.report": "matplotlib",
-    },
-    "a plan needs neither torch nor numpy, unless it measures or simulates": {"core.planning.calibrate": "torch"},
-    "the planner is needed for allocation_mode=search alone": {"core.checks.rules": "core.planning.search"},
-    "a benchmark loads what its row measures": {
-        "tools.bench.cpu": "mcore_adapter.engine mcore_adapter.parallel mcore_adapter.hf.weights transformers",
-        "tools.bench.gpu.compare": "aiconfigurator_core",
-    },
-}
-"""Imports inside functions: reason -> module -> what it imports there, modules of this repository or libraries."""
-
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
@@ -289,31 +189,6 @@ def test_folders_of_a_package_import_only_what_stands_below_them(package: str) -
         and level.get(room_of(target, package), -1) >= level.get(room_of(module, package), -1)
     ]
     assert not wrong, wrong
-
-
-def late_imports(path: Path) -> set[str]:
-    """Modules of this repository and libraries that functions of the file import, import_module("...") included."""
-    found = set()
-    functions = [n for n in ast.walk(tree(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in (inner for function in functions for inner in ast.walk(function)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-        elif isinstance(node, ast.Call) and (name := imported_by_call(node)):
-            found.add(name)
-    return {name if name.partition(".")[0] in PACKAGES else name.partition(".")[0] for name in found}
-
-
-def test_an_import_inside_a_function_has_its_reason_in_the_table() -> None:
-    modules = {module_of(path): path for package in PACKAGES for path in source_files(package)}
-    found = {(module, name) for module, path in modules.items() for name in late_imports(path)}
-    rows = [
-        (module, name) for rows in LATE_IMPORTS.values() for module, names in rows.items() for name in names.split()
-    ]
-    assert len(rows) == len(set(rows)), "one reason each"
-    assert found - set(rows) == set(), "move these to the top of their modules, or add them with a reason"
-    assert set(rows) - found == set(), "remove these rows"
 
 
 def test_no_folder_is_too_full_to_read() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import Figure
+from tools.bench import Figure, datapath
 from tools.bench.__main__ import end_on_sigterm, kept_or_temporary, main
 from tools.bench.gpu.push import drive
 
@@ -46,6 +46,17 @@ def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(
     row = rows["config.dry_run"]
     assert row["value"] > 0
     assert row["command"] == "python -m tools.bench cpu --only config" and row["versions"]["torch"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_rank_fetches_its_pieces_once_a_step_and_the_driver_no_tokens() -> None:
+    """Through Ray. A batch of 4 million tokens takes 0.1 GiB or more in each process that holds it."""
+    small = datapath.measure(datapath.Size(prompts=16, answers=4, tokens=512, passes=True))
+    large = datapath.measure(datapath.Size(prompts=16, answers=4, tokens=65536))
+    assert small["bytes_copied_per_byte_trained"] <= 1.1 and large["bytes_copied_per_byte_trained"] <= 1.1
+    assert large["peak_memory_rollout"] > small["peak_memory_rollout"] + 0.1
+    assert large["peak_memory_driver"] < small["peak_memory_driver"] + 0.02
 
 
 @pytest.mark.nightly
