@@ -27,6 +27,13 @@ def get(base: str, path: str, **headers: str) -> Any:
         return json.load(answer)
 
 
+def samples(base: str, path: str) -> Any:
+    """The answer once the files of the run are read: a request waits for them for a few seconds only."""
+    while (answer := get(base, path))["samples"] == 0 or answer["read"] < 1.0:
+        time.sleep(0.05)
+    return answer
+
+
 def status(base: str, path: str, **headers: str) -> int:
     try:
         with urlopen(Request(base + path, headers=headers)) as answer:
@@ -73,7 +80,7 @@ def test_runs_have_their_last_step_and_curves_of_several_lie_over_each_other(bas
 
 def test_the_longest_answer_of_a_step_is_found_and_stands_with_its_group(base: str) -> None:
     run = ids(base)["sums/good"]
-    found = get(base, f"api/run/{run}/samples?first_step=7&last_step=7&sort=answer_tokens")
+    found = samples(base, f"api/run/{run}/samples?first_step=7&last_step=7&sort=answer_tokens")
     assert (found["matched"], found["rows"][0]["answer_tokens"]) == (8, 512)
     sample = get(base, f"api/run/{run}/sample?at={found['rows'][0]['at']}")
     assert len(sample["answer"]) > 500
@@ -335,7 +342,7 @@ def test_the_list_follows_new_rows_and_queries_the_gpus_of_the_host_once(
 
 def test_a_star_and_a_note_are_kept_in_a_file_and_the_last_one_counts(base: str, root: Path) -> None:
     run = ids(base)["sums/other"]
-    sample = get(base, f"api/run/{run}/samples?count=1")["rows"][0]
+    sample = samples(base, f"api/run/{run}/samples?count=1")["rows"][0]
     key = {name: sample[name] for name in ("step", "evaluation", "query_id", "episode", "index")}
     assert get(base, f"api/run/{run}/notes") == {"notes": []}
     post(base, f"api/run/{run}/note", {**key, "star": True, "note": "first"})
@@ -405,7 +412,7 @@ def test_one_run_that_is_damaged_does_not_hide_the_others(start: Callable[..., s
     base = start(tmp_path)
     runs = {run["name"]: run for run in get(base, "api/runs")["runs"]}
     assert (runs["sums/good"]["step"], runs["sums/odd?"]["step"], runs["sums/odd?"]["reward"]) == (4, 5, 1e30)
-    (row,) = get(base, f"api/run/{runs['sums/odd?']['id']}/samples?first_step=5")["rows"]
+    (row,) = samples(base, f"api/run/{runs['sums/odd?']['id']}/samples?first_step=5")["rows"]
     assert (row["reward"], row["answer"]) == (None, "half ?")
 
 
