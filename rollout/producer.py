@@ -91,6 +91,8 @@ class RolloutProducer:
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by id
         self._running = False
+        self._is_refused = False
+        """Whether the store admits no prompt before an episode ends or a version comes."""
         self._failure: Exception | None = None
         counted = ("num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped")
         self._counts = dict.fromkeys(counted, 0)
@@ -228,17 +230,20 @@ class RolloutProducer:
         logger.warning("%s. Finished and running completions are dropped; continuing at prompt %d.", reason, position)
 
     def _start_prompts(self) -> None:
+        self._is_refused = False
         while self._running and (self._max_in_flight is None or self._load.requests < self._max_in_flight):
             if self._again:
                 tags = self._again.popleft()
                 prompt = self._dataset.find(tags.task_set, tags.row, tags.epoch)
             else:
                 if not self._dataset.is_fixed and self._is_full():  # a curriculum decides as late as possible
+                    self._is_refused = True
                     return
                 prompt = self._dataset.at(self._dataset.position)
                 tags = self._tags(prompt)
                 opened = self._experience.open(tags, self._rules.admission)
                 if opened == "full":
+                    self._is_refused = True
                     return
                 if opened == "known":  # another process samples it
                     self._dataset.seek(self._dataset.position + 1)
@@ -279,7 +284,8 @@ class RolloutProducer:
 
     def _on_load(self, difference: int) -> None:
         self._load.add(difference)
-        self._start_prompts()
+        if not self._is_refused:
+            self._start_prompts()
 
     async def _run_episode(self, tags: Tags, prompt: Prompt, journal: JournaledSampler) -> None:
         """Run the workflow until it succeeds once; end with put() or, out of retries, with drop() or fail()."""
