@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from core.algorithms.base import Metrics, Objective
 from core.algorithms.losses import trained_weights
+from core.config.ppo import DPOHyperparameters
 from mcore_adapter.data.batch import PAIR, sequence_mean
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class DPO(Objective):
     beta: float = 0.1
     kind: PreferenceLoss = "sigmoid"
     label_smoothing: float = 0.0
+
+    @classmethod
+    def of(cls, keys: DPOHyperparameters) -> DPO:
+        """Return the objective of the section `dpo`."""
+        return cls(beta=keys.beta, kind=keys.loss, label_smoothing=keys.label_smoothing)
 
     def token_weights(self, minibatch: PackedBatch) -> Tensor:
         """Weigh sequences alike. Every token has the loss of its pair, so that the weights of the two make it one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypedDict
 
 from config_schema.needs import equals, fact, given
 from config_schema.section import ModelPath, Section, Violation, key, section
@@ -24,7 +24,7 @@ from core.config.runtime import (
     WandBConfig,
     WorkflowConfig,
 )
-from mcore_adapter.settings import EXPERTS, EngineConfig
+from mcore_adapter.settings import EXPERTS, EngineConfig, EngineModel
 from model_specs.families import FAMILIES
 from rollout.inference.backend import FlagValue
 
@@ -180,6 +180,13 @@ class Judged(NamedTuple):
     stop: Sequence[str] = ()
 
 
+class RowOrder(TypedDict):
+    """The order of the rows of a file, as arguments of its reader."""
+
+    seed: int
+    shuffle: bool
+
+
 class Summary(NamedTuple):
     """What the lines at the start of a run show of its configuration."""
 
@@ -252,6 +259,25 @@ class CommonExperimentConfig(Section):
     launch: LaunchConfig = section(LaunchConfig, "Ray cluster, devices and start of the processes")
     deadlines: DeadlineConfig = section(DeadlineConfig, "Timeouts of operations; an exceeded one ends the attempt")
     external_configs: ExternalConfigs = section(ExternalConfigs, "Output folder and environment")
+
+    @property
+    def model_uses(self) -> tuple[ModelUse, ...]:
+        """The models that this run loads, the policy first."""
+        raise NotImplementedError
+
+    def engine_model(self, key: str, *, total_updates: int | None = None) -> EngineModel:
+        """Return what the engine of a model loads, by its key in model_uses. `total_updates`: None where the model is
+        not trained."""
+        use = next(use for use in self.model_uses if use.key == key)
+        is_critic = key == "critic"
+        seed = self.seed + is_critic
+        return EngineModel(
+            config=use.section, path=use.path, is_critic=is_critic, seed=seed, total_updates=total_updates
+        )
+
+    @property
+    def row_order(self) -> RowOrder:
+        return {"seed": self.seed, "shuffle": self.shuffle_dataset}
 
     @property
     def models(self) -> dict[str, ModelTrainEvalConfig]:

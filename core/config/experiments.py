@@ -93,7 +93,6 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
 
     @property
     def model_uses(self) -> tuple[ModelUse, ...]:
-        """The models that this run loads."""
         roles = (TRAINER_ROLE,)
         return (ModelUse(key="model", section=self.model, path=self.model_folder, roles=roles, tokenizer=True),)
 

@@ -293,9 +293,8 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
             source,
             encoder,
             max_seqlen=config.trained_tokens[0],
-            seed=config.seed,
-            shuffle=config.shuffle_dataset,
             sample=sample,
+            **config.row_order,
         )
 
     return open_one

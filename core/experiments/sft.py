@@ -30,13 +30,11 @@ from core.train.periodic import PeriodicActions, SerialEvaluations, schedule_fro
 from core.train.recover import MemoryLimits, RunState
 from core.trainer import EngineRef
 from mcore_adapter.data.batch import PAIR, ModelOutput, Sequences, sequence_of_token, weigh_tokens
-from mcore_adapter.settings import EngineModel
 from rollout.data.source import DatasetError
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
     from allocation import Allocation
-    from core.config.common import ModelTrainEvalConfig
     from core.config.experiments import DPOConfig, SFTConfig
     from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
@@ -161,7 +159,7 @@ ENGINE = "default"
 
 def run_sft(config: SFTConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
-    run_offline(config, paths, screen, attempt, trainer_type=SFTTrainer, objective=SFT(), reference=None)
+    run_offline(config, paths, screen, attempt, trainer_type=SFTTrainer, objective=SFT())
 
 
 def run_offline(
@@ -172,9 +170,8 @@ def run_offline(
     *,
     trainer_type: type[SFTTrainer],
     objective: Objective,
-    reference: tuple[ModelTrainEvalConfig, str] | None,
 ) -> None:
-    """Train on files. `reference`: section and folder of a model that stays as it is."""
+    """Train on files."""
     allocation, data = resolve_allocation(config), config.dataset
     context = RunContext.open(config, paths, screen, attempt)
     screen.begin("reading the data")
@@ -187,7 +184,7 @@ def run_offline(
     with context.cluster(num_actors=len(allocation.trainer.slots)) as cluster:
         screen.begin("starting the processes and loading the model")
         cluster.reserve(allocation)
-        engine, ref = _start_engines(config, allocation, cluster, schedule.total_steps, reference)
+        engine, ref = _start_engines(config, allocation, cluster, schedule.total_steps)
         engines = TrainedEngines([engine])
         if start.checkpoint is not None:
             engines.load(start.checkpoint)
@@ -235,13 +232,9 @@ def _check_same_rows(train: Rows, start: Start, *, ignore_changes: bool) -> None
 
 
 def _start_engines(
-    config: SFTConfig | DPOConfig,
-    allocation: Allocation,
-    cluster: Cluster,
-    total_updates: int,
-    reference: tuple[ModelTrainEvalConfig, str] | None,
+    config: SFTConfig | DPOConfig, allocation: Allocation, cluster: Cluster, total_updates: int
 ) -> tuple[EngineRef, EngineRef | None]:
-    """Start the ranks and load the model, and the reference on the same ranks."""
+    """Start the ranks and load the model, and the reference, where there is one, on the same ranks."""
     groups = trainer_groups(config, allocation, cluster)
     limit = config.max_tokens_per_mb()
     engine = EngineRef(
@@ -253,12 +246,11 @@ def _start_engines(
         inference_tokens_per_mb=limit,
     )
     groups.wait_started()
-    model = EngineModel(config=config.model, path=config.model_folder, seed=config.seed, total_updates=total_updates)
-    engine.group.build(engine.name, model)
-    if reference is None:
+    engine.group.build(engine.name, config.engine_model("model", total_updates=total_updates))
+    if "ref" not in config.models:
         return engine, None
     ref = replace(engine, name="ref")
-    ref.group.build(ref.name, EngineModel(config=reference[0], path=reference[1], seed=config.seed))
+    ref.group.build(ref.name, config.engine_model(ref.name))
     return engine, ref
 
 
@@ -284,10 +276,4 @@ class DPOTrainer(SFTTrainer):
 
 def run_dpo(config: DPOConfig, paths: RunPaths, screen: Screen, attempt: Attempt) -> None:
     """Run one attempt: train from the beginning, or from the newest recover checkpoint."""
-    dpo = config.dpo
-    run_offline(
-        config, paths, screen, attempt,
-        trainer_type=DPOTrainer,
-        objective=DPO(beta=dpo.beta, kind=dpo.loss, label_smoothing=dpo.label_smoothing),
-        reference=(config.ref, config.ref_path),
-    )  # fmt: skip
+    run_offline(config, paths, screen, attempt, trainer_type=DPOTrainer, objective=DPO.of(config.dpo))

@@ -19,7 +19,6 @@ from core.train.recover import MemoryLimits
 from core.trainer import EngineRef
 from core.weight_sync.push import SenderSettings, Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
-from mcore_adapter.settings import EngineModel
 from rollout.inference.backend import BackendSettings
 from rollout.inference.registry import BACKENDS, Transport
 
@@ -176,7 +175,6 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
         colocated=allocation.shares_gpus,
         load_weights=config.actor.loads_weights and "local" not in backend.capabilities.transports,
         reports_experts=config.actor.moe_routing_replay,
-        startup_timeout_seconds=config.launch.startup_timeout_seconds,
     )
 
 
@@ -244,12 +242,8 @@ def build_ppo_engines(config: PPOMATHConfig, workers: TrainerSide, *, total_upda
     """Load actor, critic and reference on their ranks."""
     actor, critic, reference = workers.actor, workers.critic, workers.reference
     updates, of_critic = (total_updates * reuse for reuse in config.ppo.sample_reuse)
-    model = EngineModel(config=config.actor, path=config.model_folder, seed=config.seed, total_updates=updates)
-    actor.group.build(actor.name, model)
+    actor.group.build(actor.name, config.engine_model(actor.name, total_updates=updates))
     if critic is not None:
-        model = EngineModel(
-            config=config.critic, path=config.critic_path, is_critic=True, seed=config.seed + 1, total_updates=of_critic
-        )
-        critic.group.build(critic.name, model)
+        critic.group.build(critic.name, config.engine_model(critic.name, total_updates=of_critic))
     if reference is not None:
-        reference.group.build(reference.name, EngineModel(config=config.ref, path=config.ref_path, seed=config.seed))
+        reference.group.build(reference.name, config.engine_model(reference.name))

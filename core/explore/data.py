@@ -129,8 +129,7 @@ class RunData:
         rows = load(
             config.demonstrations.path,
             self.encoder,
-            seed=config.seed,
-            shuffle=config.shuffle_dataset,
             max_seqlen=config.max_seqlen,
+            **config.row_order,
         )
         return Demonstrations(rows, config.demonstrations_per_step)

@@ -91,7 +91,12 @@ class GeneratorPool:
         self._report: ObjectRef[dict[str, str]] | None = None
         self._key = secrets.token_hex(32)
         self._ending = False
-        self._settings = replace(settings, tp=placed.layout.tp, pp=placed.layout.pp)
+        self._settings = replace(
+            settings,
+            tp=placed.layout.tp,
+            pp=placed.layout.pp,
+            startup_timeout_seconds=cluster.startup_seconds,
+        )
         self._memory_flag = BACKENDS[placed.backend].memory_flag
         self._new: list[_Replica] = []
         self._membership_changed = False

@@ -222,7 +222,7 @@ def compute_pairs(case: Case, tokens: Tokens) -> Result:
         settings = DPOHyperparameters.model_validate(case.get("settings", {}))
     except ValidationError as error:
         raise _refused(error) from None
-    objective = DPO(beta=settings.beta, kind=settings.loss, label_smoothing=settings.label_smoothing)
+    objective = DPO.of(settings)
     lens = torch.tensor(tokens.lens) + 1
     packed = PackedBatch(
         token_ids=torch.zeros(int(lens.sum()), dtype=torch.int64),
