@@ -69,25 +69,52 @@ def kill(command: Command) -> None:
 def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
     assets, start: Callable[..., Command], tmp_path: Path
 ) -> None:
-    """A step of the train job has fewer prompts than one of the explore jobs."""
-    store = tmp_path / "shared" / "experience.db"
-    batches = {
+    """A step of the train job has fewer prompts than one of the explore jobs, which evaluate beside their sampling. A
+    serve job answers behind one address with the weights that the train job publishes."""
+    store = {"store": "sqlite", "path": str(tmp_path / "shared" / "experience.db")}
+    changes = {
         "dataset": {"path": str(assets.prompts), "train_bs_n_seqs": BATCH_SIZE + 2, "max_prompt_len": 8},
-        "experience": {"store": "sqlite", "path": str(store), "train_batch_size": BATCH_SIZE * GROUP_SIZE},
+        "experience": {**store, "train_batch_size": BATCH_SIZE * GROUP_SIZE},
+        "evaluation": {"path": str(assets.prompts), "num_prompts": 4},
+        "exp_ctrl": {"total_train_steps": NUM_STEPS, "ckpt_freq_steps": 1, "eval_freq_steps": 2},
     }
-    train, explore = start("train", "train", **batches), start("explore", "explore", **batches)
+    beside = {**changes, "allocation_mode": "embedded.d2m1p1+d1m1p1", "n_gpus_per_node": 3}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    train, explore = start("train", "train", **changes), start("explore", "explore", **beside)
+    serve = start(
+        "serve", "serve", serve={"api_key": "secret", "follow": True}, prompt={"chat_template": template},
+        experience=store,
+    )  # fmt: skip
     train.wait_for("step 2/")
     kill(explore)
-    explore, other = start("explore", "explore", **batches), start("explore", "other", **batches)
+    explore, other = start("explore", "explore", **beside), start("explore", "other", **changes)
+    serve.wait_for("at http://")
+    url = re.search(r"Serving version \d at (http://\S+)", serve.output())[1]  # type: ignore[index]
+    answers = [ask(url, "secret") for _ in range(3)]
+    assert all(answer["choices"][0]["message"]["role"] == "assistant" for answer in answers)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(url, "other")
     train.wait_for("step 4/")
     kill(train)
-    train = start("train", "train", **batches)
+    train = start("train", "train", **changes)
     assert train.finish() == 0, train.output()[-4000:]
     for job in (explore, other):
         assert job.finish() == 0, job.output()[-4000:]
-    check_all_trained_once(train, store)
+    check_all_trained_once(train, tmp_path / "shared" / "experience.db")
     assert {row["n_seqs"] for row in rows(train, "metrics.jsonl")} == {float(BATCH_SIZE * GROUP_SIZE)}
     assert VersionFolder(tmp_path / "shared" / "weights").latest().version == NUM_STEPS
+    serve.wait_for(f"Serving version {NUM_STEPS}.")
+    assert ask(url, "secret")["choices"]
+    assert NUM_STEPS in {row["step"] for row in metrics_of(explore) if "eval/accuracy" in row}
+    assert not [row for row in metrics_of(train) if "eval/accuracy" in row]
+    assert "beside training" in explore.output()
+
+
+def ask(url: str, key: str) -> dict:
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))
 
 
 @pytest.mark.nightly
@@ -127,41 +154,6 @@ def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..
     found = rows(bench, "metrics.jsonl")
     assert [row["model"] for row in found] == models
     assert {"eval/prompts/accuracy", "eval/few/accuracy", "eval/few/mean_length_tokens"} <= found[0].keys()
-
-
-def test_serve_and_explore_jobs_follow_the_weights_that_a_train_job_publishes(
-    assets, start: Callable[..., Command], tmp_path: Path
-) -> None:
-    """The serve job answers behind one address with them; the explore job evaluates them beside its sampling."""
-    control = {"total_train_steps": 2, "ckpt_freq_steps": 1, "eval_freq_steps": 1, "eval_at_start": True}
-    changes = {"evaluation": {"path": str(assets.prompts), "num_prompts": 4}, "exp_ctrl": control}
-    train = start("train", "train", **changes)
-    serve = start("serve", "serve", serve={"api_key": "secret", "follow": True}, prompt={
-        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, experience={"path": str(
-        tmp_path / "shared" / "experience.db"), "store": "sqlite"})  # fmt: skip
-    serve.wait_for("Serving version 0 at http://")
-    url = re.search(r"Serving version 0 at (http://\S+)", serve.output())[1]  # type: ignore[index]
-
-    def ask(key: str) -> dict:
-        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3})
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/chat/completions", body.encode(), headers)
-        return json.load(urllib.request.urlopen(request, timeout=60))
-
-    answers = [ask("secret") for _ in range(3)]
-    assert all(answer["choices"][0]["message"]["role"] == "assistant" for answer in answers)
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        ask("other")
-    explore = start("explore", "explore", allocation_mode="embedded.d2m1p1+d1m1p1", n_gpus_per_node=3, **changes)
-    for job in (train, explore):
-        assert job.finish() == 0, job.output()[-4000:]
-    serve.wait_for("Serving version 2.")
-    assert ask("secret")["choices"]
-    evaluated, by_trainer = (
-        {row["step"] for row in metrics_of(job) if "eval/accuracy" in row} for job in (explore, train)
-    )
-    assert 2 in evaluated and evaluated <= {0, 1, 2} and not by_trainer
-    assert "beside training" in explore.output()
 
 
 @pytest.mark.nightly
