@@ -536,13 +536,6 @@ def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -
     assert problems(path, f"actor.path={snapshot}") == []
 
 
-def test_a_pipe_is_named(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    os.mkfifo(tmp_path / "fifo")
-    (message,) = problems(path, f"dataset.path={tmp_path / 'fifo'}")
-    assert "dataset.path: fifo: a pipe or a device" in message
-
-
 def test_a_models_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

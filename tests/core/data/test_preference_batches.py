@@ -110,19 +110,6 @@ def test_only_the_assistants_turns_of_an_answer_are_trained(tmp_path: Path, asse
     assert "[[20=<eos>]]+21=+[[22=<eos>]]" in caplog.text
 
 
-def test_other_pairs_or_another_order_do_not_continue_a_run(tmp_path: Path, tokenizer) -> None:
-    data = load(write(tmp_path / "pairs.jsonl", ROWS), tokenizer)
-    data.check_continues(load(tmp_path / "pairs.jsonl", tokenizer).state_dict())
-    exchanged = [(prompt, rejected, chosen) for prompt, chosen, rejected in ROWS]
-    for other, message in (
-        (load(write(tmp_path / "fewer.jsonl", ROWS[1:]), tokenizer), "num_pairs=29, this one 30"),
-        (load(write(tmp_path / "exchanged.jsonl", exchanged), tokenizer), "checksum="),
-        (load(tmp_path / "pairs.jsonl", tokenizer, seed=4), "seed=4, this one 3"),
-    ):
-        with pytest.raises(DatasetError, match=message):
-            data.check_continues(other.state_dict())
-
-
 def test_rows_at_another_path_and_at_another_time_continue_a_run(tmp_path: Path, assets) -> None:
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
     tokenizer.chat_template = "{{ strftime_now('%f') }}" + CHAT
