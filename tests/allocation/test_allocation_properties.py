@@ -78,9 +78,7 @@ def allocations(draw: st.DrawFn) -> tuple[str, int, int]:
 
 @settings(deadline=None, max_examples=150)
 @given(allocations(), st.sampled_from(GENERATOR_BACKENDS), st.sampled_from(GENERATOR_BACKENDS))
-def test_the_canonical_text_parses_back_to_the_same_allocation(
-    case: tuple[str, int, int], backend: str, other_backend: str
-) -> None:
+def test_the_canonical_text_parses_back_to_the_same_allocation(case, backend, other_backend) -> None:
     text, n_nodes, n_gpus_per_node = case
     size = {"n_nodes": n_nodes, "n_gpus_per_node": n_gpus_per_node}
     allocation = parse(text, **size, default_backend=backend)
@@ -113,9 +111,7 @@ def test_every_role_has_a_place_of_its_own_for_each_rank(case: tuple[str, int, i
 
 @settings(deadline=None, max_examples=150)
 @given(allocations(), st.integers(1, 6), st.integers(1, 9))
-def test_what_is_suggested_for_another_cluster_works_there(
-    case: tuple[str, int, int], n_nodes: int, n_gpus_per_node: int
-) -> None:
+def test_what_is_suggested_for_another_cluster_works_there(case, n_nodes, n_gpus_per_node) -> None:
     text, fitting_nodes, fitting_gpus = case
     try:
         parse(text, n_nodes=n_nodes, n_gpus_per_node=n_gpus_per_node)

@@ -68,9 +68,7 @@ def test_roles_with_other_layouts_keep_their_groups_whole_on_the_trainers_slots(
 
 @settings(deadline=None)
 @given(LAYOUTS, LAYOUTS, st.integers(1, 8))
-def test_pools_are_disjoint_and_complete_and_no_group_crosses_in_vain(
-    generator: ParallelLayout, trainer: ParallelLayout, per_node: int
-) -> None:
+def test_pools_are_disjoint_and_complete_and_no_group_crosses_in_vain(generator, trainer, per_node) -> None:
     total = generator.world_size + trainer.world_size
     n_nodes = -(-total // per_node)
     # Fill the last node with further data-parallel replicas of a generator that has no other parallelism.

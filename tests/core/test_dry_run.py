@@ -123,9 +123,7 @@ def test_a_start_still_refuses_all_of_it(tmp_path: Path) -> None:
     ("key", "field"),
     [("group_size", "group_size"), ("dataset.train_bs_n_seqs", "train_bs_n_seqs"), ("algorithm.name", "algorithm")],
 )
-def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, field: str
-) -> None:
+def test_a_size_that_the_newest_checkpoint_cannot_follow_is_seen_before_the_start(tmp_path, capsys, key, field) -> None:
     path = write_run(tmp_path)
     words = ["recover_mode=auto", "group_size=4", "dataset.train_bs_n_seqs=8"]
     config = load_config("ppo-math", path, words).config
@@ -227,9 +225,7 @@ def test_a_checkpoint_that_is_there_or_is_not_needed_is_no_problem(tmp_path: Pat
         ("sft", ["dataset.prompt_field=promt"], "dataset.prompt_field"),
     ],
 )
-def test_a_column_that_does_not_exist_is_a_problem_of_the_key_that_names_it(
-    tmp_path: Path, experiment: str, words: list[str], key: str
-) -> None:
+def test_a_column_that_does_not_exist_is_a_problem_of_the_key_that_names_it(tmp_path, experiment, words, key) -> None:
     path = write_run(tmp_path) if experiment == "ppo-math" else write_run(tmp_path, SMALLEST_SFT)
     data = tmp_path / "prompts.jsonl"
     loaded = load_config(experiment, path, [word.replace("DATA", str(data)) for word in words])

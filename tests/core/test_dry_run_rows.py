@@ -125,9 +125,7 @@ def test_a_data_set_of_which_nothing_is_left_is_refused_with_the_error_of_the_ru
         ({"answer": None, "chosen": None}, "answer"),
     ],
 )
-def test_a_row_without_a_column_or_with_an_empty_one_is_refused(
-    dry_run: DryRun, change: dict[str, str | None], message: str
-) -> None:
+def test_a_row_without_a_column_or_with_an_empty_one_is_refused(dry_run, change, message) -> None:
     rows = [dict(row) for row in ROWS[dry_run.experiment]]
     rows[4] |= {name: text for name, text in change.items() if name in rows[4]}
     write(dry_run.data, rows)

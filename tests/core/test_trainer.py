@@ -272,9 +272,7 @@ RATIOS = [[math.log(1.5), 0.0], [math.log(1.1), 0.0, math.log(0.5)]]
 
 
 @pytest.mark.parametrize(("cap", "weight"), [(5.0, 0.0), (8.5, 8.0), (None, 8.0)])
-def test_the_decoupled_loss_clips_around_the_old_policy_and_weighs_by_old_over_sampled(
-    cap: float | None, weight: float
-) -> None:
+def test_the_decoupled_loss_clips_around_the_old_policy_and_weighs_by_old_over_sampled(cap, weight) -> None:
     step = pair(1.0, -1.0, old=OLD, current=shifted(OLD, RATIOS))
     run = train(step, correction="decoupled", ppo_n_minibatches=2, eps_clip=0.25, behave_imp_weight_cap=cap)
     assert_close(run.trained_on("old_logprobs"), OLD)

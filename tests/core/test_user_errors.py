@@ -62,9 +62,7 @@ def raised(call: object, *args: object) -> Exception:
     ("kind", "message"),
     [(RuntimeError, "sizes 5 and 648"), (ValueError, "sizes 5 and 648"), (KeyError, "KeyError: 'sizes 5 and 648'")],
 )
-def test_the_place_in_the_users_file_is_shown_with_the_log(
-    mine: ModuleType, kind: type[Exception], message: str
-) -> None:
+def test_the_place_in_the_users_file_is_shown_with_the_log(mine, kind, message) -> None:
     expected = f"{message} (my_loss.py, line 5, in loss; traceback: {LOG})"
     assert what_user_code_raised(raised(mine.loss, kind), LOG) == expected
     assert what_user_code_raised(in_worker(raised(mine.loss, kind)), LOG) == expected
@@ -117,13 +115,7 @@ def test_no_package_of_slipstream_is_taken_for_a_users_file() -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_the_run_ends_with_that_line_and_the_log_has_the_traceback(
-    tmp_path: Path,
-    mine: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: type[Exception],
-) -> None:
+def test_the_run_ends_with_that_line_and_the_log_has_the_traceback(tmp_path, mine, monkeypatch, caplog, kind) -> None:
     config = load_config("ppo-math", write_run(tmp_path, SMALLEST_PPO), []).config
     paths = RunPaths.for_trial(str(tmp_path / "out"), "small", "one")
     error = in_worker(raised(mine.loss, kind))

@@ -268,9 +268,7 @@ def test_8_bit_products_train_nearly_as_bfloat16_does(folder: Path, gpu: Any, re
 )
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_compute_what_one_does(
-    folder: Path, gpu_ranks: RankPool, one_gpu: Any, layout: str, options: dict[str, Any]
-) -> None:
+def test_two_gpus_compute_what_one_does(folder, gpu_ranks, one_gpu, layout, options) -> None:
     if options and layout != "dp2":
         pytest.skip("reduction and padding are those of dp2")
     ours, *_ = gpu_ranks.run(gpu_run, 2, str(folder), layout, options)
@@ -283,9 +281,7 @@ def test_two_gpus_compute_what_one_does(
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 @pytest.mark.parametrize("level", ["linear", "full"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_compute_the_mlp_in_chunks_as_one_does_at_once(
-    folder: Path, gpu_ranks: RankPool, one_gpu: Any, layout: str, level: str
-) -> None:
+def test_two_gpus_compute_the_mlp_in_chunks_as_one_does_at_once(folder, gpu_ranks, one_gpu, layout, level) -> None:
     ours, *_ = gpu_ranks.run(chunked_run, 2, str(folder), layout, level)
     for step, expected in zip(ours, one_gpu, strict=True):
         assert step["nll"] == pytest.approx(expected["nll"], rel=0.02)

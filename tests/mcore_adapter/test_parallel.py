@@ -69,9 +69,7 @@ def join_error(rank: Rank, layout: ParallelLayout) -> str:
     ],
     ids=str,
 )
-def test_a_layout_that_does_not_fit_is_an_error(
-    ranks: RankPool, layout: ParallelLayout, words: tuple[str, ...]
-) -> None:
+def test_a_layout_that_does_not_fit_is_an_error(ranks, layout, words) -> None:
     world_size = 1 if layout.tp > 1 else layout.world_size
     for message in ranks.run(join_error, world_size, layout):
         assert all(word in message for word in words), message

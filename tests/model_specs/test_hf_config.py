@@ -79,9 +79,7 @@ def test_rope_scaling_wins_over_rope_parameters_as_a_whole() -> None:
     ("given", "mscale", "all_dim"),
     [({"mscale": 0.7, "mscale_all_dim": 0.5}, 0.7, 0.5), ({"mscale": 1.0}, 1.0, 0.0), ({}, 1.0, 0.0)],
 )
-def test_yarn_scales_cosines_by_mscale_only_beside_mscale_all_dim(
-    given: dict[str, float], mscale: float, all_dim: float
-) -> None:
+def test_yarn_scales_cosines_by_mscale_only_beside_mscale_all_dim(given, mscale, all_dim) -> None:
     rope = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, **given}
     assert parse_config({**QWEN2, **DEEPSEEK_V2, "rope_scaling": rope}).rope_scaling == YarnRopeScaling(
         factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=mscale, mscale_all_dim=all_dim,
@@ -148,9 +146,7 @@ def test_a_sliding_window_as_long_as_the_context_is_full_attention() -> None:
         ({"architectures": 5, "head_dim": 7}, ("head_dim=7", "even")),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused_with_key_and_value(
-    change: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_a_model_that_cannot_be_built_is_refused_with_key_and_value(change, words) -> None:
     with pytest.raises(ModelConfigError) as error:
         parse_config({**QWEN2, **change})
     assert all(word in str(error.value) for word in words), error.value

@@ -221,9 +221,7 @@ def make_producer(model: str, *, at_once: bool, num_generators: int = 1, **setti
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
 @pytest.mark.parametrize("generators", [1, 2])
 @pytest.mark.virtual_clock
-async def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(
-    model: str, generators: int, at_once: bool
-) -> None:
+async def test_a_run_cut_anywhere_trains_on_the_same_tokens_as_an_undisturbed_one(model, generators, at_once) -> None:
     producer, counting = make_producer(model, at_once=at_once)
     async with producer:
         undisturbed = await consumed(producer, counting, range(6))

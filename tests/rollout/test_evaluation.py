@@ -253,8 +253,6 @@ class CancelsItsTask(SingleTurnMathWorkflow):
 
 
 @pytest.mark.parametrize("workflow", [CancelsItself, CancelsItsTask])
-def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(
-    workflow: type[SingleTurnMathWorkflow],
-) -> None:
+def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(workflow) -> None:
     found = RUNNER.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
     assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

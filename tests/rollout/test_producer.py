@@ -234,9 +234,7 @@ def without(dataset: TaskSets, *indices: int, num: int = 20) -> list[str]:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-async def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_place(
-    in_order: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_prompt_whose_workflow_keeps_failing_is_skipped_and_another_takes_its_place(in_order, caplog) -> None:
     workflow = CallWorkflow(fails_for(1, 6))
     producer = make_producer(workflow, max_retries=1, errors=skipping(), in_order=in_order, num_epochs=1)
     async with producer:
@@ -365,9 +363,7 @@ async def test_a_sample_that_exits_in_a_task_group_costs_its_prompt_and_no_other
 
 
 @pytest.mark.parametrize(("kind", "failures"), [(CallWorkflow, 2), (TaskGroupWorkflow, 3)])
-async def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt(
-    kind: type[CallWorkflow | TaskGroupWorkflow], failures: int
-) -> None:
+async def test_a_workflow_that_fails_now_and_then_is_run_again_with_the_same_prompt(kind, failures) -> None:
     def flaky(prompt: Prompt, calls: int) -> None:
         if calls <= failures and prompt.index % 3 == 0:
             raise ConnectionError("try again")
@@ -438,9 +434,7 @@ class TwoArgumentError(Exception):
 
 
 @pytest.mark.parametrize(("always_fatal", "kind"), [((), WorkflowFailureError), ((TwoArgumentError,), RuntimeError)])
-def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place(
-    always_fatal: tuple[type[Exception], ...], kind: type[Exception]
-) -> None:
+def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place(always_fatal, kind) -> None:
     def unpicklable(prompt: Prompt, calls: int) -> None:
         raise TwoArgumentError("rows.txt", 7)
 

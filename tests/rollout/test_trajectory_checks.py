@@ -56,9 +56,7 @@ def test_a_good_group_passes_as_it_is() -> None:
     ],
 )
 @pytest.mark.parametrize("others", [[GOOD], [GOOD, trajectory(PROMPT, np.full(5000, 3))]], ids=["short", "long"])
-def test_an_impossible_value_is_refused_with_its_field(
-    change: dict[str, Any], said: str, others: list[Trajectory]
-) -> None:
+def test_an_impossible_value_is_refused_with_its_field(change, said, others) -> None:
     group = [*others, replace(GOOD, **change)]
     limits = replace(LIMITS, max_tokens=None)
     with pytest.raises(ValueError, match=re.escape(f"q0, trajectory {len(others)}: {said}")):

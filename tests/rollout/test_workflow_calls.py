@@ -87,9 +87,7 @@ WAYS = [awaited, in_task_group, gathered, nested, at_cancellation]
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Unusual])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exit_in_a_task_of_a_workflow_is_a_failure_and_the_loop_goes_on(
-    way: Callable[[Call], Call], kind: type[BaseException]
-) -> None:
+def test_an_exit_in_a_task_of_a_workflow_is_a_failure_and_the_loop_goes_on(way, kind) -> None:
     async def other() -> str:
         await asyncio.sleep(0.05)
         return "finished"

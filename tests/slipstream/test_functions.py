@@ -100,9 +100,7 @@ print(import_path(reward))
 
 
 @pytest.mark.parametrize("first", [(), ("-",)], ids=["script", "standard input"])
-def test_a_function_of_a_script_or_an_interactive_session_arrives_with_what_it_uses(
-    first: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_function_of_a_script_or_an_interactive_session_arrives_with_what_it_uses(first, tmp_path) -> None:
     path = python(SCRIPT, tmp_path, *first).stdout.strip()
     assert path.startswith("reward_") and path.endswith(":reward")
     assert scores(path) == [1.5, 0.5]

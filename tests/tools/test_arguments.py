@@ -88,9 +88,7 @@ def without_slow_libraries() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("without_slow_libraries")
-def test_bad_input_is_refused_before_a_slow_library_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str, words: str, said: str
-) -> None:
+def test_bad_input_is_refused_before_a_slow_library_is_imported(monkeypatch, capsys, module, words, said) -> None:
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setenv("PATH", "/no/nvidia-smi")
     assert run(monkeypatch, module, *words.split()) == 2
@@ -154,9 +152,7 @@ def test_scratch_model_reads_any_column_and_makes_a_chat_model(tmp_path, monkeyp
     assert tokenizer.eos_token == "<|im_end|>" and len(tokenizer(text)["input_ids"]) < len(text) - 20
 
 
-def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(tmp_path, data, monkeypatch, capsys) -> None:
     made: list[Path] = []
     monkeypatch.setattr(scratch_model, "make_model", lambda data, output, **shape: made.append(output) or 1)
     theirs, mine = tmp_path / "theirs", tmp_path / "mine"

@@ -36,9 +36,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, restored: None) -> Callable[..., di
     return run
 
 
-def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(
-    tmp_path: Path, rows_of: Callable[..., dict[str, dict]]
-) -> None:
+def test_a_row_has_its_command_and_versions_and_replaces_the_one_before(tmp_path, rows_of) -> None:
     rows_before = [{"name": "other", "value": 1.0}, {"name": "config.dry_run", "value": 0.0}]
     (tmp_path / f"cpu-{os.cpu_count()}core-{date.today().isoformat()}.json").write_text(json.dumps(rows_before))
     rows = rows_of(tmp_path, "cpu", "--only", "config")
@@ -60,9 +58,7 @@ def test_a_rank_fetches_its_pieces_once_a_step_and_the_driver_no_tokens() -> Non
 
 
 @pytest.mark.nightly
-def test_measurements_of_gpus_can_be_tried_without_one(
-    tmp_path: Path, rows_of: Callable[..., dict[str, dict]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_of_gpus_can_be_tried_without_one(tmp_path, rows_of, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")  # which the measurements set
     words = ("gpu", "--trial", "--shape", "tiny", "--only", "experts", "long", "checkpoint")
     rows = rows_of(tmp_path, *words)

@@ -86,9 +86,7 @@ def finished(folder: Path, name: str, *, critic_loss: float | None, critic_weigh
         (0.25, 3.0, "killed0: critic/weight of the last checkpoint differs"),
     ],
 )
-def test_losses_and_weights_of_the_critic_are_compared(
-    tmp_path: Path, critic_loss: float, critic_weight: float, problem: str | None
-) -> None:
+def test_losses_and_weights_of_the_critic_are_compared(tmp_path, critic_loss, critic_weight, problem) -> None:
     expected = finished(tmp_path, "undisturbed", critic_loss=0.25, critic_weight=2.0)
     found = finished(tmp_path, "killed0", critic_loss=critic_loss, critic_weight=critic_weight)
     verdict = Verdict(problems=[])

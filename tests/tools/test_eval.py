@@ -178,9 +178,7 @@ def test_overwriting_deletes_nothing_before_everything_is_checked(
     assert (output / "sums.jsonl").read_bytes() == (evaluated / "sums.jsonl").read_bytes()
 
 
-def test_overwriting_starts_anew_in_an_evaluations_folder_only(
-    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
-) -> None:
+def test_overwriting_starts_anew_in_an_evaluations_folder_only(evaluated, model, data, tmp_path, capsys) -> None:
     output = shutil.copytree(evaluated, tmp_path / "out")
     (output / "sums.jsonl").write_text("damaged\n")
     assert main(arguments(model, data, output, "--overwrite", "--n_sampling", "0", "--temperature", "1.0")) == 0
@@ -197,9 +195,7 @@ def test_overwriting_starts_anew_in_an_evaluations_folder_only(
     assert "which is needed" in capsys.readouterr().err and own.exists()
 
 
-def test_an_answer_that_could_not_be_judged_is_marked_and_counted(
-    model: Path, data: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_could_not_be_judged_is_marked_and_counted(model, data, tmp_path, capsys, monkeypatch) -> None:
     (tmp_path / "dying_reward.py").write_text("import os\ndef score(prompt, text):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("tools.eval.run.RewardPool", lambda _, **options: RewardPool("dying_reward:score", **options))
@@ -231,9 +227,7 @@ def converted_from(output: Path) -> object:
 FEW = ("--n_sampling", "0", "--num_questions", "2")
 
 
-def test_a_checkpoint_is_converted_anew_where_what_is_there_was_made_from_another(
-    runs: tuple[Path, Path], data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_converted_anew_where_what_is_there_was_made_from_another(runs, data, tmp_path) -> None:
     (one, two), output = runs, tmp_path / "out"
     write_rows(tmp_path / "long.jsonl", [{"prompt": "1+" * 40, "answer": "40"}])
     too_long = arguments(one, data, output, *FEW, names=str(tmp_path / "long.jsonl"))
@@ -265,9 +259,7 @@ def test_answers_of_a_checkpoint_stay_with_it(runs: tuple[Path, Path], data: Pat
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
-    evaluated: Path, model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(evaluated, model, data, tmp_path) -> None:
     convert = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(model), "--to-megatron"]
     subprocess.run([*convert, "--output_path", str(tmp_path / "run" / "actor")], cwd=ROOT, check=True)
     assert main(arguments(tmp_path / "run", data, tmp_path / "out")) == 0
@@ -276,9 +268,7 @@ def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(
     assert by_name(tmp_path / "out" / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
 
 
-def test_damaged_settings_are_named_and_may_be_overwritten(
-    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
-) -> None:
+def test_damaged_settings_are_named_and_may_be_overwritten(evaluated, model, data, tmp_path, capsys) -> None:
     output = shutil.copytree(evaluated, tmp_path / "out")
     few = ("--n_sampling", "0", "--num_questions", "1")
     (output / "settings.json").write_text('{\n "model_path": "/mod')

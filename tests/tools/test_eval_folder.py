@@ -43,9 +43,7 @@ def test_weights_that_were_trained_on_are_other_weights_though_their_files_are_a
 @pytest.mark.parametrize(
     ("engines", "found"), [(["actor"], "actor"), (["default"], "default"), (["critic", "actor"], "actor")]
 )
-def test_of_a_recover_checkpoint_the_only_engine_or_the_actor_is_evaluated(
-    tmp_path: Path, engines: list[str], found: str
-) -> None:
+def test_of_a_recover_checkpoint_the_only_engine_or_the_actor_is_evaluated(tmp_path, engines, found) -> None:
     write_engines(tmp_path / "globalstep7", engines)
     assert find_model(tmp_path / "globalstep7") == (tmp_path / "globalstep7" / found, False)
     for engine in engines:

@@ -206,9 +206,7 @@ def test_a_wrong_workflow_reward_or_configuration_is_one_clear_error(
     assert error.startswith("error: ") and says in error
 
 
-def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(
-    saved: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_is_not_continued_with_a_chat_template_of_other_content(saved, data, tmp_path, capsys) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}=")
     config = tmp_path / "root/logs/user/e/t/config.yaml"

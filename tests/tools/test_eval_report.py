@@ -77,9 +77,7 @@ def test_graded_rewards_are_compared_by_their_means(tmp_path: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("samples", "columns"), [((7, 7), {1}), ((8, 7), {1}), ((8, 8), {1, 8}), ((15, 16), {1, 8}), ((16, 16), {1, 8, 16})]
 )
-def test_pass_at_k_is_in_the_table_when_every_question_has_k_samples(
-    samples: tuple[int, ...], columns: set[int]
-) -> None:
+def test_pass_at_k_is_in_the_table_when_every_question_has_k_samples(samples, columns) -> None:
     answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
     answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
     assert summarise("d", answers).pass_at == dict.fromkeys(columns, 100.0)
@@ -259,9 +257,7 @@ def test_sets_that_one_side_did_not_answer_are_left_out_and_named(tmp_path: Path
     ],
     ids=["changed", "moved", "none", "before hashes were kept"],
 )
-def test_chat_templates_are_compared_by_their_content(
-    paths: tuple[str | None, ...], hashes: tuple[str | None, ...], refused: str | None
-) -> None:
+def test_chat_templates_are_compared_by_their_content(paths, hashes, refused) -> None:
     a, b = (
         SETTINGS
         | {"prompt_format": {**SETTINGS["prompt_format"], "chat_template": path}}

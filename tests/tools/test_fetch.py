@@ -74,9 +74,7 @@ def wheel_of(folder: Path, content: bytes) -> Path:
     return folder / "m.whl"
 
 
-def test_a_model_is_loaded_by_transformers_with_its_weights_and_single_digits(
-    tmp_path: Path, weights: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_by_transformers_with_its_weights_and_single_digits(tmp_path, weights, monkeypatch) -> None:
     content = gguf(weights)
     monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(content).hexdigest())
     out = tmp_path / "model"

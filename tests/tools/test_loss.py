@@ -135,9 +135,7 @@ def test_dapo_penalises_answers_in_the_last_fifth_of_the_limit() -> None:
         ("constant", [1 / 20, 1 / 20]),
     ],
 )
-def test_aggregations_divide_by_global_counts_without_sequences_that_are_not_trained(
-    aggregation: str, weights: list[float]
-) -> None:
+def test_aggregations_divide_by_global_counts_without_sequences_that_are_not_trained(aggregation, weights) -> None:
     sequences = [
         {"logprobs": [-1.0, -1.0], "reward": 1, "group": 0},
         {"logprobs": [-1.0], "reward": 0, "group": 0},

@@ -155,9 +155,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return request.param, path
 
 
-def test_each_recipe_is_recognised_explained_and_becomes_a_valid_one(
-    recipe: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_recipe_is_recognised_explained_and_becomes_a_valid_one(recipe, tmp_path, capsys) -> None:
     name, path = recipe
     given = read(path)
     system = system_of(given)
@@ -210,9 +208,7 @@ def check_values(name: str, config: PPOMATHConfig) -> None:
         ("ROLL", ("use_kl_loss", "kl_loss_coef", "add_token_level_kl", "init_kl_coef")),
     ],
 )  # fmt: skip
-def test_each_kl_divergence_keeps_its_coefficient(
-    name: str, keys: tuple[str, ...], in_loss: bool, in_reward: bool, ours: dict[str, object]
-) -> None:
+def test_each_kl_divergence_keeps_its_coefficient(name, keys, in_loss, in_reward, ours) -> None:
     given = dict(zip(keys, (in_loss, 0.001, in_reward, 0.02), strict=True))
     system = next(system for system in systems() if system.name == name)
     for recipe in (given, dict(reversed(given.items()))):
@@ -393,9 +389,7 @@ def test_stages_become_runs_that_follow_one_another(tmp_path, capsys, monkeypatc
           "dpo": {"beta": 0.2}}),
     ],
 )  # fmt: skip
-def test_a_recipe_of_files_becomes_one_of_their_experiment(
-    algorithm: str, buffer: str, ours: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_of_files_becomes_one_of_their_experiment(algorithm, buffer, ours, tmp_path, capsys) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(
         f"algorithm: {{algorithm_type: {algorithm}, kl_loss_fn_args: {{kl_coef: 0.2}}}}\n"

@@ -77,9 +77,7 @@ def write_test(tree: Path, body: str) -> None:
         ("assert half(4) == 2", {"tests": ("tests/core/test_third.py",)}, "gone"),
     ],
 )
-def test_only_a_test_that_notices_the_bug_kills_it(
-    test: str, changes: dict[str, Any], outcome: str, tree: Path
-) -> None:
+def test_only_a_test_that_notices_the_bug_kills_it(test, changes, outcome, tree) -> None:
     write_test(tree, test)
     assert try_mutant(mutant(**changes), tree, limit_seconds=60.0).outcome == outcome
     assert (tree / "core/half.py").read_text() == SOURCE

@@ -24,9 +24,7 @@ def two_turns(gap: int, *, trailing: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_gae_runs_over_the_trained_tokens_of_each_sequence_whatever_lies_between_them(
-    discount: float, lam: float
-) -> None:
+def test_gae_runs_over_the_trained_tokens_of_each_sequence_whatever_lies_between_them(discount, lam) -> None:
     generator = torch.Generator().manual_seed(2)
     lens = [9, 1, 14, 6, 11]
     cu = torch.tensor([0, *lens]).cumsum(0)

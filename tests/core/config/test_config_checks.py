@@ -152,9 +152,7 @@ def _renamed(old: str, new: str) -> dict[str, tuple[int, ...]]:
         (_renamed("model.norm", "model.final_norm"), "model.norm.weight is missing"),
     ],
 )
-def test_a_folder_that_is_not_what_it_says_is_refused_with_the_reason(
-    tmp_path: Path, tensors: dict[str, tuple[int, ...]], said: str
-) -> None:
+def test_a_folder_that_is_not_what_it_says_is_refused_with_the_reason(tmp_path, tensors, said) -> None:
     path = write_run(tmp_path)
     write_safetensors(tmp_path / "model" / "model.safetensors", tensors)
     (message,) = problems(path)

@@ -108,9 +108,7 @@ def test_only_the_gpus_that_a_role_computes_on_must_be_here(tmp_path: Path, monk
         ((ONE_GPU,), "sglang", "cuda", "no backend is named and this machine has 1 GPU: sglang; SGLang servers run on"),
     ],
 )
-def test_what_the_machine_decides_is_said_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: tuple[str, ...], backend: str, device: str, why: str
-) -> None:
+def test_what_the_machine_decides_is_said_with_the_reason(tmp_path, monkeypatch, cards, backend, device, why) -> None:
     fake_gpus(tmp_path, monkeypatch, *(cards or (":",)))
     if not cards:
         monkeypatch.setattr(placement, "query_gpus", lambda: [])

@@ -93,9 +93,7 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
         ),
     ],
 )  # fmt: skip
-def test_a_key_without_effect_is_reported_with_the_reason(
-    tmp_path: Path, overrides: str, keys: set[str], reason: str, otherwise: str | None
-) -> None:
+def test_a_key_without_effect_is_reported_with_the_reason(tmp_path, overrides, keys, reason, otherwise) -> None:
     found = reported(load(tmp_path, overrides))
     assert found.keys() == keys and all(reason in why for why in found.values())
     if otherwise is not None:
@@ -146,9 +144,7 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "m
         (MOE, "linear", "which keeps the first products of its experts, which are not stacked; write true or auto"),
     ],
 )
-def test_activations_that_linear_keeps_are_named(
-    tmp_path: Path, model: dict[str, object], given: str, kept: str | None
-) -> None:
+def test_activations_that_linear_keeps_are_named(tmp_path, model, given, kept) -> None:
     path = write_run(tmp_path, SMALLEST_SFT)
     write_model(tmp_path / "model", **model)
     config = load_config("sft", path, [f"model.gradient_checkpointing={given}"]).config

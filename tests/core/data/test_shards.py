@@ -199,9 +199,7 @@ def test_readers_are_those_who_run_the_microbatches_of_this_limit() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), dp=st.integers(1, 4), pp=st.integers(1, 3), share=st.booleans())
-def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatches(
-    data: st.DataObject, dp: int, pp: int, share: bool
-) -> None:
+def test_owned_sequences_run_once_on_their_ranks_in_equal_numbers_of_microbatches(data, dp, pp, share) -> None:
     lens = np.array(data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=20)), np.int64)
     owners = np.array(data.draw(st.lists(st.integers(0, dp - 1), min_size=len(lens), max_size=len(lens))), np.int64)
     shape = BatchShape(seq_lens=lens, prompt_lens=np.ones_like(lens), prompt_ids=np.arange(len(lens)) // 3)

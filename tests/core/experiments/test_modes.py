@@ -66,9 +66,7 @@ def kill(command: Command) -> None:
     assert not command.survivors()
 
 
-def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(
-    assets, start: Callable[..., Command], tmp_path: Path
-) -> None:
+def test_jobs_start_end_and_are_killed_apart_and_every_prompt_is_trained_once(assets, start, tmp_path) -> None:
     """A step of the train job has fewer prompts than one of the explore jobs, which evaluate beside their sampling. A
     serve job answers behind one address with the weights that the train job publishes."""
     store = {"store": "sqlite", "path": str(tmp_path / "shared" / "experience.db")}
@@ -118,9 +116,7 @@ def ask(url: str, key: str) -> dict:
 
 
 @pytest.mark.nightly
-def test_one_job_that_keeps_its_episodes_in_a_file_continues_after_a_kill(
-    start: Callable[..., Command], tmp_path: Path
-) -> None:
+def test_one_job_that_keeps_its_episodes_in_a_file_continues_after_a_kill(start, tmp_path) -> None:
     both = start("both", "both")
     both.wait_for("Dumped recover info to file.")
     kill(both)
@@ -160,9 +156,7 @@ def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..
 @pytest.mark.parametrize(
     ("style", "versions"), [("fixed", {0, 2, 4, 6}), ("dynamic_by_explorer", {0, 1, 2, 3, 4, 5, 6})]
 )
-def test_weights_are_published_as_the_style_says_and_the_bound_holds(
-    start: Callable[..., Command], tmp_path: Path, style: str, versions: set[int]
-) -> None:
+def test_weights_are_published_as_the_style_says_and_the_bound_holds(start, tmp_path, style, versions) -> None:
     sync = {"interval": 2, "style": style, **({"offset": 1} if style == "fixed" else {})}
     changes = {"synchronizer": sync, "staleness": {"max_staleness": 2}}
     train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
@@ -176,9 +170,7 @@ def test_weights_are_published_as_the_style_says_and_the_bound_holds(
 
 
 @pytest.mark.nightly
-def test_jobs_share_a_database_and_continue_after_its_server_was_killed(
-    start: Callable[..., Command], tmp_path: Path
-) -> None:
+def test_jobs_share_a_database_and_continue_after_its_server_was_killed(start, tmp_path) -> None:
     server = PostgresServer()
     import psycopg
 

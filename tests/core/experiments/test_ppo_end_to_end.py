@@ -312,9 +312,7 @@ def test_a_dead_ray_cluster_is_one_clear_error(assets, run_command) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_ray_that_is_killed_or_stopped_under_a_run_ends_it_with_one_clear_error(
-    assets, run_command, number: signal.Signals
-) -> None:
+def test_a_ray_that_is_killed_or_stopped_under_a_run_ends_it_with_one_clear_error(assets, run_command, number) -> None:
     long = {"total_train_epochs": 10000}
     command = run_command("ppo-math", ppo(assets, allocation_mode="mock.d1m1p1", n_gpus_per_node=1, exp_ctrl=long))
     command.wait_for("global step 1)")

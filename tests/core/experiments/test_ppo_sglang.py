@@ -125,9 +125,7 @@ def test_training_goes_through_the_experts_that_the_servers_tell(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("push", ["nccl", "disk"])
-def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(
-    assets: Any, run_command: Any, interpreter: Path, push: str
-) -> None:
+def test_a_killed_server_comes_back_alone_and_no_prompt_is_lost(assets, run_command, interpreter, push) -> None:
     flags = {"device": "cpu", "max_total_tokens": 8192, "sleep_on_idle": True}
     command = run_command(
         "ppo-math",
@@ -189,9 +187,7 @@ def test_a_server_that_dies_at_start_ends_the_run_with_its_last_words(assets, ru
         ("sglang.d1m2p1+d2m1p1", 4),
     ],
 )
-def test_a_run_on_gpus_trains_and_recovers(
-    assets: Any, run_command: Any, wide_heads: Path, allocation: str, num_gpus: int
-) -> None:
+def test_a_run_on_gpus_trains_and_recovers(assets, run_command, wide_heads, allocation, num_gpus) -> None:
     _trains_and_recovers(assets, run_command, allocation, num_gpus, {"path": str(wide_heads)})
 
 
@@ -228,9 +224,7 @@ def experts(assets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("allocation", "num_gpus", "replay"),
     [("d1m1p1", 1, False), ("sglang.d1m1p1+d1m1p1", 2, True), ("sglang.d1m2p1+(attn:d2m1p1|ffn:d1m1p1e2)", 4, True)],
 )
-def test_experts_on_gpus_train_and_recover(
-    assets: Any, run_command: Any, experts: Path, allocation: str, num_gpus: int, replay: bool
-) -> None:
+def test_experts_on_gpus_train_and_recover(assets, run_command, experts, allocation, num_gpus, replay) -> None:
     # FlashInfer compiles this kernel for minutes at the first start on a host (docs/models.md).
     flags = {"enforce_disable_flashinfer_allreduce_fusion": True}
     actor = {"path": str(experts), "moe_routing_replay": replay, "sglang": flags}

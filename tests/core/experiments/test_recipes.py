@@ -72,9 +72,7 @@ ON_TWO_GPUS = {"gspo-gsm8k": "sglang.d1m1p1+d1m1p1", "dapo-gsm8k": "sglang.d1m1p
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", ON_TWO_GPUS)
-def test_a_recipe_trains_on_two_gpus(
-    recipe: str, environment: None, wide_heads: Path, run_command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_trains_on_two_gpus(recipe, environment, wide_heads, run_command, monkeypatch) -> None:
     if len(query_gpus()) < 2:
         pytest.skip("needs 2 GPUs")
     monkeypatch.setenv("SLIPSTREAM_MODEL", str(wide_heads))

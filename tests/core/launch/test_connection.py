@@ -56,9 +56,7 @@ def test_workers_of_a_joined_cluster_import_this_checkout_first(cluster: JoinedC
         assert job._py_driver_sys_path == ["/working/folder", str(ROOT)], "workers put the last one first"
 
 
-def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(
-    cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(cluster, monkeypatch) -> None:
     ray = Ray(monkeypatch, requires=[], has_token=False)
     monkeypatch.setattr(connection, "connection_error", lambda cluster: "")
     join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"), Options())
@@ -66,9 +64,7 @@ def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(
 
 
 @pytest.mark.parametrize(("requires", "mode"), [([False], None), ([True, False], "token")])
-def test_the_cluster_decides_whether_the_token_is_used(
-    cluster: JoinedCluster, monkeypatch: pytest.MonkeyPatch, requires: list[bool], mode: str | None
-) -> None:
+def test_the_cluster_decides_whether_the_token_is_used(cluster, monkeypatch, requires, mode) -> None:
     ray = Ray(monkeypatch, requires=requires, has_token=True)
     join(cluster, Options())
     assert ray.joined == [cluster.address] and os.environ.get("RAY_AUTH_MODE") == mode

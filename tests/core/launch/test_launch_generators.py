@@ -39,9 +39,7 @@ def test_the_pause_of_a_push_is_the_longest_of_any_generator(tmp_path: Path, clo
     assert push.push(1).longest_pause_seconds == 2.0
 
 
-def test_a_generator_that_the_router_gave_up_is_restarted_and_gets_the_version_of_the_others(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_generator_that_the_router_gave_up_is_restarted_and_gets_the_version_of_the_others(tmp_path, clock) -> None:
     cluster = Cluster(tmp_path, [Actor() for _ in range(3)])
     pool = make_pool(cluster, 2)
     rollout = Rollout(pool)
@@ -102,9 +100,7 @@ def test_a_loss_is_reported_once_and_the_generator_that_came_back_is_kept(tmp_pa
     assert rollout.replaced == ["generator-1"] * 2
 
 
-def test_a_generator_that_dies_in_its_first_push_is_restarted_before_the_rollout_side_knows_it(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_generator_that_dies_in_its_first_push_is_restarted_before_the_rollout_side_knows_it(tmp_path, clock) -> None:
     actors = [Actor() for _ in range(4)]
     cluster = Cluster(tmp_path, actors)
     pool = make_pool(cluster, 2)
@@ -134,9 +130,7 @@ def test_a_generator_that_cannot_be_restarted_ends_the_attempt(tmp_path: Path, c
         push.sync_rejoined()
 
 
-def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(tmp_path, clock, monkeypatch) -> None:
     cluster, running = Cluster(tmp_path, [Actor() for _ in range(3)]), []
     start_actor = cluster.start_actor
 
@@ -167,9 +161,7 @@ def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(tmp
     assert clock.seconds - began == pytest.approx(60.0, abs=1.0)
 
 
-def test_a_second_push_that_reaches_a_generator_starts_the_count_of_its_restarts_anew(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_second_push_that_reaches_a_generator_starts_the_count_of_its_restarts_anew(tmp_path, clock) -> None:
     cluster = Cluster(tmp_path, [Actor() for _ in range(9)])
     pool = make_pool(cluster, 1)
     push = make_push(cluster, pool, Rollout(pool))

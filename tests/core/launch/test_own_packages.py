@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,9 +22,7 @@ MARK = "from pathlib import Path\nPath({marker!r}).touch()\nraise RuntimeError('
     ],
     ids=["dry run", "run"],
 )
-def test_no_process_of_a_run_imports_packages_of_the_working_folder(
-    assets: Any, tmp_path: Path, words: list[str], end: str
-) -> None:
+def test_no_process_of_a_run_imports_packages_of_the_working_folder(assets, tmp_path, words, end) -> None:
     for name in ("core", "tools", "rollout", "mcore_adapter"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(MARK.format(marker=str(tmp_path / f"{name} was imported")))

@@ -22,9 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def test_a_phase_that_runs_twice_in_a_step_reports_the_sum_and_the_next_step_begins_at_nothing(
-    clock: SimpleNamespace,
-) -> None:
+def test_a_phase_that_runs_twice_in_a_step_reports_the_sum_and_the_next_step_begins_at_nothing(clock) -> None:
     told: list[str] = []
     timer = StepTimer(told.append)
     for seconds in (2.0, 3.0):

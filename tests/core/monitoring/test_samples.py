@@ -139,9 +139,7 @@ class Texts:
 
 
 @pytest.mark.parametrize(("every", "due"), [(3, [1, 3, 6]), (1, [1, 2, 3, 4, 5, 6]), (None, [])])
-def test_samples_are_reported_after_the_first_step_and_every_few_steps(
-    every: int | None, due: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_samples_are_reported_after_the_first_step_and_every_few_steps(every, due, caplog) -> None:
     sink, read = Texts(), []
 
     def samples() -> list[Sample]:

@@ -22,7 +22,7 @@ from core.planning.rates import (
     wave_seconds,
 )
 from core.planning.scene import GPUS, Engine, Scene, Servers, scene_of
-from core.planning.search import Metric, parse_fixed, proposals, search
+from core.planning.search import parse_fixed, proposals, search
 from core.planning.simulation import simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
@@ -66,9 +66,7 @@ def make_scene(raw: dict[str, Any], layout: ParallelLayout = ONE, *, tokens: int
         (TWELVE, EP2, 32768, 262144, 4096, "selective", 107570),
     ],
 )  # fmt: skip
-def test_an_update_takes_about_as_long_as_was_measured(
-    raw: dict[str, Any], layout: ParallelLayout, tokens: int, total: int, length: int, level: Level, measured: float
-) -> None:
+def test_an_update_takes_about_as_long_as_was_measured(raw, layout, tokens, total, length, level, measured) -> None:
     scene = make_scene(raw, layout, tokens=tokens)
     seconds = update_seconds(scene, scene.actor, CALIBRATION, tokens=total, length=length, level=level)
     assert total / seconds == pytest.approx(measured, rel=0.05)
@@ -94,9 +92,7 @@ def test_an_update_takes_about_as_long_as_was_measured(
         (TWELVE, 4096, 4, {(EP2, 32768, "selective"): 107570, (EP2, 16384, "selective"): 106213}),
     ],
 )  # fmt: skip
-def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measured(
-    measured: tuple[dict[str, Any], int, int, dict[tuple[ParallelLayout, int, Level], float]],
-) -> None:
+def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measured(measured) -> None:
     raw, length, microbatches, rates = measured
 
     def planned(layout: ParallelLayout, tokens: int, level: Level) -> float:
@@ -116,9 +112,7 @@ def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measur
         ("7B", 32, 128, 512, 6093), ("1.5B", 256, 128, 1024, 46961), ("1.5B", 128, 128, 1024, 32840),
     ],
 )  # fmt: skip
-def test_a_server_takes_about_as_long_as_was_measured(
-    shape: str, running: int, prompt: int, answer: int, measured: float
-) -> None:
+def test_a_server_takes_about_as_long_as_was_measured(shape, running, prompt, answer, measured) -> None:
     scene = make_scene(SHAPES[shape])
     assert scene.servers is not None
     seconds = wave_seconds(scene.servers, CALIBRATION, running=running, prompt=prompt, answer=answer)
@@ -150,9 +144,7 @@ def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None
         (1, 192, 0, False, 15354), (2, 192, 0, False, 22173), (2, 240, 0, True, 20520),
     ],
 )  # fmt: skip
-def test_a_simulated_run_trains_about_as_fast_as_was_measured(
-    replicas: int, running: int, staleness: int, shares: bool, measured: float
-) -> None:
+def test_a_simulated_run_trains_about_as_fast_as_was_measured(replicas, running, staleness, shares, measured) -> None:
     layout, scene = ParallelLayout(dp=replicas), make_scene(SHAPES["1.5B"])
     assert scene.servers is not None
     run = replace(
@@ -168,9 +160,7 @@ def test_a_simulated_run_trains_about_as_fast_as_was_measured(
 
 
 @pytest.mark.parametrize(("raw", "tokens", "level"), [(SHAPES["1.5B"], 4096, "none"), (WIDTHS, 65536, "linear")])
-def test_an_update_with_auto_takes_the_time_of_what_most_layers_recompute(
-    raw: dict[str, Any], tokens: int, level: Level
-) -> None:
+def test_an_update_with_auto_takes_the_time_of_what_most_layers_recompute(raw, tokens, level) -> None:
     scene = make_scene(raw, tokens=tokens)
     automatic, given = (scene.with_engines(recompute=recompute) for recompute in ("auto", level))
     assert usual_level(automatic, automatic.actor) == level
@@ -203,9 +193,7 @@ def test_the_next_batch_slows_the_longest_answers_of_a_batch() -> None:
     ("num_gpus", "staleness", "metric", "fixed"),
     [(16, 1, "tokens", None), (8, 0, "cost", None), (1024, 4, "latency", None), (16, 2, "tokens", "sglang.d4m2p1")],
 )
-def test_every_proposal_passes_the_checks_and_fits(
-    tmp_path: Path, num_gpus: int, staleness: int, metric: Metric, fixed: str | None
-) -> None:
+def test_every_proposal_passes_the_checks_and_fits(tmp_path, num_gpus, staleness, metric, fixed) -> None:
     path = write_recipe(tmp_path, SHAPES["7B"])
     words = [f"staleness.max_staleness={staleness}", "dataset.train_bs_n_seqs=128", "ppo.gen.max_new_tokens=15360"]
 

@@ -42,9 +42,7 @@ def test_a_run_that_was_just_killed_is_waited_for(tmp_path: Path) -> None:
         ("a\x1b[31m", None),
     ],
 )
-def test_a_user_name_that_cannot_be_a_folder_is_replaced_by_the_number(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, folder: str | None
-) -> None:
+def test_a_user_name_that_cannot_be_a_folder_is_replaced_by_the_number(monkeypatch, tmp_path, name, folder) -> None:
     monkeypatch.setenv("LOGNAME", name)
     logs = RunPaths.for_trial(str(tmp_path), "e", "t").logs
     assert logs == tmp_path / "logs" / (folder or f"uid{os.getuid()}") / "e" / "t"

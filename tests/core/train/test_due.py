@@ -213,9 +213,7 @@ def test_another_batch_size_continues_after_the_same_prompts_also_where_the_run_
         (2, 11, r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps "),
     ],
 )
-def test_a_run_does_not_end_before_the_step_that_it_continues_from(
-    epochs: int, limit: int | None, message: str | None
-) -> None:
+def test_a_run_does_not_end_before_the_step_that_it_continues_from(epochs, limit, message) -> None:
     state = RunState(step=12, version=12, elapsed_seconds=0.0, extra={})
     start = Start(state=state, rollout_state=None, checkpoint=Path("recover/globalstep12"))
     num_prompts = 5 if message and "epochs" in message else 100

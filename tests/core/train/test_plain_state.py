@@ -148,9 +148,7 @@ HOSTILE = ["[" * 100_000, "[]", "{}", '{"files": {}}', '{"size": "1"}', ""]
 
 @pytest.mark.parametrize("name", ["COMMITTED", "manifest.json", "run.json", "rollout.json", "rollout.npz"])
 @pytest.mark.parametrize("content", [*HOSTILE, None, "6"], ids=lambda c: f"{str(c)[:15]}")
-def test_a_checkpoint_that_holds_anything_else_is_passed_over_for_the_one_before(
-    tmp_path: Path, name: str, content: str | None
-) -> None:
+def test_a_checkpoint_that_holds_anything_else_is_passed_over_for_the_one_before(tmp_path, name, content) -> None:
     """Also where it was sealed like that."""
     store = RecoverStore(tmp_path, IDENTITY)
     for step in (1, 2):

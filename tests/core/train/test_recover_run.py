@@ -138,9 +138,7 @@ def test_each_set_has_its_settings(undisturbed: Command) -> None:
     assert {name: one["position"] for name, one in sets.items()} == {"easy": 24, "hard": 12}
 
 
-def test_a_run_continues_bit_for_bit_beside_evaluations(
-    assets, config: dict, continue_with, undisturbed: Command, tmp_path: Path
-) -> None:
+def test_a_run_continues_bit_for_bit_beside_evaluations(assets, config, continue_with, undisturbed, tmp_path) -> None:
     """One of two generators keeps its weights for an evaluation on two sets after every step."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(assets.prompts.read_text().splitlines(keepends=True)[:3]))
@@ -164,9 +162,7 @@ def test_a_run_continues_bit_for_bit_beside_evaluations(
         assert values[0] == values[1] and len(values[0]) == NUM_STEPS, name
 
 
-def test_a_run_goes_on_under_another_layout_with_more_generators(
-    config: dict, continue_with, undisturbed: Command
-) -> None:
+def test_a_run_goes_on_under_another_layout_with_more_generators(config, continue_with, undisturbed) -> None:
     consumed, metrics = (rows(undisturbed, name) for name in ("consumed.jsonl", "metrics.jsonl"))
     moved = continue_with({**config, "allocation_mode": "mock.d2m1p1+d1m2p1", "n_gpus_per_node": 4})
     assert moved.finish() == 0, moved.output()[-4000:]

@@ -99,9 +99,7 @@ def test_one_flipped_bit_in_one_rank_is_found_where_checksums_are_compared(kind:
 
 @pytest.mark.parametrize("fault", ["refused", "refused with 200", "dropped"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(
-    kind: str, fault: str, folder: Path
-) -> None:
+def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(kind, fault, folder) -> None:
     path = UPDATE_OF[kind]
     with paused(1, 2) as (doubles, servers):
         sender = sender_of(kind, folder)

@@ -50,9 +50,7 @@ def test_a_local_push_gathers_while_generators_sample_and_then_sends(clock: Simp
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("nccl", 9.75), ("ipc", 19.75)])
-def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(
-    kind: Any, seconds: float, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_push_to_servers_reports_what_its_sender_and_the_generators_measured(kind, seconds, clock, caplog) -> None:
     caplog.set_level("INFO")
     sent = SendReport(seconds=3.5, num_bytes=1_000_000_000, num_buckets=2, changed=0.25)
     trainer = Side(clock, {"push_prepare": 2.0, "push_send": 4.0, "offload": 3.0}, {"push_send": sent})

@@ -390,9 +390,7 @@ def test_the_allocation_chooses_the_transport(text: str, size: int, transport: s
         ("local", "sglang.d1m1p1+d1m1p1", 2, "with SGLang servers use nccl, ipc or disk, or auto"),
     ],
 )
-def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
-    asked: str, text: str, size: int, way_out: str
-) -> None:
+def test_a_transport_that_cannot_work_is_refused_with_one_that_can(asked, text, size, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
         choose_transport(asked, parse(text, n_nodes=1, n_gpus_per_node=size))
 

@@ -205,9 +205,7 @@ def test_a_train_job_publishes_every_interval_and_its_last_step(folder: VersionF
     assert again.push(4).num_bytes == 0, "an attempt that was killed has published a newer one"
 
 
-def test_on_request_a_train_job_publishes_the_first_version_what_is_asked_for_and_its_last_step(
-    folder: VersionFolder,
-) -> None:
+def test_on_request_a_train_job_publishes_the_first_version_what_is_asked_for_and_its_last_step(folder) -> None:
     publisher = Publisher(save, folder, interval=1, last_step=5, on_request=True)
     assert [version for version in range(3) if publisher.push(version).num_bytes] == [0]
     folder.request(newer_than=0)

@@ -96,9 +96,7 @@ def test_a_checkpoint_is_written_as_a_layout_would_and_any_layout_loads_it(
 
 
 @pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_output_has_the_format_that_is_asked_for(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, flag: str, dtype: torch.dtype
-) -> None:
+def test_the_output_has_the_format_that_is_asked_for(ranks, model_folders, tmp_path, flag, dtype) -> None:
     source, _ = model_folders["deepseek_v3"]
     assert convert(ranks, source, tmp_path / "mg", "--to-megatron", "--check", "--dtype", flag)[0] == 0
     ranks.run(write_checkpoint, 1, ParallelLayout(), source, tmp_path / "checkpoint", {})
@@ -111,9 +109,7 @@ def test_the_output_has_the_format_that_is_asked_for(
             assert torch.equal(tensor, expected.to(expected.dtype if name.endswith("_bias") else dtype)), name
 
 
-def test_a_recover_checkpoint_is_its_actor_unless_another_engine_is_named(
-    ranks: RankPool, model_folders: Any, tmp_path: Path
-) -> None:
+def test_a_recover_checkpoint_is_its_actor_unless_another_engine_is_named(ranks, model_folders, tmp_path) -> None:
     source, _ = model_folders["qwen3"]
     for step in (8, 10):
         for engine, options in (("actor", {}), ("critic", {"is_critic": True})):
@@ -130,9 +126,7 @@ def test_a_recover_checkpoint_is_its_actor_unless_another_engine_is_named(
     assert status == 2 and "actor, critic" in err
 
 
-def test_a_damaged_recover_checkpoint_is_refused_by_the_name_of_the_file(
-    ranks: RankPool, model_folders: Any, tmp_path: Path
-) -> None:
+def test_a_damaged_recover_checkpoint_is_refused_by_the_name_of_the_file(ranks, model_folders, tmp_path) -> None:
     source, _ = model_folders["qwen3"]
     step = tmp_path / "recover" / "globalstep4"
     for engine in ("actor", "critic"):
@@ -190,9 +184,7 @@ def test_an_earlier_conversion_is_replaced_only_when_asked(ranks: RankPool, mode
         ("a mount point", ("--output_path", "mount point", "name a folder inside it")),
     ],
 )
-def test_overwriting_deletes_nothing_that_no_conversion_wrote(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, what: str, words: tuple[str, ...]
-) -> None:
+def test_overwriting_deletes_nothing_that_no_conversion_wrote(ranks, model_folders, tmp_path, what, words) -> None:
     source, flags = shutil.copytree(model_folders["qwen2"][0], tmp_path / "models" / "hf"), ["--to-megatron"]
     (tmp_path / "models" / "unrelated").write_text("kept")
     target = tmp_path / "out"
@@ -288,9 +280,7 @@ def run_convert_with_free(rank: Rank, free: dict[str, int], *arguments: str) -> 
 
 
 @pytest.mark.parametrize("layout", ["d1m1p1", "d1m2p2"])
-def test_the_space_that_is_needed_is_looked_for_where_it_is_written(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: str
-) -> None:
+def test_the_space_that_is_needed_is_looked_for_where_it_is_written(ranks, model_folders, tmp_path, layout) -> None:
     hf = shutil.copytree(model_folders["qwen2"][0], tmp_path / "hf")
     (hf / "tokenizer.json").write_bytes(b" " * (3 << 20))
     for source, target, flags in (
@@ -348,9 +338,7 @@ def test_a_critic_converts_with_its_value_head(ranks: RankPool, model_folders: A
         ("checkpoint with a damaged metadata.json", ("metadata.json", "cannot be read")),
     ],
 )
-def test_bad_input_is_one_error_and_nothing_is_written(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, what: str, words: tuple[str, ...]
-) -> None:
+def test_bad_input_is_one_error_and_nothing_is_written(ranks, model_folders, tmp_path, what, words) -> None:
     write_model("llama", tmp_path / "hf")
     source, target, flags = tmp_path / "hf", tmp_path / "out", ["--to-megatron"]
     if "checkpoint" in what:

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,7 @@ def files_of(folder: Path) -> list[str]:
         *((what, "torch") for what in ("common.pt", "objects")),
     ],
 )
-def test_no_file_of_a_checkpoint_runs_code(
-    ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path, what: str, protocol: str
-) -> None:
+def test_no_file_of_a_checkpoint_runs_code(ranks, whole, tmp_path, what, protocol) -> None:
     model, source = whole
     folder, touched = tmp_path / "checkpoint", tmp_path / "touched"
     shutil.copytree(source, folder)
@@ -106,9 +103,7 @@ def test_the_list_of_files_is_complete(whole: tuple[Path, Path]) -> None:
             json.loads((whole[1] / name).read_bytes())
 
 
-def test_an_object_with_a_forbidden_class_is_refused_with_its_name(
-    ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_object_with_a_forbidden_class_is_refused_with_its_name(ranks, whole, tmp_path) -> None:
     model, source = whole
     shutil.copytree(source, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
@@ -177,9 +172,7 @@ def doubled(times: int) -> tuple[Any, ...]:
         (lambda m: m.state_dict_metadata.update({"x": "y"}), "a str in place of a BytesStorageMetadata"),
     ],
 )
-def test_a_list_of_tensors_has_exactly_the_types_that_it_should_have(
-    whole: tuple[Path, Path], tmp_path: Path, change: Callable[[Metadata], object], said: str
-) -> None:
+def test_a_list_of_tensors_has_exactly_the_types_that_it_should_have(whole, tmp_path, change, said) -> None:
     metadata = metadata_of(whole[1])
     change(metadata)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -195,9 +188,7 @@ def first_info(metadata: Metadata) -> Any:
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "config.json"])
-def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(
-    ranks: RankPool, whole: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(ranks, whole, tmp_path, name) -> None:
     shutil.copytree(whole[1], tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / name).unlink()
     os.mkfifo(tmp_path / "checkpoint" / name)

@@ -36,9 +36,7 @@ def random_qkv(lens: list[int], heads: int, groups: int, dim: int) -> list[Tenso
 
 @pytest.mark.parametrize("lens", PACKINGS.values(), ids=PACKINGS)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1)])
-def test_packed_attention_and_its_gradients_are_those_of_each_sequence(
-    lens: list[int], heads: int, groups: int
-) -> None:
+def test_packed_attention_and_its_gradients_are_those_of_each_sequence(lens, heads, groups) -> None:
     inputs = random_qkv(lens, heads, groups, 16)
     weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(2))
     results = []

@@ -1,14 +1,13 @@
 """Weights gathered by the first rank, or by every rank."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from allocation import ParallelLayout
-from helpers.mcore_ranks import Rank, RankPool, build
+from helpers.mcore_ranks import Rank, build
 from helpers.saved_models import assert_same_bytes, tensors_of
 from mcore_adapter.hf.weights import Receivers
 from rollout.bucket import FlatBucket
@@ -52,9 +51,7 @@ def is_one_piece(bucket: dict[str, Tensor]) -> bool:
     ],
 )
 @pytest.mark.parametrize("to", ["first", "all"])
-def test_a_bucket_is_one_piece_of_memory_on_each_rank_that_receives_it(
-    ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout, to: Receivers
-) -> None:
+def test_a_bucket_is_one_piece_of_memory_on_each_rank_that_receives_it(ranks, model_folders, name, layout, to) -> None:
     source, _ = model_folders[name]
     results = ranks.run(gathered_by, layout.world_size, layout, source, to)
     for index, buckets in enumerate(results):

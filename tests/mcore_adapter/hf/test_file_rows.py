@@ -44,9 +44,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path):
     ],
     ids=["all", "rows", "columns", "converted"],
 )
-def test_any_part_arrives_where_it_should_and_nothing_else_is_touched(
-    stored: FileRows, target, view: torch.Tensor, dtype: torch.dtype
-) -> None:
+def test_any_part_arrives_where_it_should_and_nothing_else_is_touched(stored, target, view, dtype) -> None:
     target.write(b"header")
     assert write_rows(target.fileno(), 13, stored.part(view), dtype) == view.numel() * dtype.itemsize
     assert target.tell() == 6, "the position stays"

@@ -97,9 +97,7 @@ def save_error(rank: Rank, layout: ParallelLayout, source: Path, target: Path, d
 
 
 @cases(MODELS, LAYOUTS, others=())
-def test_hugging_face_to_megatron_and_back_is_byte_equal(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, layout: ParallelLayout
-) -> None:
+def test_hugging_face_to_megatron_and_back_is_byte_equal(ranks, model_folders, tmp_path, name, layout) -> None:
     source, _ = model_folders[name]
     ranks.run(round_trip, layout.world_size, layout, source, tmp_path / "out", {})
     assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "out"))
@@ -123,9 +121,7 @@ def test_a_folder_of_many_shards_loads_like_one_file(ranks: RankPool, model_fold
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rank_reads_what_it_holds_and_transformers_loads_what_was_saved(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_rank_reads_what_it_holds_and_transformers_loads_what_was_saved(ranks, model_folders, tmp_path, name) -> None:
     import transformers
 
     original, model = model_folders[name]
@@ -147,9 +143,7 @@ def test_a_rank_reads_what_it_holds_and_transformers_loads_what_was_saved(
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["cp2"], LAYOUTS["tp2 pp2"]], ids=str)
-def test_buckets_stay_below_their_size_and_reach_rank_0_only(
-    ranks: RankPool, model_folders: Any, layout: ParallelLayout
-) -> None:
+def test_buckets_stay_below_their_size_and_reach_rank_0_only(ranks, model_folders, layout) -> None:
     source, _ = model_folders["llama"]
     answers = ranks.run(bucket_sizes, layout.world_size, layout, source, 16_000)
     assert len(answers[0]) > 5 and all(sum(bucket.values()) <= 16_000 for bucket in answers[0])
@@ -256,9 +250,7 @@ def broken(folder: Path, what: str) -> Path:
         ("unknown tensor", ["model.layers.2.mlp.up_proj.lora_A"]),
     ],
 )
-def test_a_bad_checkpoint_is_an_error_that_names_the_file(
-    ranks: RankPool, tmp_path: Path, what: str, words: list[str]
-) -> None:
+def test_a_bad_checkpoint_is_an_error_that_names_the_file(ranks, tmp_path, what, words) -> None:
     write_model("qwen2", tmp_path)
     named = broken(tmp_path, what)
     message = ranks.run(load_error, 1, tmp_path, False)[0]
@@ -266,9 +258,7 @@ def test_a_bad_checkpoint_is_an_error_that_names_the_file(
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2)], ids=str)
-def test_a_full_disk_fails_on_every_rank_and_keeps_the_old_folder(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, layout: ParallelLayout
-) -> None:
+def test_a_full_disk_fails_on_every_rank_and_keeps_the_old_folder(ranks, model_folders, tmp_path, layout) -> None:
     source, _ = model_folders["qwen3"]
     target = tmp_path / "out"
     ranks.run(round_trip, 1, ParallelLayout(), source, target, {})

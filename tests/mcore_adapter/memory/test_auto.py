@@ -213,9 +213,7 @@ def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_rank_with_less_memory_than_before_lets_its_stage_recompute(
-    ranks: RankPool, model_folders: Any, layout: str
-) -> None:
+def test_a_rank_with_less_memory_than_before_lets_its_stage_recompute(ranks, model_folders, layout) -> None:
     model = str(model_folders["qwen3"][0])
     where = LAYOUTS[layout]
     first, second = ranks.run(squeezed, 2, where, model)

@@ -54,9 +54,7 @@ def compare_levels(rank: Rank, layout: ParallelLayout, model: str) -> dict[str, 
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_what_is_recomputed_changes_no_bit_of_the_gradients(
-    ranks: RankPool, model_folders: Any, name: str, layout: str
-) -> None:
+def test_what_is_recomputed_changes_no_bit_of_the_gradients(ranks, model_folders, name, layout) -> None:
     where = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     for same in ranks.run(compare_levels, where.world_size, where, str(model_folders[name][0])):
         assert all(same.values()), same
@@ -134,9 +132,7 @@ def chunked_step(
         *(pytest.param("qwen3", layout, marks=pytest.mark.nightly) for layout in ("cp2", "pp2 vpp2", "dp2")),
     ],
 )  # fmt: skip
-def test_chunks_of_tokens_change_neither_losses_nor_gradients(
-    ranks: RankPool, model_folders: Any, name: str, layout: str
-) -> None:
+def test_chunks_of_tokens_change_neither_losses_nor_gradients(ranks, model_folders, name, layout) -> None:
     where = (LAYOUTS | {"dp2": ParallelLayout(dp=2)})[layout]
     whole, parts = (
         ranks.run(chunked_step, where.world_size, where, str(model_folders[name][0]), chunk) for chunk in (4096, CHUNK)

@@ -69,9 +69,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())
-def test_the_bytes_of_a_rank_are_those_that_its_engine_allocates(
-    ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
-) -> None:
+def test_the_bytes_of_a_rank_are_those_that_its_engine_allocates(ranks, model_folders, name, layout) -> None:
     check(ranks, model_folders[name][0], layout)
 
 

@@ -93,9 +93,7 @@ def one_rank(sizes: tuple[int, int], num_experts: int, dtype: torch.dtype) -> li
         ("even", K, torch.float32, True),
     ],
 )
-def test_ranks_compute_together_what_one_computes(
-    ranks: RankPool, case: str, dtype: torch.dtype, num_experts: int, keep_halves: bool
-) -> None:
+def test_ranks_compute_together_what_one_computes(ranks, case, dtype, num_experts, keep_halves) -> None:
     """Output, and gradients of tokens, weights and experts, whatever the ranks' numbers of tokens."""
     sizes = CASES[case]
     results = ranks.run(gathered_layer, 2, sizes, num_experts, dtype, keep_halves)
@@ -115,9 +113,7 @@ def test_ranks_compute_together_what_one_computes(
 @pytest.mark.parametrize(
     ("num_ranks", "top_k", "gathers"), [(1, 8, False), (2, 1, False), (2, 2, True), (8, 8, True), (9, 8, False)]
 )
-def test_tokens_are_gathered_where_each_has_as_many_experts_as_there_are_ranks(
-    num_ranks: int, top_k: int, gathers: bool
-) -> None:
+def test_tokens_are_gathered_where_each_has_as_many_experts_as_there_are_ranks(num_ranks, top_k, gathers) -> None:
     assert gathers_tokens(num_ranks, top_k) is gathers
 
 

@@ -57,9 +57,7 @@ PARTS = {"even": (3, 3), "one": (6,), "without any row": (1, 1, 1, 1, 1, 1)}
 
 @pytest.mark.parametrize("keep_halves", [True, False], ids=["kept", "computed again"])
 @pytest.mark.parametrize("sizes", PARTS.values(), ids=PARTS)
-def test_parts_of_the_experts_compute_parts_of_the_sum_and_of_every_gradient(
-    sizes: tuple[int, ...], keep_halves: bool
-) -> None:
+def test_parts_of_the_experts_compute_parts_of_the_sum_and_of_every_gradient(sizes, keep_halves) -> None:
     """The last tokens have no expert: their outputs and gradients are 0."""
     *leaves, grad = tensors(given=False)
     x, weights, gate_up, down = leaves

@@ -43,9 +43,7 @@ def test_every_family_is_in_these_tests() -> None:
 @pytest.mark.parametrize("is_critic", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f["model_type"])
-def test_the_shards_of_all_ranks_cover_every_tensor_exactly_once(
-    family: dict[str, Any], tp: int, is_critic: bool
-) -> None:
+def test_the_shards_of_all_ranks_cover_every_tensor_exactly_once(family, tp, is_critic) -> None:
     config = parse_config({**QWEN2, **family})
     shapes = hf_shapes(config, is_critic=is_critic)
     conversions: list[Conversion] = list(outer_table(config, is_critic=is_critic).values())

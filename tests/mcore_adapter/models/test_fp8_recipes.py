@@ -42,9 +42,7 @@ def test_a_model_of_whole_blocks_trains_with_either_recipe() -> None:
         ("tensorwise", (), "fp8=tensorwise needs a GPU of compute capability 8.9 .*; write fp8=false"),
     ],
 )
-def test_a_recipe_that_the_device_lacks_is_refused_with_those_that_it_has(
-    recipe: Fp8Recipe, recipes: tuple[str, ...], message: str
-) -> None:
+def test_a_recipe_that_the_device_lacks_is_refused_with_those_that_it_has(recipe, recipes, message) -> None:
     with pytest.raises(ModelConfigError, match=message):
         check(recipe, recipes)
 

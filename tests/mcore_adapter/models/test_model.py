@@ -142,9 +142,7 @@ def assert_close(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @cases(MODELS, {**LAYOUTS, "dp2": ParallelLayout(dp=2)}, also={("glm4", "cp2"), ("deepseek_v3", "cp2 ep2")})
-def test_logits_and_gradients_are_those_of_transformers(
-    ranks: RankPool, model_folders: Any, name: str, layout: ParallelLayout
-) -> None:
+def test_logits_and_gradients_are_those_of_transformers(ranks, model_folders, name, layout) -> None:
     folder, model = model_folders[name]
     results = ranks.run(compute, layout.world_size, layout, folder)
     model.zero_grad()

@@ -37,9 +37,7 @@ def one_process(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
     [("qwen3_moe", ParallelLayout(pp=2, vpp=2)), ("deepseek_v3", EXPERT_LAYOUTS["dp2 pp2 ep2"])],
     ids=str,
 )
-def test_a_layout_trains_as_one_process_does(
-    ranks: RankPool, model_folders: Any, one_process: dict[str, Any], name: str, where: ParallelLayout
-) -> None:
+def test_a_layout_trains_as_one_process_does(ranks, model_folders, one_process, name, where) -> None:
     """Loss, gradient norm, auxiliary loss and correction bias: none of them depends on where a token passes. Stacked
     experts do so in more layouts (test_stacked_experts.py), and both in all of them (test_layout_products.py)."""
     results = ranks.run(partial(actor_run, **BALANCED), where.world_size, where, str(model_folders[name][0]))
@@ -48,9 +46,7 @@ def test_a_layout_trains_as_one_process_does(
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_the_auxiliary_loss_is_the_mean_imbalance_of_the_sequences(
-    model_folders: Any, one_process: dict[str, Any], name: str
-) -> None:
+def test_the_auxiliary_loss_is_the_mean_imbalance_of_the_sequences(model_folders, one_process, name) -> None:
     """Recomputed from the router logits of transformers, sequence by sequence."""
     model = make_model(name)
     config, batch = model.config, random_batch()
@@ -208,9 +204,7 @@ def uneven_folder(model_folders: Any, name: str, target: Path, num_layers: int) 
     ("name", "num_layers", "layout"),
     [("qwen2_tied", 3, ParallelLayout(pp=2)), ("deepseek_v3", 5, ParallelLayout(pp=2, vpp=2))],
 )
-def test_stages_may_have_unequal_numbers_of_layers(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, name: str, num_layers: int, layout: ParallelLayout
-) -> None:
+def test_stages_may_have_unequal_numbers_of_layers(ranks, model_folders, tmp_path, name, num_layers, layout) -> None:
     folder = str(uneven_folder(model_folders, name, tmp_path, num_layers))
     expected = ranks.run(actor_run, 1, ParallelLayout(), folder)
     results = ranks.run(actor_run, 2, layout, folder)

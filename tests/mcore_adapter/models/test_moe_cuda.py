@@ -66,9 +66,7 @@ def test_experts_on_one_gpu_compute_what_transformers_does_and_come_back_exactly
 
 @pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2}], ids=["ep2", "tp2", "pp2"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_experts_on_two_gpus_compute_what_one_does(
-    folder: Path, gpu_ranks: RankPool, one_gpu: Any, sizes: dict[str, int]
-) -> None:
+def test_experts_on_two_gpus_compute_what_one_does(folder, gpu_ranks, one_gpu, sizes) -> None:
     alone, logprobs, expected = one_gpu
     ranks = gpu_ranks.run(run, 2, str(folder), sizes)
     weights, _, steps = ranks[0]

@@ -147,9 +147,7 @@ def check(ranks: RankPool, folder: Path, refused_for: str = EQUAL) -> None:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_is_read_as_transformers_reads_it_or_refused_with_the_key(
-    ranks: RankPool, tmp_path: Path, case: str
-) -> None:
+def test_a_config_is_read_as_transformers_reads_it_or_refused_with_the_key(ranks, tmp_path, case) -> None:
     family, changes, refused_for = CONFIGS[case]
     check(ranks, publish(tmp_path, family, changes), refused_for)
 
@@ -189,9 +187,7 @@ def test_an_untied_model_without_an_output_layer_is_refused(ranks: RankPool, tmp
         ("cache of the hub", EQUAL),
     ],
 )
-def test_the_files_that_count_are_those_of_transformers(
-    ranks: RankPool, tmp_path: Path, state: str, refused_for: str
-) -> None:
+def test_the_files_that_count_are_those_of_transformers(ranks, tmp_path, state, refused_for) -> None:
     folder = publish(tmp_path / "model", "Llama", seed=1)
     single, shard = folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
     listed = single.name if state == "index of the single file" else shard.name

@@ -94,9 +94,7 @@ def assert_routed(case: MoEConfig, device: str, forced: Tensor | None = None) ->
 
 @EVERY_CASE
 @EVERY_DEVICE
-def test_tokens_go_to_the_best_experts_of_the_best_groups_and_to_the_first_of_equal_ones(
-    case: MoEConfig, device: str
-) -> None:
+def test_tokens_go_to_the_best_experts_of_the_best_groups_and_to_the_first_of_equal_ones(case, device) -> None:
     assert_routed(case, device)
 
 

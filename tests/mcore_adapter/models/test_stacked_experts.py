@@ -56,9 +56,7 @@ def one_by_one(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
 
 
 @cases(EXPERT_MODELS, {name: LAYOUTS[name] for name in ("one process", "tp2", "pp2 vpp2")})
-def test_stacked_experts_train_as_experts_one_by_one_do(
-    ranks: RankPool, model_folders: Any, one_by_one: dict[str, Any], name: str, layout: ParallelLayout
-) -> None:
+def test_stacked_experts_train_as_experts_one_by_one_do(ranks, model_folders, one_by_one, name, layout) -> None:
     run = partial(stacked, actor_run)
     results = ranks.run(partial(run, **BALANCED), layout.world_size, layout, str(model_folders[name][0]))
     assert_same_steps(results, one_by_one[name])
@@ -113,9 +111,7 @@ def continued(rank: Rank, layout: ParallelLayout, model: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("saving", ["stacked", pytest.param("one by one", marks=pytest.mark.nightly)])
-def test_a_checkpoint_does_not_depend_on_how_experts_are_stored(
-    ranks: RankPool, model_folders: Any, tmp_path: Path, saving: str
-) -> None:
+def test_a_checkpoint_does_not_depend_on_how_experts_are_stored(ranks, model_folders, tmp_path, saving) -> None:
     """Weights, masters and moments of every expert, into the same form and the other one, in another layout."""
     model, path = str(model_folders["qwen3_moe"][0]), str(tmp_path / "checkpoint")
     Path(model, "tokenizer_config.json").write_text("{}")

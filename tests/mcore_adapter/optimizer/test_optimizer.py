@@ -83,9 +83,7 @@ def skipped_run(rank: Rank, model: str, *, factor: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("factor", "norm"), [(1e30, "inf"), (float("nan"), "nan")])
-def test_a_gradient_norm_that_is_not_finite_changes_nothing(
-    ranks: RankPool, model: Path, factor: float, norm: str
-) -> None:
+def test_a_gradient_norm_that_is_not_finite_changes_nothing(ranks, model, factor, norm) -> None:
     """1e30: every gradient is finite, the sum of their squares is not."""
     (result,) = ranks.run(partial(skipped_run, factor=factor), 1, str(model))
     assert str(result["skipped"]["grad_norm"]) == norm

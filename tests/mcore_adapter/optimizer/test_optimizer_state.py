@@ -132,9 +132,7 @@ def test_steps_with_visits_are_those_without(allocated: list[int], small_pieces:
     assert len(allocated) > 3
 
 
-def test_a_step_that_fails_leaves_groups_as_they_were_and_moments_that_can_be_moved(
-    allocated: list[int], small_pieces: None
-) -> None:
+def test_a_step_that_fails_leaves_groups_as_they_were_and_moments_that_can_be_moved(allocated, small_pieces) -> None:
     optimizer = make_optimizer(SIZES)
     state = Visiting([optimizer], torch.device("cpu"), slab_bytes=SLAB)
     state.to_host()

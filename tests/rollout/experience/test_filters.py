@@ -71,9 +71,7 @@ async def train(producer: BothSides, workflow: Judged, steps: range) -> list[dic
 
 
 @pytest.mark.parametrize(("max_staleness", "over_age"), [(0, "wait"), (1, "wait"), (3, "wait"), (2, "mask")])
-def test_steps_keep_their_size_their_bound_and_every_prompt_is_trained_or_counted(
-    max_staleness: int, over_age: str
-) -> None:
+def test_steps_keep_their_size_their_bound_and_every_prompt_is_trained_or_counted(max_staleness, over_age) -> None:
     async def main() -> tuple[Judged, list[dict[str, float]]]:
         workflow = Judged()
         async with make_producer(workflow, max_staleness=max_staleness, over_age=over_age) as producer:

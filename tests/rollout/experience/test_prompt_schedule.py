@@ -25,9 +25,7 @@ def test_a_schedule_cuts_every_epoch_into_whole_steps(num_prompts: int, batch_si
 
 @settings(max_examples=100, deadline=None)
 @given(num_prompts=st.integers(1, 30), batch_size=st.integers(1, 40), num_steps=st.integers(1, 9))
-def test_a_schedule_that_is_cut_short_starts_no_prompt_of_a_later_step(
-    num_prompts: int, batch_size: int, num_steps: int
-) -> None:
+def test_a_schedule_that_is_cut_short_starts_no_prompt_of_a_later_step(num_prompts, batch_size, num_steps) -> None:
     whole = Schedule(num_prompts=num_prompts, batch_size=batch_size, total_epochs=3)
     cut = replace(whole, total_steps_limit=num_steps)
     admission = StalenessAdmission(cut, max_staleness=100)

@@ -591,9 +591,7 @@ def test_many_episodes_pass_through_in_time_that_grows_no_faster_than_their_numb
     assert sum(seconds[-20:]) < 3 * sum(seconds[10:30])
 
 
-async def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(
-    stores: Stores,
-) -> None:
+async def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_be_too_old_is_late(stores) -> None:
     """Batches of 3, bound 1: of the episodes of version 0, steps 0 and 1 can train six."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=3, max_staleness=1)
     lessee = Lessee(store, rules, patience=partial(Patience, seconds=0.05))
@@ -662,9 +660,7 @@ def test_an_episode_that_takes_too_long_is_late_and_the_bias_counts_it(stores: S
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12), st.integers(0, 2), st.integers(1, 4))
-def test_a_partial_lease_keeps_the_bound_and_drops_no_more_than_it_needs(
-    begun: list[tuple[int, bool]], max_staleness: int, batch_size: int
-) -> None:
+def test_a_partial_lease_keeps_the_bound_and_drops_no_more_than_it_needs(begun, max_staleness, batch_size) -> None:
     """Episodes as admission lets them begin at step 2, each with whether it is finished."""
     schedule = Schedule(num_prompts=1000, batch_size=batch_size)
     store, admission = MemoryExperience(), StalenessAdmission(schedule, max_staleness)

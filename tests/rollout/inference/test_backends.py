@@ -73,9 +73,7 @@ def test_a_backend_has_the_methods_that_its_capabilities_name(name: str) -> None
 
 @pytest.mark.parametrize("name", ["embedded", "mock"])
 @pytest.mark.parametrize("dtype", get_args(WeightFormat))
-async def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(
-    model: str, name: str, dtype: WeightFormat
-) -> None:
+async def test_a_backend_inside_this_program_starts_with_every_format_that_it_names(model, name, dtype) -> None:
     backend = BACKENDS[name]
 
     assert dtype in backend.capabilities.weight_formats and backend.capabilities.devices == ("cpu",)
@@ -94,9 +92,7 @@ def test_an_embedded_generator_loads_the_weights_unless_a_push_brings_them(model
 
 
 @pytest.mark.parametrize("interrupt", get_args(Interrupt))
-def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilities(
-    model: str, tmp_path: Path, interrupt: Interrupt
-) -> None:
+def test_a_server_of_several_stages_takes_the_interrupt_modes_of_its_capabilities(model, tmp_path, interrupt) -> None:
     server = SGLangServer(
         replica(name="g", model_path=model, log_file=tmp_path / "log", gpus=(), pp=2, interrupt=interrupt)
     )

@@ -41,9 +41,7 @@ def test_memory_in_the_hands_of_others_is_an_error_with_names(show: Callable[[st
         check_gpus([0])
 
 
-def test_memory_that_stays_in_use_is_an_error_in_the_end(
-    show: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_stays_in_use_is_an_error_in_the_end(show, tmp_path, monkeypatch) -> None:
     """Of a living process at once; of one that has ended when the patience is over. Other GPUs do not matter."""
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -65,9 +63,7 @@ def test_memory_that_stays_in_use_is_an_error_in_the_end(
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_memory_of_a_process_that_has_ended_is_waited_for(
-    show: Callable[[str, str], None], tmp_path: Path, reaped: bool
-) -> None:
+def test_memory_of_a_process_that_has_ended_is_waited_for(show, tmp_path, reaped) -> None:
     """A GPU whose memory is held by a zombie, or by a process that is gone; free at the third look."""
     ended = subprocess.Popen(["true"])
     while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
@@ -123,9 +119,7 @@ def test_nvidia_smi_is_read_as_it_prints(tmp_path: Path) -> None:
         ("1,GPU-c0", ["card1", "card0"]),
     ],
 )
-def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, visible: str, names: list[str]
-) -> None:
+def test_the_gpus_of_a_run_are_those_that_cuda_shows_it(tmp_path, monkeypatch, caplog, visible, names) -> None:
     script = tmp_path / "nvidia-smi"
     cards = "\n".join(f"{i}, GPU-c{i}-0, card{i}, 4, 141000" for i in range(4))
     script.write_text(f"#!/bin/sh\ncase \"$1\" in *query-gpu*) printf '{cards}\\n';; esac\n")

@@ -158,9 +158,7 @@ async def test_long_requests_weigh_more_than_short_ones(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-async def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(
-    folder: Path, model: Any, interrupt: str
-) -> None:
+async def test_interrupted_requests_continue_with_their_prefix_and_lose_no_token(folder, model, interrupt) -> None:
     generators = [Recorded(folder, interrupt=interrupt) for _ in range(2)]
     router = Router(generators)
     requests = groups_of_four(3, max_new_tokens=300)

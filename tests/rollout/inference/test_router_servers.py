@@ -51,9 +51,7 @@ def tokens(versions: list[int]) -> list[int]:
     return [token_at(4 + i, version) for i, version in enumerate(versions)]
 
 
-def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_freed_when_it_ends(
-    folder: Path,
-) -> None:
+def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_freed_when_it_ends(folder) -> None:
     async def main() -> None:
         async with fleet(folder, [double]) as (router, (generator,)):
             for name, ends in (("completed", True), ("cancelled", False)):
@@ -78,9 +76,7 @@ def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_
         asyncio.run(main())
 
 
-def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_that_stays_is_raised(
-    folder: Path,
-) -> None:
+def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_that_stays_is_raised(folder) -> None:
     async def main() -> None:
         async with fleet(folder, [double]) as (router, _):
             double.faults.drop("/generate")

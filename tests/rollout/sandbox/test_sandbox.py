@@ -38,9 +38,7 @@ def sandbox() -> Iterator[Sandbox]:
         ("print('x' * 200)", "x" * 100 + "\n[output cut]\n", "ok"),
     ],
 )
-def test_a_caller_gets_what_code_printed_its_last_value_or_its_error(
-    code: str, output: str, status: str, sandbox: Sandbox
-) -> None:
+def test_a_caller_gets_what_code_printed_its_last_value_or_its_error(code, output, status, sandbox) -> None:
     ran = sandbox.run(code, "first\nsecond\n")
     assert ran.output.startswith(output) and ran.status == status
     assert status == "error" or ran.output == output

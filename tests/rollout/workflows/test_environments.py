@@ -108,9 +108,7 @@ def pool(num_workers: int = 1, step_seconds: float = 60.0) -> EnvironmentPool:
         ("exit", 60.0, "environment own_games:Guess: its process ended in step(), exit code 3; it is replaced"),
     ],
 )
-async def test_an_environment_that_hangs_or_exits_is_named_and_its_worker_replaced(
-    action: str, step_seconds: float, said: str
-) -> None:
+async def test_an_environment_that_hangs_or_exits_is_named_and_its_worker_replaced(action, step_seconds, said) -> None:
     games = pool(step_seconds=step_seconds)
     try:
         async with games.open() as game, games.open() as neighbour:

@@ -90,9 +90,7 @@ async def test_a_group_is_sampled_decoded_scored_and_kept_in_sample_order(tokeni
     assert {request.sampling for request in generator.requests} == {SAMPLING}
 
 
-def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_others(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_others(tokenizer) -> None:
     def seeds(run_seed: int, epoch: int, index: int) -> list[int]:
         generator = ScriptedGenerator([1], [1])
 
@@ -109,9 +107,7 @@ def test_a_prompt_issued_again_gets_the_same_seeds_and_every_other_draw_gets_oth
     assert all(0 <= seed < 2**63 for seed in drawn)
 
 
-async def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_raised(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+async def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_raised(tokenizer) -> None:
     generator = ScriptedGenerator([1], [1], [1], fail_at=1)
 
     workflow = SingleTurnMathWorkflow(
@@ -123,9 +119,7 @@ async def test_when_one_sample_fails_the_others_are_cancelled_and_the_error_is_r
     assert generator.cancelled == 2, "before the loop ends, which cancels whatever still runs"
 
 
-async def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_of_their_own(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+async def test_the_requests_of_a_second_attempt_have_the_seeds_of_the_first_and_names_of_their_own(tokenizer) -> None:
     """What the first attempt left behind in a generator may still run under its names."""
     generator = ScriptedGenerator([1], [1], [1], [1])
 

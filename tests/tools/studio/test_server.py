@@ -317,9 +317,7 @@ def test_markup_in_a_document_is_text() -> None:
     assert ("<table>" in html, "<script" in html, "<b>" in html, 'href="javascript' in html) == (True, *[False] * 3)
 
 
-def test_the_list_follows_new_rows_and_queries_the_gpus_of_the_host_once(
-    start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_follows_new_rows_and_queries_the_gpus_of_the_host_once(start, tmp_path, monkeypatch) -> None:
     command = tmp_path / "bin" / "nvidia-smi"
     command.parent.mkdir()
     command.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n")

@@ -114,9 +114,7 @@ def test_a_file_is_changed_compared_saved_tried_and_its_command_copied(opened: A
     assert "exit code 0" in said, said
 
 
-def test_a_run_that_start_begins_answers_questions_and_its_steps_can_be_explained(
-    page: Any, started: psutil.Process, root: Path
-) -> None:
+def test_a_run_that_start_begins_answers_questions_and_its_steps_can_be_explained(page, started, root) -> None:
     navigation = page.get_by_role("navigation")
     navigation.get_by_role("link", name="Runs").click()
     page.get_by_role("link", name="studio/tiny").click(timeout=1000 * PATIENCE_SECONDS)

@@ -48,9 +48,7 @@ def alone(model: Any) -> dict[str, Completion]:
 
 
 @pytest.mark.parametrize("max_running", [3, 64])
-def test_what_else_is_in_the_batch_does_not_change_a_completion(
-    model: Any, alone: dict[str, Completion], max_running: int
-) -> None:
+def test_what_else_is_in_the_batch_does_not_change_a_completion(model, alone, max_running) -> None:
     requests = mixed_requests()
     for r, c in zip(requests, run(engine_of(model, max_running=max_running), requests), strict=True):
         assert_same(c, alone[r.request_id], versions=False)
@@ -98,9 +96,7 @@ def interrupt_and_go_on(engine: Engine, how: Any, update: Any = None) -> dict[st
 
 
 @pytest.mark.parametrize(("how", "num_steps"), [("abort", 1), ("abort", 40), ("retract", 7), ("in_place", 40)])
-def test_an_interruption_without_new_weights_changes_nothing(
-    model: Any, alone: dict[str, Completion], how: str, num_steps: int
-) -> None:
+def test_an_interruption_without_new_weights_changes_nothing(model, alone, how, num_steps) -> None:
     requests = mixed_requests()
     engine, done = partly_run(model, num_steps, requests)
     done |= interrupt_and_go_on(engine, how)

@@ -96,9 +96,7 @@ def test_a_loader_that_fails_is_a_refusal_and_its_reason(server, tmp_path, monke
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_the_failure_of_any_rank_is_reported_and_ends_changes_on_all(
-    failing: int | None, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_failure_of_any_rank_is_reported_and_ends_changes_on_all(failing, server, tmp_path, monkeypatch) -> None:
     """Two ranks, on each of which the other's outcome arrives."""
     outcomes = [(rank != failing, "out of memory" if rank == failing else "read") for rank in range(2)]
 

@@ -164,9 +164,7 @@ def converts(model: Model, norm: Tensor) -> Tensor:
     [lambda _, norm: norm * 1, lambda _, norm: norm if norm.sum() else norm[:], twice, elsewhere, converts],
     ids=["computes", "decides by values", "writes one place twice", "writes elsewhere", "converts"],
 )
-def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(
-    before_norm: Callable[[Model, Tensor], Tensor],
-) -> None:
+def test_what_is_more_than_copies_is_loaded_by_the_model_every_time(before_norm) -> None:
     copies, model = RecordedCopies(), Model(before_norm)
     for seed in range(3):
         load(copies, model, seed)

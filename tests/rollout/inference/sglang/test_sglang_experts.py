@@ -136,9 +136,7 @@ def server(models: ExpertModels, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_update(
-    server: SGLangServer, models: ExpertModels, interrupt: Any
-) -> None:
+def test_a_server_tells_the_experts_of_each_token_s_forward_pass_through_an_update(server, models, interrupt) -> None:
     """Two requests of each prompt: the second takes the prompt from the cache."""
     from rollout.inference.router import Router
     from rollout.inference.sglang.generator import SGLangGenerator

@@ -90,9 +90,7 @@ def buckets_of(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("name", "tp"), [pytest.param("deepseek_v2", 1, marks=pytest.mark.nightly), ("deepseek_v3", 2)]
 )
-def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tp: int
-) -> None:
+def test_a_server_of_latent_attention_holds_and_samples_what_was_pushed(tmp_path, monkeypatch, name, tp) -> None:
     """The second push of everything may be loaded by recorded copies. The last one has changes of one half of a fused
     parameter, and of what the server derives others from."""
     family, settings = tiny_models.MODELS[name]

@@ -110,9 +110,7 @@ async def test_what_requests_have_is_reported_token_by_token_while_they_run(fold
         assert await router.partial() == {}
 
 
-async def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_were_sent(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_does_not_report_its_requests_costs_the_tokens_since_they_were_sent(folder, caplog) -> None:
     async with attached(folder) as (generator, double):
         router = Router([generator])
         running = asyncio.create_task(router.generate(request("a", max_new_tokens=5)))

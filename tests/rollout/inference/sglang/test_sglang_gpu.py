@@ -129,9 +129,7 @@ async def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, t
 
 @pytest.mark.skipif(len(query_gpus()) < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(
-    models: Models, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_reaches_a_server_on_another_gpu_while_requests_run(models, tmp_path, interrupt, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
 
     async def main() -> Completion:

@@ -49,9 +49,7 @@ __all__ = ["models", "server"]  # fixtures
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-def test_every_token_s_logprob_reproduces_under_the_version_it_carries(
-    server: SGLangServer, models: Models, interrupt: str
-) -> None:
+def test_every_token_s_logprob_reproduces_under_the_version_it_carries(server, models, interrupt) -> None:
     """END is ruled out: a request that the server ends there goes on as a new one, on a new cache."""
     prompts = [prompt_of(i // 2, 20 + i) for i in range(10)]
 
@@ -116,9 +114,7 @@ def test_top_p_and_top_k_give_the_logprobs_of_what_is_left(server: SGLangServer,
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=TOLERANCE)
 
 
-def test_a_greedy_request_changes_neither_the_tokens_nor_the_logprobs_of_those_beside_it(
-    server: SGLangServer, models: Models
-) -> None:
+def test_a_greedy_request_changes_neither_the_tokens_nor_the_logprobs_of_those_beside_it(server, models) -> None:
     prompt = prompt_of(10, 30)
 
     async def sample(generator: SGLangGenerator) -> list[Completion]:
@@ -136,9 +132,7 @@ def test_a_greedy_request_changes_neither_the_tokens_nor_the_logprobs_of_those_b
         np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
 
 
-def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
-    server: SGLangServer, models: Models
-) -> None:
+def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(server, models) -> None:
     prompt = prompt_of(11, 400)
 
     async def cached_tokens(generator: SGLangGenerator, name: str, ids: list[int]) -> tuple[int, list[int]]:
@@ -158,9 +152,7 @@ def test_the_cache_keeps_prompts_while_their_weights_are_there_and_no_answers(
     assert with_generator(server, "in_place", ask) == [0, 399, 400, 0]
 
 
-def test_each_turn_of_a_conversation_computes_what_is_new_and_an_update_everything_once(
-    server: SGLangServer, models: Models
-) -> None:
+def test_each_turn_of_a_conversation_computes_what_is_new_and_an_update_everything_once(server, models) -> None:
     async def converse(generator: SGLangGenerator) -> list[int]:
         await update(generator, models, 1)
         ids, computed, version = prompt_of(12, 96), [], 1

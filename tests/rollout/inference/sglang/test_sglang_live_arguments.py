@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from helpers.sglang_environment import PYTHON, WHY_NOT, environment
-from rollout.inference.backend import FlagValue
 from rollout.inference.sglang.arguments import EXIT_USAGE, host_problems
 from rollout.inference.sglang.hooks import main
 from rollout.inference.sglang.hooks.table import SGLANG as VERSION
@@ -34,9 +33,7 @@ sys.meta_path.insert(0, Finder())
         ("cuda_graph_bs", [1, 2, 4], None),
     ],
 )
-def test_sglang_checks_the_names_and_values_of_its_arguments(
-    monkeypatch: pytest.MonkeyPatch, flag: str, value: FlagValue, message: str | None
-) -> None:
+def test_sglang_checks_the_names_and_values_of_its_arguments(monkeypatch, flag, value, message) -> None:
     for name, setting in environment().items():
         monkeypatch.setenv(name, setting)
     found = list(

@@ -69,9 +69,7 @@ def is_prefix(part: Completion, whole: Completion) -> bool:
 
 
 @pytest.mark.parametrize("interrupt", ["in_place", "retract", "abort"])
-def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
-    server: SGLangServer, models: Models, interrupt: str
-) -> None:
+def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(server, models, interrupt) -> None:
     requests = long_requests()
 
     async def ask_twice(generator: SGLangGenerator) -> tuple[list[Mapping[str, Completion]], list[Completion]]:
@@ -95,9 +93,7 @@ def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
 
 
 @pytest.mark.parametrize("interrupt", ["in_place", "retract"])
-def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(
-    server: SGLangServer, models: Models, interrupt: str
-) -> None:
+def test_a_recovered_prompt_goes_on_from_the_tokens_that_the_server_had(server, models, interrupt) -> None:
     prompt = prompt_of(3, 12)
     asked = request("first life", prompt, max_new_tokens=LENGTH, min_new_tokens=LENGTH, stop_token_ids=(END,))
 
@@ -171,9 +167,7 @@ def test_what_was_told_once_is_never_lost_while_requests_end(server: SGLangServe
     assert len(finished) == len(requests)
 
 
-def test_a_server_that_hangs_costs_a_checkpoint_its_tokens_and_some_seconds(
-    server: SGLangServer, models: Models, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_hangs_costs_a_checkpoint_its_tokens_and_some_seconds(server, models, caplog) -> None:
     schedulers = [p for p in psutil.Process().children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
     assert schedulers
     came_with = Completion(

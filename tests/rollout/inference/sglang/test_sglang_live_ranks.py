@@ -3,7 +3,6 @@ ranks, and two pipeline stages."""
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,9 +42,7 @@ def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "retract", "in_place"])
-def test_every_token_s_logprob_reproduces_under_the_version_it_carries(
-    server: SGLangServer, models: Models, interrupt: str
-) -> None:
+def test_every_token_s_logprob_reproduces_under_the_version_it_carries(server, models, interrupt) -> None:
     live.test_every_token_s_logprob_reproduces_under_the_version_it_carries(server, models, interrupt)
 
 
@@ -54,15 +51,11 @@ def test_top_p_and_top_k_give_the_logprobs_of_what_is_left(server: SGLangServer,
 
 
 @pytest.mark.parametrize("kind", ["nccl", "disk"])
-def test_a_push_reaches_running_requests_and_every_rank_s_checksums_agree(
-    server: SGLangServer, models: Models, tmp_path: Path, kind: str
-) -> None:
+def test_a_push_reaches_running_requests_and_every_rank_s_checksums_agree(server, models, tmp_path, kind) -> None:
     live.test_a_push_reaches_running_requests_and_every_checksum_agrees(server, models, tmp_path, kind, None)
 
 
-def test_changes_make_the_weights_that_everything_makes_on_every_rank(
-    server: SGLangServer, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changes_make_the_weights_that_everything_makes_on_every_rank(server, models, tmp_path, caplog) -> None:
     live.test_changes_make_the_weights_that_everything_makes_and_only_of_the_push_before(
         server, models, tmp_path, caplog
     )
@@ -73,9 +66,7 @@ def test_a_rank_with_other_weights_than_were_sent_is_found(server: SGLangServer,
 
 
 @pytest.mark.parametrize("interrupt", ["in_place", "retract", "abort"])
-def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(
-    server: SGLangServer, models: Models, interrupt: str
-) -> None:
+def test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(server, models, interrupt) -> None:
     in_flight.test_what_is_told_midway_is_the_beginning_of_the_answer_token_by_token(server, models, interrupt)
 
 

@@ -71,9 +71,7 @@ async def test_an_answer_without_versions_is_an_error_where_updates_may_have_com
 
 
 @pytest.mark.parametrize("interrupt", INTERRUPTS)
-async def test_a_request_made_while_the_server_is_being_paused_waits_for_the_next_version(
-    folder: Path, interrupt: str
-) -> None:
+async def test_a_request_made_while_the_server_is_being_paused_waits_for_the_next_version(folder, interrupt) -> None:
     async with attached(folder, interrupt=interrupt) as (generator, double):
         held = double.faults.hold_answer("/pause_generation")
         pausing = asyncio.create_task(generator.pause())
@@ -119,9 +117,7 @@ async def test_an_abort_is_repeated_until_every_request_is_answered_and_pauses_o
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-async def test_a_request_that_reaches_a_paused_server_samples_with_the_next_version_alone(
-    folder: Path, interrupt: str
-) -> None:
+async def test_a_request_that_reaches_a_paused_server_samples_with_the_next_version_alone(folder, interrupt) -> None:
     async with attached(folder, interrupt=interrupt) as (generator, double):
         late = double.faults.hold_call("/generate")
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))

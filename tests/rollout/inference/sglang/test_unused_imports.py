@@ -64,9 +64,7 @@ def flags(tmp_path: Path, config: Any, **others: Any) -> dict[str, Any]:
         (None, None),
     ],
 )
-def test_all_but_the_modules_of_the_models_classes_are_skipped(
-    models: Path, tmp_path: Path, architectures: list[str] | None, skipped: str | None
-) -> None:
+def test_all_but_the_modules_of_the_models_classes_are_skipped(models, tmp_path, architectures, skipped) -> None:
     skip_other_models(flags(tmp_path, {"architectures": architectures}), models)
     assert os.environ.get(SKIPPED_MODELS) == skipped
 
@@ -79,9 +77,7 @@ def test_an_override_of_the_architecture_counts(models: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["speculative_algorithm", "speculative-draft-model-path", "model_impl"])
-def test_nothing_is_skipped_where_arguments_bring_other_classes_or_no_model_is_found(
-    models: Path, tmp_path: Path, key: str
-) -> None:
+def test_nothing_is_skipped_where_arguments_bring_other_classes_or_no_model_is_found(models, tmp_path, key) -> None:
     of_model = flags(tmp_path, {"architectures": ["SmallForCausalLM"]})
     for given in (of_model | {key: "x"}, {}, {"model_path": "nowhere"}):
         skip_other_models(given, models)
