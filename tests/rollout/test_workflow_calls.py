@@ -26,7 +26,7 @@ def in_thread(main: Coroutine[Any, Any, Any]) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(main)))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert found, "the event loop has ended with an error"
     return found[0]
 
@@ -143,6 +143,6 @@ def test_a_real_interrupt_ends_the_loop_wherever_it_arrives(call: Call) -> None:
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt, match="signal 2"):
-            asyncio.run(asyncio.wait_for(outcome_of(call), 10))
+            asyncio.run(asyncio.wait_for(outcome_of(call), 60))
     finally:
         signal.signal(signal.SIGINT, before)

@@ -87,7 +87,7 @@ def test_begin_returns_before_the_write_is_done_and_the_next_one_waits_for_it(tm
 
 
 def assert_set(event: threading.Event) -> None:
-    assert event.wait(10)
+    assert event.wait(60)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

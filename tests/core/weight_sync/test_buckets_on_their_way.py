@@ -97,5 +97,5 @@ def test_a_server_that_ends_after_its_answer_makes_the_push_fail_at_once(folder:
         asyncio.run(doubles[0].until(lambda double: double.num_announced))
         doubles[0].groups.clear()  # closes its connections
         with pytest.raises(PushError, match="bucket 1 of the weight push: .*[Cc]onnection"):
-            sending.result(20)
+            sending.result(60)
         sender.close()

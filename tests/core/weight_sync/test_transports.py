@@ -247,7 +247,7 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
         return [i for i, flat in enumerate(server.gathered) if flat() is not None]
 
     def copies(number: int) -> None:
-        if number + 1 < NUM_BUCKETS and not gathered[number + 1].wait(5):
+        if number + 1 < NUM_BUCKETS and not gathered[number + 1].wait(60):
             raise GeneratorCallError("the next bucket was not gathered")
         time.sleep(0.1)  # the sender goes on until it waits for this answer
         alive.append(kept())
@@ -259,7 +259,7 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
             yield {f"layers.{bucket}.norm.weight": torch.full((64,), bucket, dtype=torch.bfloat16)}
 
     server = Opening(copies)
-    sender = opened_by(server, tmp_path)
+    sender = opened_by(server, tmp_path, timeout_seconds=60.0)
     sender.prepare(source(), verify=False)
     assert [event.is_set() for event in gathered] == [True] + [False] * (NUM_BUCKETS - 1)
     record_spans("sender", tmp_path, limit_mib=1)
