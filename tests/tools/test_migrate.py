@@ -191,6 +191,86 @@ def check_values(name: str, config: PPOMATHConfig) -> None:
         assert (config.dataset.train_bs_n_seqs, config.batch_size) == (16, 24), "explored and trained per step"
 
 
+HAND_WRITTEN = """
+algorithm: {name: grpo}
+group_size: 4
+actor: {path: model, optimizer: {lr: 2.0e-4, weight_decay: 0.0, lr_scheduler_type: constant,
+        warmup_steps_proportion: 0.0}}
+dataset: {path: prompts.jsonl, train_bs_n_seqs: 8, max_prompt_len: 8}
+ppo: {gen: {max_new_tokens: 8}, ppo_n_minibatches: 2, kl_ctl: 0.0, eps_clip: 0.25}
+"""
+SAME_RECIPES = {
+    "verl": """
+data: {train_files: prompts.jsonl, train_batch_size: 8, max_prompt_length: 8, max_response_length: 8}
+actor_rollout_ref:
+  model: {path: model, use_remove_padding: true}
+  actor: {optim: {lr: 2e-4, weight_decay: 0.0, lr_scheduler_type: constant, lr_warmup_steps_ratio: 0.0},
+          ppo_mini_batch_size: 4, clip_ratio: 0.25, use_kl_loss: false}
+  rollout: {name: sglang, n: 4, temperature: 1.0}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+trainer: {project_name: sums, experiment_name: one, nnodes: 1, n_gpus_per_node: 2}
+""",
+    "Trinity-RFT": """
+project: sums
+name: one
+algorithm: {algorithm_type: grpo, repeat_times: 4,
+            optimizer: {lr: 2e-4, weight_decay: 0.0, lr_scheduler_type: constant, lr_warmup_steps_ratio: 0.0}}
+model: {model_path: model, max_prompt_tokens: 8, max_response_tokens: 8}
+cluster: {node_num: 1, gpu_per_node: 2}
+buffer: {batch_size: 8, explorer_input: {taskset: {path: prompts.jsonl}}}
+trainer: {trainer_config: {actor_rollout_ref: {actor: {ppo_epochs: 1}}}}
+""",
+    "AReaL": """
+experiment_name: sums
+trial_name: one
+gconfig: {n_samples: 4, max_new_tokens: 8, temperature: 1.0}
+actor: {path: model, eps_clip: 0.25, kl_ctl: 0.0, ppo_n_minibatches: 2,
+        optimizer: {lr: 2.0e-4, weight_decay: 0.0, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}}
+train_dataset: {path: prompts.jsonl, batch_size: 8, max_length: 8}
+""",
+    "TRL": """
+model_name_or_path: model
+dataset_name: prompts.jsonl
+learning_rate: 2.0e-4
+weight_decay: 0.0
+lr_scheduler_type: constant
+warmup_ratio: 0.0
+num_generations: 4
+max_prompt_length: 8
+max_completion_length: 8
+beta: 0.0
+epsilon: 0.25
+output_dir: out
+""",
+}
+NO_EQUIVALENT = {
+    "Trinity-RFT": {"ppo": {"ppo_n_minibatches": 2, "eps_clip": 0.25}},
+    "TRL": {"ppo": {"ppo_n_minibatches": 2}, "dataset": {"train_bs_n_seqs": 8}},
+}
+"""What the table of a system tells its user to write by hand."""
+
+
+def test_recipes_of_one_run_become_the_one_that_is_written_here(tmp_path: Path) -> None:
+    """Equal configurations, and so equal curves."""
+
+    def loaded(recipe: dict) -> dict:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        overrides = ["allocation_mode=embedded.d1m1p1+d1m1p1", "n_gpus_per_node=2", "experiment_name=e", "trial_name=t"]
+        found = load_config("ppo-math", tmp_path / "recipe.yaml", overrides).config.model_dump()
+        del found["external_configs"], found["algorithm"]["kl_in"]  # of a coefficient that is 0
+        return found
+
+    expected = loaded(yaml.safe_load(HAND_WRITTEN))
+    for name, text in SAME_RECIPES.items():
+        theirs, ours = tmp_path / f"{name}.yaml", tmp_path / f"{name}-ours.yaml"
+        theirs.write_text(text)
+        assert main([str(theirs), "-o", str(ours)]) == 0
+        recipe = yaml.safe_load(ours.read_text())
+        for section, values in NO_EQUIVALENT.get(name, {}).items():
+            recipe[section] = recipe.get(section, {}) | values
+        assert loaded(recipe) == expected, name
+
+
 @pytest.mark.parametrize(
     ("in_loss", "in_reward", "ours"),
     [
