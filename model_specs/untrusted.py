@@ -44,12 +44,18 @@ def open_regular(path: str | Path) -> IO[bytes]:
     return file
 
 
-def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> object:
-    """Return the content of a JSON file. Raises OSError, and UntrustedFileError with the path and the reason."""
+def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a file. Raises OSError, and UntrustedFileError with the path and the reason."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise UntrustedFileError(f"{path}: larger than {max_bytes / 1e6:.0f} MB, which is the limit here")
+    return content
+
+
+def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> object:
+    """Return the content of a JSON file. Raises as read_bytes()."""
+    content = read_bytes(path, max_bytes=max_bytes)
     try:
         return parse_json(content, max_depth=max_depth)
     except ValueError as error:

@@ -257,11 +257,18 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         header = parse_json(content)
         if not isinstance(header, dict):
             raise TypeError(f"a JSON object is expected, not {type(header).__name__}")
-        header.pop("__metadata__", None)
+        if not all(isinstance(text, str) for text in dict(header.pop("__metadata__", None) or {}).values()):
+            raise TypeError("__metadata__ must hold texts")
         tensors = {name: _entry(path, begin, **entry) for name, entry in header.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path}: the safetensors header cannot be read: {error}; {_DOWNLOAD}") from None
-    needed = max((tensor.end for tensor in tensors.values()), default=begin)
+    needed = begin
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != needed:
+            raise WeightsError(
+                f"{path}: the safetensors header cannot be read: its tensors overlap, or leave bytes out"
+            )
+        needed = tensor.end
     if size != needed:
         what = "truncated" if size < needed else "longer than its header requires"
         raise WeightsError(f"{path}: {what}: {size} bytes, the header requires {needed}; {_DOWNLOAD}")

@@ -42,9 +42,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from model_specs.untrusted import open_regular, read_json_object
+from model_specs.untrusted import open_regular, read_bytes, read_json_object
 
 METADATA_FILE = ".metadata"
+_MAX_LIST_BYTES = 2**30
 UNREADABLE = (
     OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError,
     TypeError, AssertionError, MemoryError,
@@ -176,8 +177,8 @@ class RestrictedReader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return the list of tensors. Raises one of UNREADABLE."""
         if self._metadata is None:
-            with open_regular(Path(self.path) / METADATA_FILE) as file:
-                self._metadata = _checked(load_plain(file.read()), Path(self.path))
+            content = read_bytes(Path(self.path) / METADATA_FILE, max_bytes=_MAX_LIST_BYTES)
+            self._metadata = _checked(load_plain(content), Path(self.path))
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata

@@ -117,7 +117,7 @@ def _text(content: object, place: str) -> str:
             raise ValueError(
                 f"{place}: content of type {', '.join(map(str, sorted(kinds, key=str)))}; only text is supported"
             )
-        return "".join(str(part["text"]) for part in content)
+        return "".join(_text(part.get("text"), place) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"{place}: content must be a text, found {type(content).__name__}")
     return content

@@ -19,6 +19,7 @@ from helpers.mcore_ranks import Rank, RankPool
 from helpers.saved_models import convert, load_run, save_run
 from helpers.tiny_models import write_model
 from mcore_adapter.checkpoint.restricted import RestrictedReader, load_plain
+from model_specs.untrusted import UntrustedFileError
 
 ALONE = ParallelLayout()
 
@@ -185,6 +186,14 @@ def test_a_list_of_tensors_has_exactly_the_types_that_it_should_have(whole, tmp_
 
 def first_info(metadata: Metadata) -> Any:
     return next(iter(metadata.storage_data.values()))
+
+
+def test_a_list_of_tensors_as_large_as_the_memory_is_refused(
+    whole: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_adapter.checkpoint.restricted._MAX_LIST_BYTES", 1000)
+    with pytest.raises(UntrustedFileError, match=r"\.metadata: larger than"):
+        RestrictedReader(whole[1]).read_metadata()
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "config.json"])

@@ -202,6 +202,14 @@ def test_a_critic_made_from_a_language_model_is_the_same_in_every_layout_and_loa
 # Bad input
 
 
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = {
+    "overlap": {"one": ONE, "other": ONE | {"data_offsets": [4, 12]}},
+    "hole": {"one": ONE | {"data_offsets": [4, 12]}},
+    "no texts": {"one": ONE, "other": ONE | {"shape": [1], "data_offsets": [8, 12]}, "__metadata__": {"format": 1}},
+}
+
+
 def broken(folder: Path, what: str) -> Path:
     """Break a folder of two tensors' worth of shards; returns the file that the error must name."""
     single = folder / SINGLE_FILE
@@ -211,6 +219,9 @@ def broken(folder: Path, what: str) -> Path:
         single.write_bytes(single.read_bytes()[:50])
     elif what == "not safetensors":
         single.write_text("<html>")
+    elif what in HEADERS:
+        header = json.dumps(HEADERS[what]).encode()
+        single.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
     elif what == "absent":
         single.unlink()
         return folder
@@ -242,6 +253,9 @@ def broken(folder: Path, what: str) -> Path:
         ("truncated", ["truncated"]),
         ("truncated header", ["truncated"]),
         ("not safetensors", ["not a safetensors file"]),
+        ("overlap", ["header cannot be read", "overlap"]),
+        ("hole", ["header cannot be read", "leave bytes out"]),
+        ("no texts", ["header cannot be read", "__metadata__"]),
         ("absent", [SINGLE_FILE, INDEX_FILE]),
         ("missing shard", ["no such file"]),
         ("broken index", ["not an index"]),

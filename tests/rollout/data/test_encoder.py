@@ -214,6 +214,8 @@ def test_a_conversation_without_the_assistant_is_named(tmp_path: Path) -> None:
         ([{"role": "user", "content": "x"}, {"content": "y"}], '"messages", message 2: has no role'),
         ([{"role": "user", "content": " "}], "message 1: the content of role 'user' is empty"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "content of type image; only text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "message 1: content must be a text, found int"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 1: the content of role 'user' is"),
         ([{"role": "assistant", "content": "x"}], "has only turns of the assistant"),
         ("hello", "must be a list of messages"),
     ],
