@@ -1,17 +1,12 @@
 """Experience between generators and trainer: episodes, the stores that hold them, and the rules of staleness."""
 
 from rollout.experience.base import (
-    Admission,
-    Choose,
     Experience,
     ExploreError,
-    Lease,
     LesseeError,
     OverAge,
     Patience,
-    Selection,
     StalenessError,
-    Status,
     StoreError,
     Used,
 )
@@ -20,12 +15,8 @@ from rollout.experience.lessee import Lessee
 from rollout.experience.rules import Replay, Rules, make_priority, make_rules
 from rollout.experience.selection import (
     ENDLESS,
-    SELECTIONS,
-    FirstFinished,
-    InOrder,
     OldestFirst,
     Schedule,
-    SpreadFilter,
     StalenessAdmission,
 )
 from rollout.experience.stores import check_store, open_store
@@ -34,16 +25,10 @@ from rollout.experience.stores.sqlite import SQLiteExperience
 
 __all__ = [
     "ENDLESS",
-    "SELECTIONS",
-    "Admission",
-    "Choose",
     "Episode",
     "Event",
     "Experience",
     "ExploreError",
-    "FirstFinished",
-    "InOrder",
-    "Lease",
     "Lessee",
     "LesseeError",
     "MemoryExperience",
@@ -54,11 +39,8 @@ __all__ = [
     "Rules",
     "SQLiteExperience",
     "Schedule",
-    "Selection",
-    "SpreadFilter",
     "StalenessAdmission",
     "StalenessError",
-    "Status",
     "StoreError",
     "Tags",
     "Used",

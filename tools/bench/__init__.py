@@ -47,116 +47,59 @@ _BASE: dict[str, object] = dict(
 _QWEN2 = _BASE | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", max_position_embeddings=32768)
 _QWEN3 = _BASE | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, head_dim=128)
 
+_LONG = dict(max_position_embeddings=131072)
+_TIED, _UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
+
+
+def _size(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict[str, object]:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+    )
+
+
+def _experts(count: int, chosen: int, inner: int) -> dict[str, object]:
+    return dict(num_experts=count, num_experts_per_tok=chosen, moe_intermediate_size=inner)
+
+
 SHAPES: dict[str, dict[str, object]] = {
-    "1.5B": _QWEN2
-    | dict(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "7B": _QWEN2
-    | dict(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        tie_word_embeddings=False,
-    ),
-    "tiny": _QWEN2
-    | dict(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=True,
-    ),
+    "1.5B": _QWEN2 | _TIED | _size(1536, 8960, 28, 12, 2),
+    "7B": _QWEN2 | _UNTIED | _size(3584, 18944, 28, 28, 4) | dict(vocab_size=152064),
+    "tiny": _QWEN2 | _TIED | _size(256, 512, 2, 4, 2) | dict(vocab_size=512),
 }
 """Those that --shape offers: Qwen2.5's, and one for trying the measurements out."""
 DEFAULT_SHAPE = "1.5B"
-SLICE = _QWEN3 | dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    model_type="qwen3_moe",
-    max_position_embeddings=40960,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=6,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
+SLICE = (
+    _QWEN3
+    | _UNTIED
+    | _size(2048, 6144, 6, 32, 4)
+    | _experts(128, 8, 768)
+    | dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", max_position_embeddings=40960)
+    | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
 )
 """Qwen3-30B-A3B with 6 of its 48 layers."""
-WIDTHS = _QWEN3 | dict(
-    max_position_embeddings=131072,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=True,
-)
+WIDTHS = _QWEN3 | _LONG | _TIED | _size(2560, 9728, 36, 32, 8)
 """Qwen3-4B."""
-SMALL: dict[str, object] = dict(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=512,
-)
-SMALL_EXPERTS: dict[str, object] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+SMALL = _size(64, 128, 2, 4, 2) | dict(head_dim=16, vocab_size=512)
+SMALL_EXPERTS = _experts(8, 2, 32)
 """What differs where there is no GPU."""
-_LONG = dict(max_position_embeddings=131072)
+_LLAMA: dict[str, object] = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256)
 PLANNED: dict[str, dict[str, object]] = {
-    "0.5B": SHAPES["1.5B"]
-    | _LONG
-    | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "0.5B": SHAPES["1.5B"] | _LONG | _size(896, 4864, 24, 14, 2),
     "1.5B": SHAPES["1.5B"] | _LONG,
-    "0.6B": WIDTHS | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
+    "0.6B": WIDTHS | _size(1024, 3072, 28, 16, 8),
     "4B": WIDTHS,
-    "8 layers of 8B": WIDTHS
-    | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=8, tie_word_embeddings=False),
+    "8 layers of 8B": WIDTHS | _UNTIED | _size(4096, 12288, 8, 32, 8),
     "6 layers of 7B": SHAPES["7B"] | _LONG | dict(num_hidden_layers=6),
     "experts": SLICE | _LONG | dict(num_hidden_layers=2),
-    "tiny": SHAPES["tiny"] | _LONG | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4),
-    "1.7B": WIDTHS | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
-    "3B": SHAPES["1.5B"]
-    | _LONG
-    | dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
-    "1.2B": _QWEN2
-    | _LONG
-    | dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "3 layers of 32B": WIDTHS
-    | dict(
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=3,
-        num_attention_heads=64,
-        tie_word_embeddings=False,
-    ),
+    "tiny": SHAPES["tiny"] | _LONG | _size(64, 128, 4, 4, 2),
+    "1.7B": WIDTHS | _size(2048, 6144, 28, 16, 8),
+    "3B": SHAPES["1.5B"] | _LONG | _size(2048, 11008, 36, 16, 2),
+    "1.2B": _QWEN2 | _LLAMA | _LONG | _TIED | _size(2048, 8192, 16, 32, 8),
+    "3 layers of 32B": WIDTHS | _UNTIED | _size(5120, 25600, 3, 64, 8),
     "4 layers with experts": SLICE | _LONG | dict(num_hidden_layers=4),
 }
 """Those of the measurements `plan`: Qwen2.5-0.5B and -1.5B, Qwen3-0.6B and -4B, slices of Qwen3-8B, Qwen2.5-7B and
