@@ -46,7 +46,7 @@ ORDER = {
         "trajectories",
         "data rewards experience workflow_calls",
         "journal",
-        "inference.gpus inference.changes inference.versions",
+        "inference.gpus inference.changes",
         "inference.backend",
         "inference.router",
         "inference.sglang inference.embedded inference.mock",

@@ -35,10 +35,9 @@ from core.processes.stacks import forget_modules
 from core.train.periodic import DueTimer, Evaluations, Frequency
 from core.train.step_batch import SavedSteps
 from core.trainer import PPOTrainer
-from core.weight_sync.folder import Publisher, VersionFolder
+from core.weight_sync.folder import FolderSubscription, Published, Publisher, VersionFolder
 from core.weight_sync.push import PUSHED
 from rollout.inference.registry import BACKENDS, choose_transport
-from rollout.inference.versions import Published, Subscription
 
 if TYPE_CHECKING:
     from core.config.common import Job
@@ -62,7 +61,7 @@ def load(model: str, version: int, weights: PublishedWeights, push: WeightPush) 
     push.push(version)
 
 
-def follow(subscription: Subscription, weights: PublishedWeights, push: WeightPush) -> int | None:
+def follow(subscription: FolderSubscription, weights: PublishedWeights, push: WeightPush) -> int | None:
     """Bring the generators to the latest version and return it; None where they have it already."""
     published = subscription.claim()
     if published is None:
@@ -243,7 +242,6 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         else:
             version = 0
             load(config.serve.model or config.model_folder, version, weights, push)
-        rollout.call(RolloutActor.follow, version)
         url = rollout.call(RolloutActor.serve)
         context.screen.end_phase()
         logger.info("Serving version %d at %s/v1", version, url, extra=NOTICE)
@@ -252,7 +250,6 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
             rollout.call(RolloutActor.check)
             push.sync_rejoined()
             if subscription is not None and (newer := follow(subscription, weights, push)) is not None:
-                rollout.call(RolloutActor.follow, newer)
                 logger.info("Serving version %d.", newer, extra=NOTICE)
 
 

@@ -194,7 +194,6 @@ class RolloutService(BatchService):
         where only another job takes batches."""
         if self._config.job == "explore":
             self._check_scores(version)
-        self.router.set_version(version)
         await super().set_version(version)
         self._producer.set_version(version)
 
@@ -295,10 +294,6 @@ class RolloutService(BatchService):
         )
         await self._server.start()
         return self._server.url
-
-    async def follow(self, version: int) -> None:
-        """Note that the generators have the weights of `version`, of a job that samples no prompts."""
-        self.router.set_version(version)
 
     async def wait_lost(self, known: list[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
+    from core.weight_sync.folder import Published
     from core.weight_sync.push import SenderSettings
     from mcore_adapter.data.planner import Planner
     from mcore_adapter.settings import EngineModel
     from rollout.inference.backend import WeightEndpoint
-    from rollout.inference.versions import Published
 
 logger = logging.getLogger(__name__)
 

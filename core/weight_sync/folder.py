@@ -23,12 +23,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from core.runs.checkpoints import sync
 from core.weight_sync.push import PushReport
-from rollout.inference.versions import Published, ReplicaLost, check_newer
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,19 @@ _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
 LEASE_SECONDS = 60.0
 """A replica whose file was not touched for so long is lost."""
 _TOUCHES_PER_LEASE = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One version of the weights."""
+
+    version: int
+    where: str
+    """What it is loaded from: a Hugging Face folder. Empty: the trainer sends it to the replicas itself."""
+
+
+class ReplicaLost(RuntimeError):
+    """A replica that was marked as dead used its subscription."""
 
 
 class _Entry(TypedDict):
@@ -52,7 +65,9 @@ class _Entry(TypedDict):
 
 
 class VersionFolder:
-    """`rollout.inference.versions.Versions` over a folder. Many processes may open it; one of them publishes.
+    """The register of weight versions: what is published, and which version each living replica holds. Many processes
+    may open it; one of them publishes. The version of latest() never decreases; a replica that was lost holds nothing
+    until it subscribes again.
 
     Times are compared on the clock of the file system, so the clocks of hosts may differ.
     """
@@ -65,7 +80,7 @@ class VersionFolder:
     def write(self, version: int, fill: Callable[[Path], None]) -> Published:
         """Publish the Hugging Face folder that `fill(folder)` writes; return what latest() returns then. Raises
         OSError; latest() is as before then."""
-        check_newer(self.latest(), version)
+        self._check_newer(version)
         name = f"{_PREFIX}{version}-{uuid.uuid4().hex[:8]}"
         writing, target = self.path / f"{_WRITING}{name}", self.path / name
         writing.mkdir()
@@ -79,11 +94,17 @@ class VersionFolder:
         return Published(version=version, where=str(target))
 
     def publish(self, version: int, where: str) -> None:
-        """See Versions. Then remove what no replica needs."""
-        check_newer(self.latest(), version)
+        """Make a complete version the latest one, and remove what no replica needs. Raises ValueError for an older
+        one."""
+        self._check_newer(version)
         _replace(self.path / LATEST, {"version": version, "where": where})
         sync(self.path)
         self._remove_unneeded()
+
+    def _check_newer(self, version: int) -> None:
+        latest = self.latest()
+        if latest is not None and version < latest.version:
+            raise ValueError(f"version {version} cannot be published after version {latest.version}")
 
     def request(self, newer_than: int) -> None:
         """Ask the publisher for weights newer than this version, unless a replica has."""
@@ -97,26 +118,27 @@ class VersionFolder:
         return found is not None and (latest is None or found["newer_than"] >= latest.version)
 
     def latest(self) -> Published | None:
-        """See Versions."""
+        """Return the newest version; None before the first."""
         found = _read(self.path / LATEST)
         return None if found is None else Published(**found)
 
     def holders(self) -> dict[str, int | None]:
-        """See Versions."""
+        """Return the version that every living replica samples with, by its name; None: it has none yet."""
         return {name: entry["held"] for name, entry in self._entries().items() if not entry["why"]}
 
     def lost(self) -> dict[str, str]:
-        """See Versions."""
+        """Return why each replica that is lost, and has not subscribed again, was marked as dead."""
         return {name: entry["why"] for name, entry in self._entries().items() if entry["why"]}
 
     def lose(self, replica: str, why: str) -> None:
-        """See Versions."""
+        """Mark a replica as dead. Nothing happens where it is not subscribed."""
         entry = _read(self._replicas / replica)
         if entry is not None and not entry["why"]:
             _replace(self._replicas / replica, entry | {"why": why})
 
     def subscribe(self, replica: str) -> FolderSubscription:
-        """See Versions."""
+        """Enter a replica, or one of that name again after it was lost. Raises ValueError while another one of that
+        name lives."""
         if "/" in replica or replica.startswith("."):
             raise ValueError(f"replica={replica!r} must be the name of a file")
         if replica in self.holders():
@@ -168,7 +190,8 @@ class VersionFolder:
 
 
 class FolderSubscription:
-    """See rollout.inference.versions.Subscription. A thread touches its file while this process lives."""
+    """The place of one replica in the register, until close() or until it is lost. A thread touches its file while this
+    process lives."""
 
     def __init__(self, versions: VersionFolder, path: Path, *, touch_seconds: float) -> None:
         self._versions, self._path = versions, path
@@ -183,7 +206,8 @@ class FolderSubscription:
         return self._path.name
 
     def claim(self) -> Published | None:
-        """See Subscription. Raises FileNotFoundError where the folder of the latest version is missing."""
+        """Return the latest version if it is newer than the one held: it can be loaded until the next claim(), hold()
+        or close(). Raises ReplicaLost, and FileNotFoundError where the folder of the latest version is missing."""
         self._check()
         latest = self._versions.latest()
         while latest is not None and (self._held is None or latest.version > self._held.version):
@@ -197,7 +221,7 @@ class FolderSubscription:
         return None
 
     def hold(self, version: int) -> None:
-        """See Subscription."""
+        """Report that the replica samples with this version from now on. Raises ReplicaLost."""
         self._check()
         claimed = self._claimed
         same = claimed is not None and claimed.version == version
@@ -206,7 +230,7 @@ class FolderSubscription:
         self._write()
 
     def close(self) -> None:
-        """See Subscription."""
+        """Leave: nothing is kept for the replica any more."""
         self._closed.set()
         self._path.unlink(missing_ok=True)
 

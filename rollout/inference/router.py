@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rollout.inference.backend import GeneratorConfig
-from rollout.inference.versions import MemoryVersions
 from rollout.types import Completion, GenerateRequest, Health, ReportingSampler, Sampler
 from tracing import frequent_span
 
@@ -71,7 +70,7 @@ class Routed(ReportingSampler, Protocol):
 
 @dataclass(eq=False)
 class _Member:
-    """One generator and what the router has running there. The register of versions has whether it is lost."""
+    """One generator and what the router has running there. `Router.lost` has whether it is lost."""
 
     generator: Routed
     name: str
@@ -96,7 +95,7 @@ class _Group:
 class Router:
     """Samples on `generators`, which its close() closes. Use it in one event loop.
 
-    The router decides which generators are lost, and keeps that in `versions`. A generator gets a health check at the
+    The router alone decides which generators are lost. A generator gets a health check at the
     interval of `config`, and when a request fails. One that does not answer in time is lost until replace() adds
     another in its place. With no working generator, requests wait for the patience of `config`.
     """
@@ -113,7 +112,8 @@ class Router:
             raise ValueError("a router needs at least one generator")
         if not isinstance(generators, Mapping):
             generators = {f"generator-{i}": generator for i, generator in enumerate(generators)}
-        self.versions = MemoryVersions()
+        self.lost: dict[str, str] = {}
+        """Why each generator that is lost, and was not replaced yet, counts as lost, by its name."""
         self._members: dict[str, _Member] = {}
         self._reserved: set[str] = set()
         self._one_lost = asyncio.Event()
@@ -223,7 +223,7 @@ class Router:
         logger.info("%s has rejoined", name)
 
     def _add(self, name: str, generator: Routed) -> None:
-        self.versions.subscribe(name)
+        self.lost.pop(name, None)
         self._members[name] = _Member(generator, name)
 
     def reserved(self, name: str) -> Sampler:
@@ -240,21 +240,15 @@ class Router:
 
     async def wait_lost(self, known: Collection[str]) -> dict[str, str]:
         """Return the lost generators with the reasons, when one is lost that is not `known`."""
-        while not (lost := self.versions.lost()).keys() - set(known):
+        while not self.lost.keys() - set(known):
             self._one_lost.clear()
             await self._one_lost.wait()
-        return lost
+        return dict(self.lost)
 
     async def check(self) -> dict[str, str]:
         """Check the health of every generator now; return the lost ones with the reasons."""
         await asyncio.gather(*(self._check(member) for member in self._alive()))
-        return self.versions.lost()
-
-    def set_version(self, version: int) -> None:
-        """Note that every working generator samples with this version."""
-        self.versions.publish(version)
-        for place in self.versions.places():
-            place.hold(version)
+        return dict(self.lost)
 
     def stats(self) -> dict[str, float]:
         """Return the number of working generators, the slowest one's share of the fastest one's tokens per second since
@@ -282,7 +276,7 @@ class Router:
         }
 
     def _alive(self) -> list[_Member]:
-        return [self._members[name] for name in self.versions.holders()]
+        return [member for name, member in self._members.items() if name not in self.lost]
 
     def _free(self) -> list[_Member]:
         """Return the working generators that take any request."""
@@ -292,7 +286,7 @@ class Router:
         return member.name not in self._reserved and not self._is_lost(member)
 
     def _is_lost(self, member: _Member) -> bool:
-        return self._members[member.name] is not member or member.name in self.versions.lost()
+        return self._members[member.name] is not member or member.name in self.lost
 
     def _join_group(self, request: GenerateRequest) -> _Group:
         """Return the request's group; one without a group is its own."""
@@ -334,7 +328,7 @@ class Router:
                 await self._replaced.wait()
         except TimeoutError:
             if not self._free():
-                failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.versions.lost().items()))
+                failures = "; ".join(f"{name}: {why}" for name, why in sorted(self.lost.items()))
                 raise NoGeneratorError(f"no generator is left: {failures}") from None
 
     async def _attempt(self, member: _Member, request: GenerateRequest) -> Completion:
@@ -386,7 +380,7 @@ class Router:
         """Mark a generator as lost; its requests continue elsewhere."""
         if self._is_lost(member):
             return
-        self.versions.lose(member.name, why)
+        self.lost[member.name] = why
         self._one_lost.set()
         logger.error("%s failed (%s); its requests continue elsewhere", member.name, why)
         for attempt in member.attempts:

@@ -1,4 +1,4 @@
-"""Who holds which version: the register in memory and the one in a folder, and what a crash leaves of the latter."""
+"""Who holds which version, and what a crash leaves of the folder."""
 
 import multiprocessing
 import os
@@ -14,16 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.weight_sync import folder as weight_folder
-from core.weight_sync.folder import LATEST, Publisher, VersionFolder
-from rollout.inference.versions import MemoryVersions, ReplicaLost, Versions
+from core.weight_sync.folder import LATEST, Publisher, ReplicaLost, VersionFolder
 
 LEASE = 12.0
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(params=["memory", "folder"])
-def versions(request: pytest.FixtureRequest, tmp_path: Path) -> Versions:
-    return MemoryVersions() if request.param == "memory" else VersionFolder(tmp_path / "versions")
 
 
 @pytest.fixture
@@ -46,38 +40,38 @@ def write(folder: VersionFolder, version: int, before_file: Callable[[int], None
     return Path(folder.write(version, fill).where)
 
 
-def test_a_replica_is_given_what_is_newer_than_what_it_holds(versions: Versions) -> None:
-    replica = versions.subscribe("a")
-    assert versions.latest() is None and replica.claim() is None and versions.holders() == {"a": None}
-    versions.publish(3, "")
+def test_a_replica_is_given_what_is_newer_than_what_it_holds(folder: VersionFolder) -> None:
+    replica = folder.subscribe("a")
+    assert folder.latest() is None and replica.claim() is None and folder.holders() == {"a": None}
+    folder.publish(3, "")
     claimed = replica.claim()
-    assert claimed is not None and claimed.version == 3 and claimed == versions.latest()
-    assert versions.holders() == {"a": None}, "claimed, and not yet loaded"
+    assert claimed is not None and claimed.version == 3 and claimed == folder.latest()
+    assert folder.holders() == {"a": None}, "claimed, and not yet loaded"
     replica.hold(3)
-    assert replica.claim() is None and versions.holders() == {"a": 3}
+    assert replica.claim() is None and folder.holders() == {"a": 3}
     replica.close()
-    assert versions.holders() == {} == versions.lost()
+    assert folder.holders() == {} == folder.lost()
 
 
-def test_versions_never_go_back(versions: Versions) -> None:
-    versions.publish(3, "")
-    versions.publish(3, "")
+def test_versions_never_go_back(folder: VersionFolder) -> None:
+    folder.publish(3, "")
+    folder.publish(3, "")
     with pytest.raises(ValueError, match="version 2 cannot be published after version 3"):
-        versions.publish(2, "")
+        folder.publish(2, "")
 
 
-def test_a_name_stands_for_one_living_replica(versions: Versions) -> None:
-    first = versions.subscribe("a")
-    versions.subscribe("b")
+def test_a_name_stands_for_one_living_replica(folder: VersionFolder) -> None:
+    first = folder.subscribe("a")
+    folder.subscribe("b")
     with pytest.raises(ValueError, match="'a' is subscribed already"):
-        versions.subscribe("a")
-    versions.lose("a", "killed")
-    versions.lose("nobody", "killed")
-    assert versions.lost() == {"a": "killed"} and versions.holders() == {"b": None}
+        folder.subscribe("a")
+    folder.lose("a", "killed")
+    folder.lose("nobody", "killed")
+    assert folder.lost() == {"a": "killed"} and folder.holders() == {"b": None}
     with pytest.raises(ReplicaLost, match="a: killed"):
         first.hold(1)
-    versions.subscribe("a").hold(2)
-    assert versions.lost() == {} and versions.holders() == {"a": 2, "b": None}
+    folder.subscribe("a").hold(2)
+    assert folder.lost() == {} and folder.holders() == {"a": 2, "b": None}
 
 
 def test_an_older_version_stays_for_as_long_as_a_replica_needs_it(folder: VersionFolder) -> None:

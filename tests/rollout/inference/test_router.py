@@ -265,7 +265,7 @@ async def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_anot
     running = await started(router, requests)
     await first.close()
     late = asyncio.ensure_future(router.generate(groups_of_four(3)[-1]))
-    while not router.versions.lost():
+    while not router.lost:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert not late.done() and not any(r.done() for r in running)
@@ -273,7 +273,7 @@ async def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_anot
     for c, expected in zip(await asyncio.gather(*running), run(engine_of(model), requests), strict=True):
         assert_same(c, expected)
     assert len((await late).token_ids) == 60
-    assert router.versions.lost() == {}
+    assert router.lost == {}
     await router.close()
 
 
@@ -287,7 +287,7 @@ async def test_a_slow_generator_is_reported_and_keeps_its_requests(folder: Path,
     assert "generator-1 is slow: 0 tokens/s" in caplog.text
     await asyncio.gather(*(router.generate(request(i, prompt(5))) for i in (1, 2)))
     assert router.stats()["router/slowest_share"] > 0
-    assert router.versions.lost() == {}
+    assert router.lost == {}
     await router.close()
 
 

@@ -88,7 +88,7 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
             with pytest.raises(GeneratorCallError, match="generator-0: /generate failed .*: out of order"):
                 await router.generate(request("b", max_new_tokens=2))
             assert len(double.bodies("/generate")) == 2 + 4, "the first attempt and three more"
-            assert router.versions.lost() == {}
+            assert router.lost == {}
 
     with SGLangDouble(samples=False) as double:
         asyncio.run(main())
@@ -105,7 +105,7 @@ def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(fol
             await running
             await router.close()
             await asyncio.sleep(1.5)  # a failed health check takes a second
-            assert router.versions.lost() == {} and "failed" not in caplog.text
+            assert router.lost == {} and "failed" not in caplog.text
 
     with SGLangDouble(samples=False) as double:
         asyncio.run(main())
