@@ -66,11 +66,8 @@ def test_the_recover_rule_of_the_tutorial_first_after_step_two_then_by_seconds()
 
 
 def test_steps_and_epochs_are_counted_separately() -> None:
-    assert due_steps(DueTimer(Frequency(epochs=None, steps=3, seconds=None), now=0.0), 10, seconds_per_step=1) == [
-        3,
-        6,
-        9,
-    ]
+    by_step = DueTimer(Frequency(epochs=None, steps=3, seconds=None), now=0.0)
+    assert due_steps(by_step, 10, seconds_per_step=1) == [3, 6, 9]
     by_epoch = DueTimer(Frequency(epochs=2, steps=None, seconds=None), now=0.0)
     assert due_steps(by_epoch, 13, seconds_per_step=1, steps_per_epoch=3) == [6, 12]
     assert due_steps(DueTimer(NEVER, now=0.0), 10, seconds_per_step=1e9) == []
@@ -200,16 +197,8 @@ def test_another_batch_size_continues_after_the_same_prompts_also_where_the_run_
     [
         (1, 12, None),
         (1, 13, None),
-        (
-            1,
-            11,
-            r"^exp_ctrl\.total_train_steps: 11 must be at least 12, .* \(recover/globalstep12\)\. Set it to 12 to .*",
-        ),
-        (
-            2,
-            None,
-            r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps must be at least 12, .*\. Raise it; or start a new",
-        ),
+        (1, 11, r"^exp_ctrl\.total_train_steps: 11 must be at least 12, .* \(recover/globalstep12\)\. Set it to 12 to"),
+        (2, None, r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps must be at least 12, .*\. Raise it; or start"),
         (2, 11, r"^exp_ctrl\.total_train_epochs: 2 epochs of 5 steps "),
     ],
 )

@@ -140,33 +140,22 @@ def test_a_signal_in_a_step_lets_it_finish_and_saves_it(end: int) -> None:
     assert run.models == [name_of(5)] and run.checkpoints == [2, 5] and run.waits == 1
 
 
-def test_a_signal_while_a_batch_is_waited_for_saves_the_last_step_at_once() -> None:
-    run = Run(steps=9)
+@pytest.mark.parametrize(
+    ("step", "options", "models", "checkpoints"),
+    [
+        (5, {}, [4], [2, 4]),
+        (5, {"save_freq_steps": 1, "ckpt_freq_steps": 1}, [1, 2, 3, 4], [2, 3, 4]),
+        (5, {"recovers": False}, [4], []),
+        (1, {}, [], []),
+    ],
+    ids=["at once", "nothing twice", "without recover checkpoints", "before the first step has finished"],
+)
+def test_a_signal_while_a_batch_is_waited_for_saves_the_last_step(step, options, models, checkpoints) -> None:
+    run = Run(steps=9, **options)
     with pytest.raises(KeyboardInterrupt):
-        run.train(before=at(5, ctrl_c))
-    assert run.trained == 4
-    assert run.models == [name_of(4)] and run.checkpoints == [2, 4]
-
-
-def test_what_is_saved_already_is_not_saved_again() -> None:
-    run = Run(steps=9, save_freq_steps=1, ckpt_freq_steps=1)
-    with pytest.raises(KeyboardInterrupt):
-        run.train(before=at(5, ctrl_c))
-    assert run.models == [name_of(step) for step in (1, 2, 3, 4)] and run.checkpoints == [2, 3, 4]
-
-
-def test_before_the_first_step_has_finished_nothing_is_saved() -> None:
-    run = Run(steps=9)
-    with pytest.raises(KeyboardInterrupt):
-        run.train(before=at(1, ctrl_c))
-    assert (run.models, run.checkpoints) == ([], [])
-
-
-def test_without_recover_checkpoints_a_signal_still_saves_the_model() -> None:
-    run = Run(steps=9, recovers=False)
-    with pytest.raises(KeyboardInterrupt):
-        run.train(before=at(5, ctrl_c))
-    assert run.models == [name_of(4)] and run.checkpoints == []
+        run.train(before=at(step, ctrl_c))
+    assert run.trained == step - 1
+    assert run.models == [name_of(one) for one in models] and run.checkpoints == checkpoints
 
 
 def test_a_step_that_does_not_finish_in_time_is_not_saved(caplog: pytest.LogCaptureFixture) -> None:
