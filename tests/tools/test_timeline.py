@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
 
@@ -87,6 +86,8 @@ def test_busy_is_the_share_of_the_time_in_which_one_or_more_run(run: Path) -> No
 
 
 def test_a_span_that_stands_for_several_counts_as_all_of_them(tmp_path: Path) -> None:
+    import matplotlib.pyplot as plt  # here: every test process would load it
+
     spans = [
         Span(process="rollout", lane="generator-0", name="request", begin=b, end=b + 500_000) for b in (0, 100_000)
     ]

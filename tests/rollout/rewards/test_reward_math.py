@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from math_verify import parse, verify
 
 from rollout.data.rows import scan_rows
 from rollout.rewards.math import (
@@ -194,6 +193,8 @@ integers = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(answer=integers, other=integers, same=st.booleans())
 def test_the_short_cut_for_integers_never_differs_from_math_verify(answer: str, other: str, same: bool) -> None:
+    from math_verify import parse, verify  # here: every test process would load it
+
     solution = f"\\boxed{{{answer if same else other}}}"
     text = f"so \\boxed{{ {answer} }}."
     expected = verify(
