@@ -34,6 +34,7 @@ from config_schema import nearest_names
 from core.checks import header, run_checks
 from core.checks.rules import LoadedConfig, config_warnings, load_config
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
+from core.config.load import taken_config
 from core.config.migrate import hint, read, system_of
 from core.config.parsing.problems import ConfigError, Problem, host_section, masked_override
 from core.config.parsing.yaml_tree import Table as Tree
@@ -95,10 +96,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if unknown:
         name = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
         return _refuse(f"{unknown[0]}: no such option; {hint(name, name) or 'keys are written a.b.c=value'}")
-    files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml")) and "=" not in word]
-    if len(files) == 1 and arguments.config is None:  # `slipstream train run.yaml`
-        arguments.config = files[0]
-        arguments.overrides.remove(files[0])
+    arguments.config = taken_config(arguments.config, arguments.overrides)
     try:
         refuse_while_importing()
     except RuntimeError as error:
@@ -290,6 +288,8 @@ def _parser() -> argparse.ArgumentParser:
 def _which_experiment(given: str | None) -> str:
     if given is None:
         return f"which experiment? One of {', '.join(EXPERIMENTS)}; --help explains"
+    if given.endswith((".yaml", ".yml")):
+        return f"which experiment? Write one of {', '.join(EXPERIMENTS)} before {given}"
     near = [name for name in EXPERIMENTS if name.startswith(given)]
     near += nearest_names(given, EXPERIMENTS, cutoff=0.4)
     return f"unknown experiment {given!r}; " + (

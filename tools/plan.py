@@ -30,7 +30,7 @@ from rich.table import Table
 from allocation import GPU, AllocationError
 from core.checks.rules import load_config, searches
 from core.config.experiments import EXPERIMENTS
-from core.config.load import LoadedConfig
+from core.config.load import LoadedConfig, taken_config
 from core.config.parsing.problems import ConfigError
 from core.planning.memory import GIB, MemoryPlan, Phase, advice, plan_memory, verdict
 from core.planning.rates import (
@@ -100,6 +100,7 @@ def _calibrate(path: Path) -> int:
 def _plan(given: argparse.Namespace) -> int:
     """Print what was asked for; return the exit code."""
     words = list(given.words)
+    given.config = taken_config(given.config, words)
     experiment = words.pop(0) if words and words[0] in EXPERIMENTS else "ppo-math"
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     if calibration is not None and given.gpu is None:
@@ -313,7 +314,10 @@ def _parser() -> argparse.ArgumentParser:
         prog=program("tools.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "words", nargs="*", metavar="EXPERIMENT or a.b.c=value", help="ppo-math (default), sft or dpo, and keys to set"
+        "words",
+        nargs="*",
+        metavar="EXPERIMENT, X.yaml or a.b.c=value",
+        help="ppo-math (default), sft or dpo, a configuration file, and keys to set",
     )
     parser.add_argument("--config", metavar="X.yaml", help="configuration file")
     parser.add_argument("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")

@@ -318,6 +318,16 @@ class _Binder:
         return to_node(value.model_dump(by_alias=True) if isinstance(value, Section) else value)
 
 
+def taken_config(config: str | None, words: list[str]) -> str | None:
+    """Return the configuration file: `config`, or else the only one of `words` that names a YAML file, which is taken
+    out of them."""
+    files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    if config is not None or len(files) != 1:
+        return config
+    words.remove(files[0])
+    return files[0]
+
+
 def _is_known(name: str, node: Node, path: str) -> bool:
     """Return whether another system has the key `name` of the section at `path`, or one in it, that is another here."""
     path = f"{path}.{name}"
@@ -331,6 +341,11 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     without a section, as of flat configurations, is first looked for elsewhere."""
     if "." in name and path in all_keys(root):
         return f"write {name} as nested sections"
+    theirs = [
+        name for name, model in EXPERIMENTS.items() if any(f"{key}.".startswith(f"{path}.") for key in all_keys(model))
+    ]
+    if theirs:
+        return f"it is one of {' and '.join(theirs)}"
     equivalent = hint(name, path)
     if equivalent is not None:
         return equivalent

@@ -248,6 +248,7 @@ def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         ([], "which experiment? One of ppo-math, sft"),
+        (["run.yaml"], "which experiment? Write one of ppo-math, sft, dpo before run.yaml"),
         (["ppo"], "unknown experiment 'ppo'; did you mean 'ppo-math'?"),
         (["sft", "--config", "/no/file.yaml"], "--config: /no/file.yaml: No such file or directory"),
     ],
