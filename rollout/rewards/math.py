@@ -40,7 +40,7 @@ _SAYS = re.compile(
     r"|makes?|made|keeps?|needs?|pays?|spends?|leaves?|so|thus|hence|therefore|then|answer|option|choice"
     r"|(?:up|down) by)\b(?: at\b)?|(?<=[^\W\d])\**[:：])[\s*:：}]*"
 )
-"""Without a mark the answer is what the last sentence says behind one of these; all of it where it has none."""
+"""Without a mark the answer is what the last sentence has behind one of these; all of it where it has none."""
 _TAIL_CHARS = 1_000
 _SENTENCE_END = re.compile(r"(?<=[.!?。])\s+(?![a-z\d])|\n")
 _CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
@@ -111,8 +111,8 @@ def outside_thoughts(text: str, *, prompt: str = "") -> str:
 def extracted_answer(text: str) -> str:
     """Return the text that is judged in a completion, for people to read; "" when nothing is.
 
-    The content of the box or of the "#### " line, or what "the answer is"; without such a mark what the last sentence
-    says.
+    The content of the box or of the "#### " line, or what "the answer is"; without such a mark what the last
+    sentence answers.
     """
     marked = marked_answer(text)
     found = _said(outside_thoughts(text), _SAYS) if marked is None else marked
@@ -144,7 +144,7 @@ def _marked(text: str) -> str | None:
 
 
 def _said(text: str, pattern: re.Pattern[str]) -> str | None:
-    """Return what the last sentence says behind the last match of `pattern`: None without one, "" if it denies."""
+    """Return what the last sentence has behind the last match of `pattern`: None without one, "" if it denies."""
     sentences = _SENTENCE_END.split(text.strip()[-_TAIL_CHARS:].removesuffix("I hope it is correct."))
     sentence = next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
     sentence = _REASON.sub("", _IS_RIGHT.sub("", sentence))
