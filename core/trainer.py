@@ -145,7 +145,7 @@ class PPOTrainer:
         """`sample_reuse`: passes of actor and critic over a batch. `skipped_updates`: ends a run that trains nothing.
         None: never."""
         self._skipped_updates, self._saved_steps = skipped_updates, saved_steps
-        self._actor, self._algorithm = actor, algorithm
+        self._algorithm = algorithm
         self._passes = _passes(actor, critic, reference, temperature)
         self._updates = _updates(actor, critic, algorithm, temperature, sample_reuse)
         engines = [p.engine for p in self._passes] + [update.engine for update in self._updates]

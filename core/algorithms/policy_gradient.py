@@ -50,14 +50,7 @@ from core.algorithms.losses import (
 )
 from core.algorithms.offline import DPO
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.batch import (
-    TOKEN_WEIGHTS,
-    PackedBatch,
-    sequence_mean,
-    sequence_of_token,
-    token_mean,
-    token_sum,
-)
+from mcore_adapter.data.batch import TOKEN_WEIGHTS, PackedBatch, sequence_mean, sequence_of_token, token_mean, token_sum
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch

@@ -27,11 +27,7 @@ from core.config.common import (
     too_small_microbatches,
     untrained_model,
 )
-from core.config.ppo import (
-    DPOHyperparameters,
-    PreferenceDatasetConfig,
-    PromptAnswerDatasetConfig,
-)
+from core.config.ppo import DPOHyperparameters, PreferenceDatasetConfig, PromptAnswerDatasetConfig
 from core.config.ppo_experiment import PPOMATHConfig
 from core.config.runtime import WorkflowConfig
 from rollout.data.source import DataSource

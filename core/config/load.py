@@ -17,15 +17,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from config_schema import nearest_names
-from config_schema.section import (
-    Section,
-    Violation,
-    all_keys,
-    default_of,
-    fields_by_key,
-    named_section,
-    sub_section,
-)
+from config_schema.section import Section, Violation, all_keys, default_of, fields_by_key, named_section, sub_section
 from core.config.areal_v02 import Translated, translate
 from core.config.common import ModelTrainEvalConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig

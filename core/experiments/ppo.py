@@ -18,13 +18,7 @@ from rich.table import Table
 
 from core.algorithms.build import build_algorithm
 from core.experiments.context import RunContext, wait_facts
-from core.experiments.workers import (
-    TrainerSide,
-    build_ppo_engines,
-    make_push,
-    start_generators,
-    start_trainer,
-)
+from core.experiments.workers import TrainerSide, build_ppo_engines, make_push, start_generators, start_trainer
 from core.launch.remote import has_ended
 from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
 from core.launch.trainer_group import PublishedWeights

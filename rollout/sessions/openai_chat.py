@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rollout.data.chat_template import Message
-from rollout.sessions.calls import (
-    Answer,
-    Call,
-    Event,
-    messages_of,
-    read,
-    request_name,
-    stop_of,
-    text_of,
-    tools_of,
-)
+from rollout.sessions.calls import Answer, Call, Event, messages_of, read, request_name, stop_of, text_of, tools_of
 
 
 def read_call(body: Mapping[str, object]) -> Call:

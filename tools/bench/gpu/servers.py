@@ -35,12 +35,7 @@ from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.gpus import query_gpus
 from rollout.inference.router import Router
 from rollout.inference.sglang.generator import SGLangGenerator
-from rollout.inference.sglang.server import (
-    BATCHED_PREFILLS,
-    free_ports,
-    server_environment,
-    server_flags,
-)
+from rollout.inference.sglang.server import BATCHED_PREFILLS, free_ports, server_environment, server_flags
 from rollout.processes import end_group
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import RewardPool

@@ -18,12 +18,7 @@ from rollout.inference.sglang.hooks import checksums, models
 from rollout.inference.sglang.hooks.in_flight import InFlight
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
 from rollout.inference.sglang.hooks.sampling import Sampling, fp32_logits
-from rollout.inference.sglang.hooks.scheduler import (
-    VERSION_KEY,
-    TokenVersions,
-    gather_of_one,
-    many_at_once,
-)
+from rollout.inference.sglang.hooks.scheduler import VERSION_KEY, TokenVersions, gather_of_one, many_at_once
 from rollout.inference.sglang.receivers import BroadcastBuckets, PushedFolders, SharedBuckets
 
 Kind = Literal["before", "after", "around"]
