@@ -411,18 +411,15 @@ def test_a_task_group_of_errors_of_the_run_itself_is_not_skipped() -> None:
     run_virtual(main(raises(gone[0], ZeroDivisionError("of the prompt"))))
 
 
-def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
+async def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
     def full(episode: Episode, drops: object) -> None:
         raise MemoryError("no room for the group")
 
-    async def main() -> None:
+    with pytest.raises(MemoryError, match="no room for the group") as raised:
         producer = make_producer(CallWorkflow())
         producer.experience.put = full
         async with producer:
             await producer.take(0)
-
-    with pytest.raises(MemoryError, match="no room for the group") as raised:
-        run_virtual(main())
     assert re.search(
         r"the task of prompt train/q\d+/0 ended unexpectedly", "".join(traceback.format_exception(raised.value))
     )
@@ -434,17 +431,14 @@ class TwoArgumentError(Exception):
 
 
 @pytest.mark.parametrize(("always_fatal", "kind"), [((), WorkflowFailureError), ((TwoArgumentError,), RuntimeError)])
-def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place(always_fatal, kind) -> None:
+async def test_an_error_that_cannot_be_sent_to_another_process_keeps_its_text_and_place(always_fatal, kind) -> None:
     def unpicklable(prompt: Prompt, calls: int) -> None:
         raise TwoArgumentError("rows.txt", 7)
 
-    async def main() -> None:
+    with pytest.raises(kind, match="TwoArgumentError: rows.txt:7 is wrong") as error:
         errors = ErrorPolicy(on_error="fail", always_fatal=always_fatal)
         async with make_producer(CallWorkflow(unpicklable), max_retries=0, errors=errors) as producer:
             await producer.take(0)
-
-    with pytest.raises(kind, match="TwoArgumentError: rows.txt:7 is wrong") as error:
-        run_virtual(main())
     sent = pickle.loads(pickle.dumps(error.value))
     shown = "".join(traceback.format_exception(sent))
     assert "in unpicklable" in shown and "sampling prompt q" in shown
@@ -479,15 +473,11 @@ async def test_something_cancelled_inside_a_workflow_is_a_failure_like_any_other
 
 
 @pytest.mark.parametrize("group", [[], "text", [3]])
-def test_a_workflow_that_returns_something_else_is_told_so(group: object) -> None:
+async def test_a_workflow_that_returns_something_else_is_told_so(group: object) -> None:
     """What is wrong inside of a trajectory: test_trajectory_checks.py."""
-
-    async def main() -> None:
+    with pytest.raises(WorkflowFailureError) as error:
         async with make_producer(CallWorkflow(lambda prompt, calls: group), max_retries=0) as producer:
             await producer.take(0)
-
-    with pytest.raises(WorkflowFailureError) as error:
-        run_virtual(main())
     assert f"returns a non-empty list of Trajectory, not {group!r}" in str(error.value)
 
 

@@ -224,7 +224,7 @@ def test_a_bench_job_says_that_answers_could_not_be_scored(assets, caplog: pytes
     assert "completions could not be scored" in caplog.text and "set auxiliary.path" in caplog.text
 
 
-def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(assets, tmp_path, monkeypatch) -> None:
+async def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(assets, tmp_path, monkeypatch) -> None:
     Models(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     given = config_of(assets, [str(assets.prompts)], reward="helpers.rewards:length_of_auxiliary")
@@ -236,7 +236,9 @@ def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(asset
         }
     )
 
-    async def evaluate() -> None:
+    for name in ("SLIPSTREAM_AUXILIARY_URL", "SLIPSTREAM_AUXILIARY_KEY"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    with pytest.raises(NoGeneratorError, match="auxiliary-0"):
         server = EmbeddedGenerator(tmp_path, threads=1)
         generators, frozen = {"generator-0": EmbeddedGenerator(assets.model, threads=1)}, {"auxiliary-0": server}
         job = RolloutService(
@@ -254,11 +256,6 @@ def test_a_bench_job_ends_with_the_loss_of_a_server_of_the_auxiliary_model(asset
             await job.evaluate(1)
         finally:
             await job.close()
-
-    for name in ("SLIPSTREAM_AUXILIARY_URL", "SLIPSTREAM_AUXILIARY_KEY"):
-        monkeypatch.setenv(name, "")  # restored after the test
-    with pytest.raises(NoGeneratorError, match="auxiliary-0"):
-        asyncio.run(evaluate())
 
 
 class Failing(SingleTurnMathWorkflow):

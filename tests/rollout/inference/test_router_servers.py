@@ -51,8 +51,10 @@ def tokens(versions: list[int]) -> list[int]:
     return [token_at(4 + i, version) for i, version in enumerate(versions)]
 
 
-def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_freed_when_it_ends(folder) -> None:
-    async def main() -> None:
+async def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_freed_when_it_ends(
+    folder,
+) -> None:
+    with SGLangDouble(samples=False) as double:
         async with fleet(folder, [double]) as (router, (generator,)):
             for name, ends in (("completed", True), ("cancelled", False)):
                 running = asyncio.create_task(router.generate(request(name, max_new_tokens=5)))
@@ -72,12 +74,11 @@ def test_what_an_interrupted_request_was_handed_back_is_kept_while_it_waits_and_
                         await running
                 assert await router.partial() == {}
 
+
+async def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_that_stays_is_raised(
+    folder,
+) -> None:
     with SGLangDouble(samples=False) as double:
-        asyncio.run(main())
-
-
-def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_that_stays_is_raised(folder) -> None:
-    async def main() -> None:
         async with fleet(folder, [double]) as (router, _):
             double.faults.drop("/generate")
             running = asyncio.create_task(router.generate(request("a", max_new_tokens=2)))
@@ -90,12 +91,9 @@ def test_a_dropped_connection_of_a_healthy_server_is_tried_again_and_an_error_th
             assert len(double.bodies("/generate")) == 2 + 4, "the first attempt and three more"
             assert router.lost == {}
 
+
+async def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(folder: Path, caplog) -> None:
     with SGLangDouble(samples=False) as double:
-        asyncio.run(main())
-
-
-def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(folder: Path, caplog) -> None:
-    async def main() -> None:
         async with generator_on(double, folder) as generator:
             await generator.resume(0)
             router = Router([generator], GeneratorConfig(health_interval_seconds=0.001, patience_seconds=0.0))
@@ -106,6 +104,3 @@ def test_a_router_that_is_closed_takes_its_closed_generators_for_no_failures(fol
             await router.close()
             await asyncio.sleep(1.5)  # a failed health check takes a second
             assert router.lost == {} and "failed" not in caplog.text
-
-    with SGLangDouble(samples=False) as double:
-        asyncio.run(main())
