@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers import tiny_models
 from model_specs.families import parse_config
 from rollout.bucket import FlatBucket
 from rollout.inference.embedded.engine import Engine
@@ -19,52 +20,20 @@ torch.set_num_threads(1)
 
 VOCAB = 67
 
-_SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.15,
-)
-_LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=10_000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+_SHAPE = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=3, initializer_range=0.15)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
-    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
-    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 1}),
-    "llama": ("Llama", {"tie_word_embeddings": False}),
-    "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": None}),
-    "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 16, "pad_token_id": None}),
-    "glm4_tied": ("Glm4", {"tie_word_embeddings": True, "head_dim": 8, "pad_token_id": None, "attention_bias": False}),
-    "llama3_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE}),
+    **{name: (name, {}) for name in ("qwen2", "qwen3", "llama", "mistral", "glm4", "llama3_tied")},
+    "qwen2_tied": ("qwen2_tied", {"num_key_value_heads": 4}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 8, "num_key_value_heads": 1}),
+    "glm4_tied": ("glm4", {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": False}),
 }
+"""Name -> a model of tiny_models and its other settings."""
 
 
 def make_model(family: str, *, seed: int = 0) -> Any:
     """A transformers model with weights, biases and norms that matter."""
-    import transformers
-
     name, settings = FAMILIES[family]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **settings})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            elif "norm" in key:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
+    return tiny_models.make_model(name, seed=seed, **{**_SHAPE, **settings})
 
 
 def write_model(family: str, folder: Path, *, seed: int = 0) -> Any:

@@ -65,13 +65,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformers model `name` of MODELS, with biases and norms that matter."""
+def make_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int | None = None, **shape: Any) -> Any:
+    """The transformers model `name` of MODELS, with biases and norms that matter; `shape`: other settings."""
     import transformers
 
     family, settings = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
-    torch.manual_seed(len(name))
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings, **shape})
+    torch.manual_seed(len(name) if seed is None else seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for key, param in model.named_parameters():
