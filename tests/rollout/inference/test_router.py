@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.embedded_models import assert_same, bucket_of, engine_of, make_model, prompt, request, run, write_model
+from helpers.embedded_models import assert_same, bucket_of, engine_of, prompt, request, run
 from rollout.inference.backend import GeneratorConfig
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
@@ -42,18 +42,6 @@ class Silent:
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
     async def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    write_model("qwen2", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("qwen2")
 
 
 def groups_of_four(num_groups: int, **sampling: Any) -> list[GenerateRequest]:

@@ -22,16 +22,6 @@ from rollout.inference.embedded.engine import Engine
 from rollout.types import Completion, GenerateRequest
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("qwen2")
-
-
-@pytest.fixture(scope="module")
-def new_model() -> Any:
-    return make_model("qwen2", seed=1)
-
-
 def mixed_requests() -> list[GenerateRequest]:
     """Groups of three with prompts from 1 to 148 tokens, outputs from 1 to 130, several settings."""
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0}, {"top_k": 9}]

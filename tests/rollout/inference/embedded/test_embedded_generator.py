@@ -17,7 +17,6 @@ from helpers.embedded_models import (
     bucket_of,
     config_of,
     engine_of,
-    make_model,
     oracle_logprobs,
     prompt,
     request,
@@ -28,23 +27,6 @@ from rollout.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 
 DEADLINE_SECONDS = 60  # of a test that hangs
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    write_model("qwen2", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("qwen2")
-
-
-@pytest.fixture(scope="module")
-def new_model() -> Any:
-    return make_model("qwen2", seed=1)
 
 
 @asynccontextmanager
