@@ -191,6 +191,7 @@ def test_a_step_that_fails_while_a_gpu_copies_loses_no_moments(small_pieces: Non
     state = OptimizerState([visits], torch.device("cuda"), slab_bytes=SLAB)
     state.to_host()
     update(state, visits)
+    state.masters_to_device()
     with torch.cuda.stream(getattr(state, slow)):
         torch.cuda._sleep(1_000_000)
     with pytest.raises(RuntimeError, match="no room"):
