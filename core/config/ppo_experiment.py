@@ -495,6 +495,11 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         }
         return one.model_copy(update={name: value for name, value in of_run.items() if getattr(one, name) is None})
 
+    @property
+    def right_rewards(self) -> dict[str, float | None]:
+        """The reward from which an answer is right, by each of several task sets."""
+        return {name: one.right_at for name, one in self.sets.items() if self.task_sets}
+
     def _right_at(self, own: str | None) -> float | None:
         """Return the reward of a right answer by a set's own function; `own` None: by that of the run."""
         return self.reward.threshold if own is None else RewardConfig(function=own).threshold

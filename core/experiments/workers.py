@@ -180,8 +180,13 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
 
 def auxiliary_settings(config: PPOMATHConfig, settings: BackendSettings) -> BackendSettings:
     """Return the settings of a server of the auxiliary model; `settings`: those of the generators."""
-    plain = settings.config.model_copy(update={"weight_format": "auto"})
-    return replace(settings, config=plain, model_path=config.auxiliary.path, load_weights=True, reports_experts=False)
+    return replace(
+        settings,
+        config=settings.config.unquantized,
+        model_path=config.auxiliary.path,
+        load_weights=True,
+        reports_experts=False,
+    )
 
 
 def _threads(config: ExperimentConfig, allocation: Allocation, *, gpus: bool) -> int:
@@ -210,7 +215,7 @@ def make_push(
         timeout_seconds=config.push.timeout_seconds,
         folder=folder,
         changes="never" if allocation.shares_gpus or config.generator.quantizes else config.push.changes,
-        weight_format=config.generator.weight_format,
+        quantizes=config.generator.quantizes,
     )
     return WeightPush(
         trainer,

@@ -72,7 +72,7 @@ class BatchService:
             keep_steps=config.experience.keep_steps,
             patience=_patience(config.experience),
             counts_late=config.workflow.dynamic_timeout is not None,
-            right_at={name: one.right_at for name, one in config.sets.items() if config.task_sets},
+            right_at=config.right_rewards,
         )
         self._demonstrations = data.demonstrations()
         self._unwritten: tuple[list[list[Trajectory]], list[str], int] | None = None  # groups, ids and step

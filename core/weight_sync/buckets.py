@@ -135,7 +135,7 @@ class Buckets:
     ) -> None:
         """`verify`: the checksums of `servers` will be compared."""
         self._source, self._dtype, self._device = source, getattr(torch, settings.dtype), torch.device(settings.device)
-        self.quantizes = settings.weight_format == "fp8_block"
+        self.quantizes = settings.quantizes
         self.staged: deque[FlatBucket | None] = deque()
         """Buckets that are made and not taken."""
         compared = servers if verify and settings.rank == 0 else ()

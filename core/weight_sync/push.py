@@ -29,7 +29,7 @@ from core.config.runtime import Changes, Verify
 from core.errors import LaunchError, PushFailure
 from core.processes.signals import raise_if_interrupted
 from rollout.errors import GeneratorCallError, GeneratorGone
-from rollout.inference.backend import Quantization, TransportName, WeightEndpoint
+from rollout.inference.backend import TransportName, WeightEndpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,8 +128,8 @@ class SenderSettings:
     bucket_bytes: int
     timeout_seconds: float
     """Time limit for `send` as a whole, and for joining the servers."""
-    weight_format: Quantization = "auto"
-    """fp8_block: weights of linear layers are quantized, once, by every rank that receives full tensors."""
+    quantizes: bool = False
+    """Weights of linear layers are quantized to FP8, once, by every rank that receives full tensors."""
     folder: Path = Path()
     """disk: a folder of this run alone, on a file system that trainer and servers share."""
     changes: Changes = "never"

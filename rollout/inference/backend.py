@@ -122,6 +122,11 @@ class GeneratorConfig(Section):
         """True if the trainer sends linear layers in FP8."""
         return self.weight_format != "auto"
 
+    @property
+    def unquantized(self) -> GeneratorConfig:
+        """The same with all weights in `dtype`."""
+        return self.model_copy(update={"weight_format": "auto"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:

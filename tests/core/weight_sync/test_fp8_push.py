@@ -86,8 +86,8 @@ def holder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Holder:
     return Holder(name="generator-0", url="", tp=1, trainer_ranks=(0,), model_path=str(tmp_path))
 
 
-def push(holder: Holder, version: int, *, kind: str = "ipc", weight_format: str = "fp8_block") -> SendReport:
-    settings: dict[str, Any] = {"type": kind, "weight_format": weight_format, "model_path": holder.model_path}
+def push(holder: Holder, version: int, *, kind: str = "ipc", quantizes: bool = True) -> SendReport:
+    settings: dict[str, Any] = {"type": kind, "quantizes": quantizes, "model_path": holder.model_path}
     settings |= {"dtype": "bfloat16", "timeout_seconds": 30.0, "bucket_bytes": 1 << 20}
     sender: Any = make_sender(SenderSettings(**settings, folder=Path(holder.model_path)))
     sender.connect([holder])
@@ -117,16 +117,14 @@ def test_linear_layers_travel_as_fp8_and_halve_the_bytes(holder: Holder, kind: s
             else:
                 assert torch.equal(holder.received[name], tensor)
     Holder.received.clear()
-    plain = push(holder, 2, kind=kind, weight_format="auto")
+    plain = push(holder, 2, kind=kind, quantizes=False)
     assert report.num_bytes < 0.53 * plain.num_bytes
 
 
-@pytest.mark.parametrize("weight_format", ["auto", "fp8_block"])
-def test_correction_biases_travel_as_float32_beside_other_formats(weight_format: Any) -> None:
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_correction_biases_travel_as_float32_beside_other_formats(quantizes: bool) -> None:
     """SGLang holds them so; every transport lays its buckets out here."""
-    settings = SenderSettings(
-        type="nccl", dtype="bfloat16", timeout_seconds=30.0, bucket_bytes=1, weight_format=weight_format
-    )
+    settings = SenderSettings(type="nccl", dtype="bfloat16", timeout_seconds=30.0, bucket_bytes=1, quantizes=quantizes)
     gate = "model.layers.1.mlp.gate."
     tensors = {f"{gate}weight": torch.randn(8, 32), f"{gate}e_score_correction_bias": torch.randn(8)}
     (bucket,) = Buckets(iter([tensors]), settings, (), verify=False)
@@ -140,7 +138,7 @@ def test_a_folder_says_in_what_format_its_weights_are(holder: Holder) -> None:
     push(holder, 1, kind="disk")
     assert Holder.config == {"model_type": "qwen2", "quantization_config": dict(QUANTIZATION_CONFIG)}
     Holder.received.clear()
-    push(holder, 1, kind="disk", weight_format="auto")
+    push(holder, 1, kind="disk", quantizes=False)
     assert Holder.config == {"model_type": "qwen2"}
 
 

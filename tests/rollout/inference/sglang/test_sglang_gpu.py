@@ -112,7 +112,7 @@ async def test_an_fp8_server_takes_fp8_weights_again_and_again(models: Models, t
     settings = settings_on(0, models, tmp_path, colocated=True, weight_format="fp8_block")
     generator = await SGLangGenerator.start(settings)
     try:
-        quantizing = replace(sender_settings(models), weight_format="fp8_block")
+        quantizing = replace(sender_settings(models), quantizes=True)
         sender = IpcSender(quantizing)
         sender.connect([replace(generator.endpoint, trainer_ranks=(0,))])
         for version in (1, 2, 3):
