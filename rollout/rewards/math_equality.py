@@ -233,7 +233,8 @@ def _is_condition(equation: Answer) -> bool:
     names the value that was asked for."""
     left, names = value_of(equation.parts[0][0]), _names(equation.parts[0])
     is_curve = {"x", "y"} <= names and "^" in equation.text
-    return is_curve or (len(names) == 1 and left is not None and left.is_polynomial())
+    is_number = equation.parts[2].kind == "quantity"
+    return is_curve or (is_number and len(names) == 1 and left is not None and left.is_polynomial())
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:

@@ -52,7 +52,7 @@ _BUILDER = re.compile(r"\\?\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASED = re.compile(rf"\(?(\d[\dA-F]*)\)?_\s*\{{?\s*\(?(\d{{1,2}}|{'|'.join(_BASES)})\)?\s*\}}?")
 _MATRIX = re.compile(
-    r"[(\[]?\s*\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}\s*[)\]]?(?:\^\{?(T|\\top)\}?)?"
+    r"[(\[]?\s*\\begin\{((?:[pbB]|small)?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}\s*[)\]]?(?:\^\{?(T|\\top)\}?)?"
 )
 _CHOICE = re.compile(
     r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J]|(?<=\()[a-j](?=\)))(?:\)?[.:]?|(?:\)[.:]?\s*|[.:]\s+)([^\s,;:.)].*))"
@@ -65,7 +65,7 @@ _BESIDE_DATES = ("of", "the", "st", "nd", "rd", "th", "text")
 _CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d)|(?=\s*[AaPp]))\s*(?:([AaPp])\s*\.?\s*[Mm]\b\.?)?")
 _LEAD = re.compile(r"(-?)\s*(?:(\\\$|[€£¥₹₩])|((?:\\text\{[^{}]*\}\s*)+[.:]?))\s*(?=[-+.\d\\(a-zA-Z])(.+)")
 _UNIT = (
-    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹₩]"
+    r"(?:\\text\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?(?:\s*[CFKNSEW](?![a-zA-Z]))?|\\Omega(?![a-z])|\\?[%$]|[€£¥₹₩¢]"
     r"|\\mu\s*(?:[a-zA-Z](?![a-zA-Z])|\\text\{[^{}]*\}))(?:\s*\^\s*\{?-?\d\}?)?"
 )
 _TAIL = re.compile(

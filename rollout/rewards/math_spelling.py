@@ -17,7 +17,7 @@ _TABLE = """
 mm millimeter millimetre 毫米; cm centimeter centimetre 厘米; m meter metre 米; km kilometer kilometre 千米 公里;
 in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram gm 克; kg kilogram 千克 公斤; lb pound £; oz ounce;
 s sec second 秒; min minute 分钟; h hr hour 小时; day 天; week; month; yr year 年; ml milliliter millilitre 毫升;
-l liter litre 升; gal gallon; dollar $ usd; cent; euro € eur; rupee ₹ rs inr; yuan 元 cny ¥ yen; won ₩; degree deg 度;
+l liter litre 升; gal gallon; dollar $ usd; cent ¢; euro € eur; rupee ₹ rs inr; yuan 元 cny ¥ yen; won ₩; degree deg 度;
 rad radian; unit; N newton north; S south; E east; W watt west; J joule; V volt; A amp ampere; Pa pascal; Hz hertz;
 K kelvin; C celsius; F fahrenheit; mol mole; ohm Ω; % percent percentage pct
 """
@@ -52,6 +52,7 @@ _UNIT_SPELLINGS = (
     (r"\\mu\s*", "μ"),
     (r"\\Omega(?![a-z])", "Ω"),
     (r"\\([%$])", r"\1"),
+    (r"\bper cent\b", "%"),
     (r"\bmph\b", "mi/h"),
     (r"\bkm?ph\b", "km/h"),
     (rf"{FILLING}|\b(?:in|each)\s(?=\s*\w)", " "),
@@ -59,7 +60,7 @@ _UNIT_SPELLINGS = (
     (r"(?:\b(?:square|sq)\s|平方)\s*(\S+)|(\S+)\s+squared\b", r"\1\2^2"),
     (r"(?:\b(?:cubic|cu)\s|立方)\s*(\S+)|(\S+)\s+cubed\b", r"\1\2^3"),
 )
-_FACTOR = r"\s*(?:(/)|([A-Za-zΩμ']+|[$€£₹¥₩%]|[\u4e00-\u9fff]+)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?)\s*"
+_FACTOR = r"\s*(?:(/)|([A-Za-zΩμ']+|[$€£₹¥₩%¢]|[\u4e00-\u9fff]+)(?:\s*\^\s*\{?\s*(-?\d+)\s*\}?)?)\s*"
 _HIGH, _LOW = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿº˚", "₀₁₂₃₄₅₆₇₈₉"
 _SCRIPTS = str.maketrans(_HIGH + _LOW, "0123456789+-noo" + "0123456789")
 _CHARACTERS = r"""
@@ -67,7 +68,7 @@ _CHARACTERS = r"""
 ≈ \approx ≡ \equiv ± \pm ∪ \cup ∩ \cap ∖ \setminus ∈ \in ∅ \emptyset ∣ | ∶ : ⁄ / ∕ / ⟨ \langle ⟩ \rangle 〈 \langle
 〉 \rangle 或 \text{or} 和 \text{and} 且 \text{and} ∑ \sum ∏ \prod ∫ \int 、 , 。 . θ \theta α \alpha β \beta γ \gamma
 δ \delta λ \lambda φ \phi σ \sigma ω \omega μ \mu Ω \Omega Σ \sum Π \prod → \to ∨ \lor ∧ \land ’ ' ′ ' √ \sqrt 〜 ~
-∛ \sqrt[3] ; ,
+∛ \sqrt[3] ; , ∴ \therefore
 """
 _Rewriting = tuple[str, str | Callable[[re.Match[str]], str]]
 _ALIASES = r"""
@@ -93,7 +94,7 @@ _NAMED = {name: f"\\{name} " for name in _FUNCTIONS.split()} | {"i": "i", "e": "
 _NAMED["infinity"] = _NAMED["inf"]
 _GLUED = re.compile(r"(sin|cos|tan|ln|log|sqrt)([a-z])")
 _SHORT_WORDS = re.compile(
-    r"(?i)and|or|to|is|are|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny|st|nd|rd|th"
+    r"(?i)and|or|to|is|are|be|it|not?|at|of|the|by|per|mod|odd|yes|all|any|red|[ap]m|sq|cu|rs|usd|eur|inr|cny|st|nd|rd|th"
 )
 _FONTS = "text mbox hbox mathrm textrm textbf textit textnormal operatorname emph underline"
 _BOLD = "mathbf mathit bm boldsymbol"
@@ -119,14 +120,12 @@ _PHRASES = {
     "at most|no more than|not more than": r"\le ",
     "more than|greater than|larger than|over|above": "> ",
     "less than|fewer than|smaller than|under|below": "< ",
-    "not|not equal to|anything but|does not equal": r"\ne ",
-    r"about|approximately|approx\.?|around|roughly|nearly": r"\approx ",
     "|equal to|equals": "=",
     "out of": "/",
 }
 _REWRITINGS: list[_Rewriting] = [
     (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?|\\!\s*|\\(?:text)?color\{\w+\}", ""),
-    (r"\\(?:displaystyle|textstyle|limits|therefore|boxed|fbox|checkmark|hspace\s*\{\w*\})(?![a-zA-Z])", ""),
+    (r"\\(?:displaystyle|textstyle|limits|therefore|boxed|fbox|checkmark|square|hspace\s*\{\w*\})(?![a-zA-Z])", ""),
     (r"(?:US|U\.S\.|NT|HK|[ACS])\s*\\?\$", r"\\$"),
     (r"(\d)(?:\\[,; ]|~)\s*([mgLshNJWV])(?![a-zA-Z])", r"\1\\text{\2}"),
     (r"(?<=[\w)])\*\*(?=[\w(-])", "^"),
@@ -141,7 +140,8 @@ _REWRITINGS: list[_Rewriting] = [
         lambda m: f"{_count(m[2])} {m[1]}" if _count(m[2]) else m[0],
     ),
     (r"^\s*=", ""),
-    (r"(?<![\d)])\s*!=", r"\\ne "),
+    (r"\\not\s*=|(?<![\d)])\s*!=", r"\\ne "),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"<=|=<", r"\\le "),
     (r">=|=>", r"\\ge "),
     (r"\\(?:quad|qquad|thinspace|enspace)(?![a-zA-Z])|(?<!\\)\\(?:[ ,;:>]|$)|~|\\\\(?![\s\S]*\\end)", " "),
@@ -156,6 +156,7 @@ _REWRITINGS: list[_Rewriting] = [
     (r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}]*)\}", r"\1\\text{\2}"),
     (r"\\[a-zA-Z]+", lambda m: _ALIAS.get(m[0], m[0])),
     *[(_FONT, lambda m: _as_text(m))] * 2,  # one inside another
+    (r"^(-?0),(?=\d{3,}$)|(?<!\d)(0)\{,\}(?=\d)", r"\1\2."),
     (r"(\d)\{,\}(?=\d{3}(?!\d))", r"\1,"),
     (r"(\d)\{,\}(?=\d)", r"\1."),
     (r"(\d)\s*[xX]\s*(?=10\s*\^)", r"\1 \\times "),
@@ -167,7 +168,6 @@ _REWRITINGS: list[_Rewriting] = [
     (r"(\.\d*)\((\d+)\)", r"\1\\overline{\2}"),
     (r"\.\.\.", r"\\ldots "),
     (r"(\.\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*\\ldots", lambda m: rf"{m[1]}\overline{{{m[2] or m[3]}}}"),
-    (r"(\.\d+)\s*\\ldots", r"\1"),
     (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating_fraction(*m.groups())),
     (r"\^\s*\{?\s*(?:\\text\{\s*)?(st|nd|rd|th)(?![a-z])\s*\}{0,2}", r"\\text{\1}"),
     (_RUN, lambda m: _as_word(m)),
