@@ -13,7 +13,7 @@ from rollout.experience.base import (
 from rollout.experience.episode import Episode, Event, Tags, episode_id, without_epoch
 from rollout.experience.lessee import Lessee
 from rollout.experience.rules import Replay, Rules, make_priority, make_rules
-from rollout.experience.selection import ENDLESS, OldestFirst, Schedule, StalenessAdmission
+from rollout.experience.selection import ENDLESS, EveryEpisode, OldestFirst, Schedule, StalenessAdmission
 from rollout.experience.stores import check_store, open_store
 from rollout.experience.stores.memory import MemoryExperience
 from rollout.experience.stores.sqlite import SQLiteExperience
@@ -22,6 +22,7 @@ __all__ = [
     "ENDLESS",
     "Episode",
     "Event",
+    "EveryEpisode",
     "Experience",
     "ExploreError",
     "Lessee",

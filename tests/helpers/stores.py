@@ -8,7 +8,7 @@ import numpy as np
 
 from helpers.postgres import PostgresServer
 from helpers.simulated_sampling import make_prompts, trajectory
-from rollout.experience import Episode, Experience, MemoryExperience, SQLiteExperience, Tags
+from rollout.experience import Episode, EveryEpisode, Experience, MemoryExperience, SQLiteExperience, Tags
 from rollout.experience.episode import summary
 from rollout.experience.stores.postgres import PostgresExperience
 from rollout.types import Trajectory
@@ -52,15 +52,8 @@ def path_of(store: Experience) -> str:
     return str(store._path)
 
 
-class Anything:
-    """Admits every episode."""
-
-    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
-        return True
-
-
 def begin(store: Experience, number: int, version: int) -> None:
-    assert store.open(tags(number, version), Anything()) == "open"
+    assert store.open(tags(number, version), EveryEpisode()) == "open"
 
 
 def tags(number: int, version: int = 0) -> Tags:

@@ -9,11 +9,11 @@ import pytest
 
 from helpers.chat_tokenizer import chat_tokenizer
 from rollout.data.rows import read_examples
-from rollout.experience import Episode, SQLiteExperience, Tags
+from rollout.experience import Episode, EveryEpisode, SQLiteExperience, Tags
 from rollout.experience.episode import summary
 from rollout.types import Trajectory
 from tests.tools.test_ledger import fill, trajectory
-from tools.experience.__main__ import Everything, main
+from tools.experience.__main__ import main
 
 
 def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_right_answers_become_rows_of_fine_tuning(tmp_path: Path, capsys: pytest
 
     for number, trajectories in enumerate((group((wrong, 0.0), (right, 1.0), (right, 1.0)), group((wrong, 0.0)))):
         tags = Tags(id=f"q{number}", group_id="g", task="math", row=f"q{number}", epoch=0, version=0)
-        store.open(tags, Everything())
+        store.open(tags, EveryEpisode())
         store.put(Episode(tags=replace(tags, **summary(trajectories)), trajectories=trajectories))
     store.close()
     out = tmp_path / "sft.jsonl"

@@ -7,8 +7,8 @@ import pytest
 
 from core.monitoring.samples import Sample, SampleFile, Turn
 from helpers.chat_tokenizer import chat_tokenizer
-from helpers.stores import Anything, episode, tags
-from rollout.experience import open_store
+from helpers.stores import episode, tags
+from rollout.experience import EveryEpisode, open_store
 from tools.samples import main
 
 
@@ -166,9 +166,9 @@ def test_a_store_shows_every_answer_whose_tokens_it_has(kind: str, tmp_path, cap
     chat_tokenizer().save_pretrained(model)
     store = open_store(kind, str(path))
     for number, version in ((0, 0), (1, 2), (2, 2)):
-        assert store.open(tags(number, version), Anything()) == "open"
+        assert store.open(tags(number, version), EveryEpisode()) == "open"
         store.put(episode(number, version, rewards=(0.0, 1.0)))
-    assert store.open(tags(3, 2), Anything()) == "open", "it is sampled"
+    assert store.open(tags(3, 2), EveryEpisode()) == "open", "it is sampled"
     store.close()
     given = [str(path), "--tokenizer", str(model), "--json"]
 

@@ -30,7 +30,7 @@ from mcore_adapter.hf.safetensors_folder import ShardWriter
 from mcore_adapter.settings import EngineConfig, EngineModel, OptimizerConfig
 from model_specs.families import parse_config
 from model_specs.tensors import hf_shapes
-from rollout.experience import Episode, Experience, MemoryExperience, SQLiteExperience, Tags
+from rollout.experience import Episode, EveryEpisode, Experience, MemoryExperience, SQLiteExperience, Tags
 from rollout.experience.episode import summary
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.types import PROMPT_VERSION, GenerateRequest, SamplingParams, Trajectory
@@ -402,13 +402,6 @@ _GROUPS, _GROUP_SIZE, _NEW_TOKENS, _PROMPT_TOKENS = 512, 16, 8000, 200
 _STEPS, _EVALUATED_EVERY = 40, 4
 
 
-class _Anything:
-    """Admits every episode."""
-
-    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
-        return True
-
-
 def store(scene: Scene) -> Iterator[Figure]:
     """Yield the rate of the loop with a SQLite store against one in memory, and the time in which a step of 512 prompts
     with 16 answers of 8,000 tokens is stored."""
@@ -450,7 +443,7 @@ def _seconds_to_put(made: Experience) -> float:
     for number in range(_GROUPS):
         id = f"q{number}/0"
         tags = Tags(id=id, group_id=id, task="math", row=id, epoch=0, version=3)
-        made.open(tags, _Anything())
+        made.open(tags, EveryEpisode())
         episode = Episode(tags=replace(tags, **known), trajectories=group)
         begin = time.perf_counter()
         made.put(episode)

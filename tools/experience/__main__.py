@@ -26,20 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.data.tokenizer import load_tokenizer
-from rollout.experience import Episode, Experience, StoreError
+from rollout.experience import Episode, EveryEpisode, Experience, StoreError
 from rollout.experience.stores.files import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
 from tools.arguments import BadRequest, data_file, integer, program
 from tools.experience.ledger import add_store, open_store
-
-
-class Everything:
-    """Admits every episode."""
-
-    def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
-        """Return True."""
-        return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +143,7 @@ def import_rows(store: Experience, arguments: argparse.Namespace) -> None:
             tags, trajectories = from_row(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"{arguments.file}, line {number}: not a row of export ({error!r})") from None
-        if trajectories and store.open(replace(tags, fate="open", uses=0), Everything()) == "open":
+        if trajectories and store.open(replace(tags, fate="open", uses=0), EveryEpisode()) == "open":
             store.put(Episode(tags=tags, trajectories=trajectories))
             count += 1
     print(f"{count} episodes imported")

@@ -12,7 +12,7 @@ from rollout.data.prompts import PromptDataset
 from rollout.data.rows import Row, by_column
 from rollout.data.source import DatasetError
 from rollout.data.task_sets import Candidate, TaskSet, TaskSets
-from rollout.experience import Episode, Experience, MemoryExperience, SQLiteExperience, Tags
+from rollout.experience import Episode, EveryEpisode, Experience, MemoryExperience, SQLiteExperience, Tags
 from rollout.types import Prompt
 
 TOKENS = np.arange(2, dtype=np.int32)
@@ -80,12 +80,8 @@ def easiest_first(candidates: Sequence[Candidate]) -> list[float]:
 def finish(store: Experience, row: str, reward: float, epoch: int = 0) -> None:
     from rollout.types import Trajectory
 
-    class All:
-        def admits(self, num_outstanding: int, *, next_step: int, version: int) -> bool:
-            return True
-
     tags = Tags(id=f"a/{row}/{epoch}", group_id="g", task="math", row=row, epoch=epoch, task_set="a", version=0)
-    store.open(tags, All())
+    store.open(tags, EveryEpisode())
     trajectory = Trajectory(
         query_id=row, token_ids=TOKENS, loss_mask=np.array([False, True]), rollout_logprobs=np.zeros(2, np.float32),
         versions=np.array([-1, 0], np.int32), reward=reward, finish_reason="stop",

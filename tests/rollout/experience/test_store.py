@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from core.data.rollout_batch import pack_trajectories
 from helpers.postgres import PostgresServer
-from helpers.stores import Anything, Stores, begin, episode, finish, names, tags
+from helpers.stores import Stores, begin, episode, finish, names, tags
 from helpers.virtual_clock import run_virtual
 from rollout.experience import (
     Episode,
     Event,
+    EveryEpisode,
     Experience,
     ExploreError,
     Lessee,
@@ -379,7 +380,7 @@ async def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Sto
     finish(store, 7, 0)
     store.drop("q0")
     assert (store.status().num_ready, store.status().num_outstanding) == (0, 1)
-    assert store.open(tags(1), Anything()) == "known" and store.status().num_opened == 2, "opened before"
+    assert store.open(tags(1), EveryEpisode()) == "known" and store.status().num_opened == 2, "opened before"
 
 
 @pytest.mark.virtual_clock
@@ -411,7 +412,7 @@ def test_episodes_in_flight_are_adopted_once_their_process_has_ended(tmp_path: P
     os.waitpid(child, 0)
     first, second = SQLiteExperience(path), SQLiteExperience(path)
     begin(first, 1, 0)
-    assert second.open(tags(1), Anything()) == "known"
+    assert second.open(tags(1), EveryEpisode()) == "known"
     begin(second, 2, 0)
     assert [t.id for t in first.adopt()] == ["q0"]
     assert first.adopt() == second.adopt() == []
