@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_specs.model_folder import ModelFolderError, read_end_token_ids
-from model_specs.untrusted import read_json_object
+from model_specs.untrusted import read_bytes, read_json_object
 from rollout.data.chat_template import ChatTemplate, Messages, Tools, is_trained
 from rollout.data.rows import Example, Row
 from rollout.data.source import DatasetError
@@ -87,9 +87,7 @@ class Encoder:
         ]
         self.checksum = zlib.crc32(repr([*rendering, sorted(self._format.chat_options.items())]).encode())
         """Of everything that a prompt is rendered with, but the date."""
-        model = _read_json(folder, "config.json")
-        sizes = model.get("text_config", model)
-        self._vocab_size = sizes.get("vocab_size") if isinstance(sizes, dict) else None
+        self._vocab_size = _vocab_size(folder)
 
     def encode(self, rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
         """Return (text, token ids) of every prompt. Raises DatasetError where a template cannot take a row."""
@@ -187,14 +185,16 @@ def _end_token_ids(tokenizer: Tokenizer, folder: str | Path) -> tuple[int, ...]:
     return tuple(sorted(end for end in ends if end is not None))
 
 
-def _read_json(folder: str | Path, name: str) -> Mapping[str, object]:
-    path = Path(folder) / name
+def _vocab_size(folder: str | Path) -> int | None:
+    """Return the number of embeddings in config.json, None where there is none. Raises DatasetError."""
+    path = Path(folder) / "config.json"
     if not folder or not path.is_file():
-        return {}
+        return None
     try:
-        return read_json_object(path)
+        size = read_json_object(path).get("vocab_size")
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: not readable: {error}") from error
+    return size if type(size) is int else None
 
 
 def _start_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -212,7 +212,7 @@ def _chat_template(given: str) -> str:
         return given
     path = Path(os.path.expanduser(given))
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except (OSError, ValueError) as error:
         message = f"{path}: cannot read the chat template: {error}; name a jinja file, or write the text of one"
         raise DatasetError(message, setting="prompt.chat_template") from error

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # a --dry-run reads this file, and needs no numpy
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _SHOWN_CHARS = 2000
 
 
@@ -171,10 +173,6 @@ def first_prompt(prompt: Prompt, reward: str) -> str:
     judged = f"right is {solutions}" if reward == "math" else f"its solutions are {solutions or 'none'}"
     return f"First prompt ({len(prompt.token_ids)} tokens): {text!r}; judged by reward.function={reward}: {judged}"
 
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _WARN_ABOVE = 0.1
 """Share of the prompts."""

@@ -110,8 +110,9 @@ def test_a_chat_template_may_come_from_a_file_or_be_text(tmp_path: Path) -> None
     path.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     assert encoded(Encoder(tokenizer(None), PromptFormat(chat_template=str(path)))) == "[user] 1+1?\n"
     assert encoded(Encoder(tokenizer(None), PromptFormat(chat_template=path.read_text()))) == "[user] 1+1?\n"
-    with pytest.raises(DatasetError, match="cannot read the chat template"):
-        Encoder(tokenizer(None), PromptFormat(chat_template=str(tmp_path / "none.jinja")))
+    for unreadable in (tmp_path / "none.jinja", "/dev/zero"):
+        with pytest.raises(DatasetError, match="cannot read the chat template"):
+            Encoder(tokenizer(None), PromptFormat(chat_template=str(unreadable)))
 
 
 @pytest.mark.parametrize(
