@@ -79,18 +79,12 @@ def write_all(file: int, offset: int, content: memoryview | bytes) -> int:
 
 def _copy(source: int, begin: int, target: int, offset: int, count: int, path: Path) -> None:
     done = 0
-    by_kernel, buffer = True, memoryview(b"")
     while done < count:
-        if by_kernel:
-            copied = _copied_by_kernel(source, begin + done, target, offset + done, min(count - done, _COPIED_AT_ONCE))
-            if not copied:
-                by_kernel, buffer = False, memoryview(bytearray(min(count - done, _BUFFER_BYTES)))
-                continue
-        else:
-            copied = os.preadv(source, [buffer[: count - done]], begin + done)
-            write_all(target, offset + done, buffer[:copied])
+        at, left = begin + done, count - done
+        copied = _copied_by_kernel(source, at, target, offset + done, min(left, _COPIED_AT_ONCE))
+        copied = copied or write_all(target, offset + done, os.pread(source, min(left, _BUFFER_BYTES), at))
         if not copied:
-            raise OSError(f"{path}: ends at byte {begin + done}, in the middle of a tensor; it has been truncated")
+            raise OSError(f"{path}: ends at byte {at}, in the middle of a tensor; it has been truncated")
         done += copied
 
 
