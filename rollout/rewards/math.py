@@ -38,7 +38,7 @@ _ANSWER_IS = re.compile(r"(?i)(?:\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：
 _SAYS = re.compile(
     r"(?i)^(?:[a-z ]+,)?|(?:\b(?:is|are|was|were|be|equals?|gets?|got|gives?|has|have|had|costs?|takes?|took|earns?"
     r"|makes?|made|keeps?|needs?|pays?|spends?|leaves?|so|thus|hence|therefore|then|that|answer|option|choice"
-    r"|(?:up|down) by)\b(?: at\b)?|(?<=[^\W\d])\**[:：])[\s*:：}]*(?:(?:an?|the) (?=[a-z]{2}))?"
+    r"|(?:up|down) by)\b(?: at\b)?|等于|[是为有得]|(?<=[^\W\d])\**[:：])[\s*:：}]*(?:(?:an?|the) (?=[a-z]{2}))?"
 )
 """Without a mark the answer is what the last sentence has behind one of these; all of it where it has none."""
 _TAIL_CHARS = 1_000

@@ -30,8 +30,9 @@ day 86400 s; week 604800 s; ft 12 in; yd 36 in; mi 63360 in; lb 16 oz; yr 12 mon
 _MULTIPLES = {unit: (base, Fraction(size)) for unit, size, base in map(str.split, _IN_SMALLER_UNITS.split(";"))}
 _DENYING = (
     r"\b(?:not?|never|none|neither|nor|cannot|(?:false|wrong|incorrect)(?! (?:statement|option|one))|impossible|except"
-    r"|unless|without|if|whether|suppose|assum(?:e|ing)|contradicts?|fail(?:s|ed)?|reject(?:s|ed)?|exclud(?:es?|ing|ed))"
-    r"\b|n't\b"
+    r"|unless|without|if|whether|suppose|assum(?:e|ing)"
+    r"|(?:contradict|fail|reject|exclu|discard|refut|disprov|invalid|inadmiss|unsuit|otherwise)\w*)\b|n't\b"
+    r"|[不没错]|最多|至少|如果"
 )
 DENYING = re.compile(f"(?i){_DENYING}")
 """Words that make the number beside them no answer."""
@@ -39,8 +40,9 @@ TURNING = re.compile(
     rf"(?i){_DENYING}|\b(?:but|is|are|was|be|or|and|more|most|less|least|fewer|greater|larger|smaller|than|at|up|above"
     r"|below|over|under|minimum|maximum|plus|minus|times|half|twice|double|triple|third|quarter|hundred|thousand|million"
     r"|billion|dozen|factorial|squared|cubed|mod|modulo|base|tens|to|from|between|through|until|before|after|too|high|low"
-    r"|higher|lower|short|off|ago|reversed|invalid|extraneous|unlikely|bogus|untrue|error|mistaken?|absurd|ruled|out"
-    r"|thirds|quarters|halves|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b"
+    r"|higher|lower|short|off|ago|reversed|negative|binary|hex|fold|onwards?|extraneous|unlikely|bogus|untrue|error"
+    r"|mistaken?|absurd|ruled|out|thirds|quarters|halves"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b"
 )
 """Words that turn around what they stand beside."""
 FILLING = r"\b(?:in (?:all|total)|an?|the|of|total|all|about|approx(?:imately)?|around|exactly|roughly|only)\b"
