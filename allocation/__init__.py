@@ -24,7 +24,7 @@ from allocation.layout import (
     layers_of_chunks,
     stages_of_layers,
 )
-from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot, format_allocation
+from allocation.plan import Allocation, AllocationRow, RoleAllocation, Slot
 from allocation.resolve import DeviceMapping, parse, parse_device_mappings
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "RoleAllocation",
     "Slot",
     "batch_errors",
-    "format_allocation",
     "layers_of_chunks",
     "model_errors",
     "nearest_minibatches",

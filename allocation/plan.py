@@ -336,25 +336,21 @@ class Allocation:
         return [self.roles[role].row() for role in ROLES]
 
     def __str__(self) -> str:
-        return format_allocation(self)
+        """Return the canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
 
-
-def format_allocation(allocation: Allocation) -> str:
-    """Return the canonical text, without devices: `parse` returns the same places, whatever its `default_backend`.
-
-    An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
-    described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
-    """
-    cluster, layouts = allocation.cluster, allocation.layouts
-    sizes = {layout.world_size for layout in layouts.trainer.values()}
-    filled = len(allocation.trainer.slots) + (len(allocation.generator.slots) if layouts.disaggregated else 0)
-    if len(sizes) == 1 and filled == cluster.num_slots and _places(layouts.place(cluster)) == _places(allocation):
-        return str(layouts)
-    return ", ".join(
-        f"{role}={'' if a.backend == 'megatron' else f'{a.backend}.'}{a.layout} on {describe_slots(a.slots)}"
-        for role, a in allocation.roles.items()
-        if role not in FALLBACK or replace(a, role=FALLBACK[role]) != allocation.roles[FALLBACK[role]]
-    )
+        An allocation that no text of the grammar stands for (an explicit device_mapping in an order of its own) is
+        described instead, role by role: 'actor_gen=sglang.d8m1p1 on node 1: 0-7, actor_train=...'.
+        """
+        sizes = {layout.world_size for layout in self.layouts.trainer.values()}
+        filled = len(self.trainer.slots) + (len(self.generator.slots) if self.layouts.disaggregated else 0)
+        is_full = len(sizes) == 1 and filled == self.cluster.num_slots
+        if is_full and _places(self.layouts.place(self.cluster)) == _places(self):
+            return str(self.layouts)
+        return ", ".join(
+            f"{role}={'' if a.backend == 'megatron' else f'{a.backend}.'}{a.layout} on {describe_slots(a.slots)}"
+            for role, a in self.roles.items()
+            if role not in FALLBACK or replace(a, role=FALLBACK[role]) != self.roles[FALLBACK[role]]
+        )
 
 
 def _places(allocation: Allocation) -> list[tuple[Backend, ParallelLayout, tuple[Slot, ...]]]:

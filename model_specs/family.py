@@ -10,18 +10,6 @@ from model_specs.tensors import DECODER, ServerParts
 from model_specs.untrusted import RawConfig
 
 
-def _nothing(config: ModelConfig) -> tuple[str, ...]:
-    return ()
-
-
-def _no_keys(config: ModelConfig) -> RawConfig:
-    return {}
-
-
-def _decoder(config: ModelConfig) -> ServerParts:
-    return DECODER
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """An entry of families.FAMILIES."""
@@ -30,11 +18,11 @@ class Family:
     """Class of its language model in transformers."""
     parse: Callable[[RawConfig], ModelConfig]
     """Read a decoded config.json of this model_type. Raises ModelConfigError."""
-    server_parts: Callable[[ModelConfig], ServerParts] = _decoder
+    server_parts: Callable[[ModelConfig], ServerParts] = lambda config: DECODER
     """Where an inference server holds the checkpoint's tensors."""
-    server_keys: Callable[[ModelConfig], RawConfig] = _no_keys
+    server_keys: Callable[[ModelConfig], RawConfig] = lambda config: {}
     """Keys of config.json, with their values, that SGLang servers need or read otherwise than `parse` does."""
-    ignored_by_servers: Callable[[ModelConfig], tuple[str, ...]] = _nothing
+    ignored_by_servers: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """Keys of this model's config.json that change the model, but that SGLang servers ignore."""
-    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = _nothing
+    ignored_tensors: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """Prefixes of checkpoint tensors that are no part of the model that is trained."""
