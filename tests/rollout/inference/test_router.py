@@ -17,7 +17,7 @@ from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
-DEADLINE_SECONDS = 60  # of a test that hangs
+pytestmark = pytest.mark.timeout(120)  # of a test that hangs
 
 
 class Recorded(EmbeddedGenerator):
@@ -248,7 +248,7 @@ async def test_without_any_generator_left_a_request_fails(folder: Path) -> None:
 
 async def test_with_none_left_requests_wait_for_one_that_takes_the_place_of_another(folder: Path, model: Any) -> None:
     first, second = Recorded(folder), Recorded(folder)
-    router = Router([first], GeneratorConfig(patience_seconds=DEADLINE_SECONDS))
+    router = Router([first], GeneratorConfig(patience_seconds=60.0))
     requests = groups_of_four(2, max_new_tokens=300)
     running = await started(router, requests)
     await first.close()

@@ -26,7 +26,7 @@ from helpers.embedded_models import (
 from rollout.bucket import FlatBucket
 from rollout.inference.embedded.generator import EmbeddedGenerator, GeneratorError
 
-DEADLINE_SECONDS = 60  # of a test that hangs
+pytestmark = pytest.mark.timeout(120)  # of a test that hangs
 
 
 @asynccontextmanager
