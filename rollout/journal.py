@@ -51,6 +51,10 @@ class JournaledSampler:
         """`id`: of an episode in flight; what its journal holds is replayed."""
         self._sampler, self._experience, self._id = sampler, experience, id
         self._known = {event.key: event for event in experience.events(id)}
+        self.num_lost = sum(_num_tokens(event.value) for event in self._known.values())
+        """Tokens that were sampled before a restart, and that the workflow has not asked for since."""
+        self.num_replayed = 0
+        """Tokens that were sampled before a restart, and are used."""
         self._turns: Counter[str] = Counter()
         self._num_expected = num_expected
         self._on_change = on_change
@@ -70,6 +74,8 @@ class JournaledSampler:
         known = self._take_known(key, asked)
         if known is not None and request.output is None:
             assert isinstance(known.value, Completion), "recorded under the key of a request"
+            self.num_replayed += len(known.value.token_ids)
+            self.num_lost -= len(known.value.token_ids)
             if known.value.finish_reason != "abort":
                 self._finish(known.value)
                 self._count()
@@ -155,6 +161,10 @@ def call_id() -> str:
     """Return what identifies the call of recorded() that this is called in, also after restarts: the idempotency key
     for a tool with effects. In an evaluation each call has a new one."""
     return _call.get() or uuid.uuid4().hex
+
+
+def _num_tokens(value: object) -> int:
+    return len(value.token_ids) if isinstance(value, Completion) else 0
 
 
 def _checksum(request: GenerateRequest) -> str:

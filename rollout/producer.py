@@ -94,7 +94,10 @@ class RolloutProducer:
         self._is_refused = False
         """Whether the store admits no prompt before an episode ends or a version comes."""
         self._failure: Exception | None = None
-        counted = ("num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped")
+        counted = (
+            "num_prompts", "num_trajectories", "num_tokens", "num_cut", "num_failures", "num_skipped",
+            "num_replayed_tokens", "num_lost_tokens",
+        )  # fmt: skip
         self._counts = dict.fromkeys(counted, 0)
 
     async def __aenter__(self) -> RolloutProducer:
@@ -330,7 +333,10 @@ class RolloutProducer:
         logger.debug("prompt %s has %d finished trajectories", tags.id, len(group))
         drops = is_dropped if tags.reason else None if spread is None else spread.drops
         self._experience.put(episode, drops)
-        self._journals.pop(tags.id).end()
+        journal = self._journals.pop(tags.id)
+        journal.end()
+        self._counts["num_replayed_tokens"] += journal.num_replayed
+        self._counts["num_lost_tokens"] += journal.num_lost
         if self._slow is not None:
             self._slow.add(asyncio.get_running_loop().time() - self._began.pop(tags.id))
         self._start_prompts()

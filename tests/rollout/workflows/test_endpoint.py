@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
+from rollout.journal import JournaledSampler
 from rollout.programs import ProgramError
-from rollout.types import Prompt, SamplingParams
+from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, make_workflow
 
 TOKENIZER = chat_tokenizer()
@@ -36,6 +39,10 @@ async def agent(row, endpoint):
 async def rates_itself(row, endpoint):
     await agent(row, endpoint)
     return row["level"] / 4
+
+async def asks_thrice(row, endpoint):
+    words = ["7", os.environ.get("OWN_WORD", "8"), "9"]
+    return "".join([await agent({"prompt": word}, endpoint) for word in words])
 
 async def asks_nothing(row, endpoint):
     return 1.0
@@ -96,6 +103,50 @@ def test_a_coroutine_and_a_command_are_run_for_each_sample_and_scored(client: Pa
         assert [(t.reward, t.rollout, t.metrics) for t in group] == [(reward, i, {"num_turns": 1.0}) for i in range(2)]
         assert len({r.seed for r in generator.requests}) == 2
         assert all(TOKENIZER.decode(t.token_ids[t.loss_mask]) == "2<|im_end|>" for t in group)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+async def test_a_program_that_runs_again_gets_the_answers_of_before(
+    changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reached = MemoryExperience(), asyncio.Event()
+    tags = Tags(id="q/0", group_id="q/0", task="t", row="q", epoch=0, version=0)
+    store.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+    answers = {"7": "12<|im_end|>", "8": "1234<|im_end|>", "6": "5<|im_end|>", "9": "123<|im_end|>"}
+    before, after = (
+        Scripted(TOKENIZER, lambda text: next(answer for word, answer in answers.items() if word in text))
+        for _ in range(2)
+    )
+
+    class Killed:
+        async def generate(self, request: GenerateRequest) -> Completion:
+            completion = await before.generate(request)
+            if len(before.requests) == 3:
+                c, one = completion, slice(1)
+                part = replace(c, token_ids=c.token_ids[one], logprobs=c.logprobs[one], versions=c.versions[one])
+                journal.record_partial({request.request_id: replace(part, finish_reason="abort")})
+                reached.set()
+                await asyncio.sleep(600)
+            return completion
+
+    journal = JournaledSampler(Killed(), store, "q/0")
+    run = asyncio.ensure_future(workflow(1, program="own_agent:asks_thrice").run(PROMPT, journal))
+    await asyncio.wait([run, asyncio.ensure_future(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    run.cancel()
+    assert isinstance(*await asyncio.gather(run, return_exceptions=True), asyncio.CancelledError)
+    restarted = MemoryExperience()
+    restarted.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+    if changes:
+        monkeypatch.setenv("OWN_WORD", "6")
+    again = JournaledSampler(after, restarted, "q/0")
+    group = await workflow(1, program="own_agent:asks_thrice").run(PROMPT, again)
+    length = {word: len(TOKENIZER.encode(answer)) for word, answer in answers.items()}
+    assert sum(int(t.loss_mask.sum()) for t in group) == sum(
+        length[word] for word in ("7", "6" if changes else "8", "9")
+    )
+    assert [r.output is not None for r in after.requests] == [False, True][not changes :]
+    assert again.num_replayed == length["7"] + (0 if changes else length["8"]) + 1
+    assert again.num_lost == (length["8"] if changes else 0)
 
 
 def test_errors_of_programs_and_of_the_policy_are_errors_of_the_workflow() -> None:
