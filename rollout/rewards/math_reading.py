@@ -183,6 +183,8 @@ def _combined(brackets: str, parts: list[str], sign: str) -> Answer:
     texts = [part for part in parts if part]
     items = [_read(part) for part in texts]
     kinds = {item.kind for item in items}
+    if not items:
+        return Answer("unread", (brackets,))
     if len(items) == 1 and brackets in {"", "()", "[]", "{}"}:
         return items[0]
     if kinds == {"choice"} and not any(item.parts[1] for item in items):
