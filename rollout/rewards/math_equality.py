@@ -238,7 +238,7 @@ def _is_condition(equation: Answer) -> bool:
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:
-    if gold.kind != answer.kind or _is_equation(gold) != _is_equation(answer):
+    if not gold.kind == answer.kind == "relation" or _is_equation(gold) != _is_equation(answer):
         return False
     (sides, signs, _), (other_sides, other_signs, _) = gold.parts, answer.parts
     if not _is_equation(gold) and all(len(_names(each.parts[0])) < 2 for each in (gold, answer)):
