@@ -92,7 +92,8 @@ _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
 _INSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key)"
 _IF_NEW = f"{_INSERT_META} DO NOTHING"
-_JOURNAL = "INSERT INTO journals VALUES (?, ?, ?) ON CONFLICT (id, key) DO UPDATE SET event = excluded.event"
+_JOURNAL = """INSERT INTO journals SELECT ?, ?, ? WHERE EXISTS (SELECT 1 FROM episodes WHERE id = ? AND fate = 'open')
+ON CONFLICT (id, key) DO UPDATE SET event = excluded.event"""
 
 
 class Rows(Protocol):
@@ -245,10 +246,7 @@ class SQLExperience(ABC):
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
     def journal(self, id: str, event: Event) -> None:
-        data = dumps(event_to_plain(event))
-        with self._transaction():
-            if self._is_in_flight(id):
-                self._execute(_JOURNAL, (id, event.key, data))
+        self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
 
     def _is_in_flight(self, id: str) -> bool:
         return self._execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
