@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from rollout.rewards.math_reading import read
-from rollout.rewards.math_spelling import DENYING
+from rollout.rewards.math_spelling import DENYING, TURNING
 from rollout.types import Prompt
 
 __all__ = ["RIGHT", "WRONG", "UnparsableAnswerError", "extracted_answer", "math_reward", "quick_math_reward"]
@@ -37,8 +37,10 @@ _MAX_CHARS_BETWEEN_BOXES = 40
 _ANSWER_IS = re.compile(r"(?i)(?:\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])|答案?\s*(?:是|为|[:：]))[\s*:：}]*")
 _SAYS = re.compile(
     r"(?i)^(?:[a-z ]+,)?|(?:\b(?:is|are|was|were|be|equals?|gets?|got|gives?|has|have|had|costs?|takes?|took|earns?"
-    r"|makes?|made|keeps?|needs?|pays?|spends?|leaves?|so|thus|hence|therefore|then|that|answer|option|choice"
-    r"|(?:up|down) by)\b(?: at\b)?|等于|[是为有得]|(?<=[^\W\d])\**[:：])[\s*:：}]*(?:(?:an?|the) (?=[a-z]{2}))?"
+    r"|earned|makes?|made|keeps?|needs?|pays?|paid|spends?|spent|leaves?|left with|bought|sold|ran|ate|used|read|drove"
+    r"|scored|walked|finds?|concludes?|produces?|total of|up with|equal to|(?:it|that|there|he|she|they)['’](?:s|re)"
+    r"|so|thus|hence|therefore|then|that|answer|option|choice|(?:up|down) by)\b(?: at\b)?"
+    r"|等于|[是为有得]|(?<=[^\W\d])\**[:：])[\s*:：}]*(?:(?:an?|the) (?=[a-z]{2}))?"
 )
 """Without a mark the answer is what the last sentence has behind one of these; all of it where it has none."""
 _TAIL_CHARS = 1_000
@@ -46,6 +48,17 @@ _SENTENCE_END = re.compile(r"(?<=[.!?。])\s+(?![a-z\d])|\n")
 _CLAUSE = re.compile(r"(?i)[,.;:!?](?=\s)|\b(?:so|and|but|thus|hence|therefore|because|since)\b")
 _IS_RIGHT = re.compile(r"(?i) is (?:correct|right|the (?:right |correct )?(?:answer|option|choice))[\s.*]*$")
 _REASON = re.compile(r"(?i),?\s+(?:since|because)\b.*")
+_COURTESY = re.compile(
+    r"(?i)(?:(?<=[.!?])\s+|\n\s*)"
+    r"(?:(?:I )?hope (?:this|that|it)|(?:please )?(?:let me know|feel free)|great|well done)\b[^\d\\$\n]*$"
+)
+"""What is said after an answer, and about none."""
+_UNIT = r"(?<=[\d\s/])[a-zA-Z]{3,}(?=\s*[-+*/=×)])"
+_COMPUTED = re.compile(rf"(?<![\w.)])[-(]*(?:\\?\$)?\.?\d(?:[^=a-zA-Z]|(?<=[\d ])x(?=[ \d])|{_UNIT})*=[^=]*\d[^=]*$")
+_PLACE = r"(?:in|at|for|on|from|to|of|with|during|every|each|who|away)"
+_BESIDE = re.compile(rf"(?i)(?<=[\w$%])\s+{_PLACE}\s(?!all\b|total\b|least\b|most\b)[^\d=]*$")
+"""Where, when or for whom, behind a value that is said."""
+_WITHOUT_TURN = re.compile(rf"(?i)\b(?:{_PLACE}|up|and|is|are|was|be)\b")
 
 
 class UnparsableAnswerError(ValueError):
@@ -63,7 +76,7 @@ def math_reward(prompt: Prompt, text: str) -> float:
     from rollout.rewards.math_equality import is_same  # loads sympy
 
     marked = marked_answer(text, prompt=prompt.text)
-    found = _said(outside_thoughts(text, prompt=prompt.text), _SAYS) if marked is None else marked
+    found = _unmarked_answer(outside_thoughts(text, prompt=prompt.text)) if marked is None else marked
     if not found:
         raise UnparsableAnswerError(f"no answer in {text[-80:]!r}")
     answer = read(found)
@@ -115,7 +128,7 @@ def extracted_answer(text: str) -> str:
     sentence answers.
     """
     marked = marked_answer(text)
-    found = _said(outside_thoughts(text), _SAYS) if marked is None else marked
+    found = _unmarked_answer(outside_thoughts(text)) if marked is None else marked
     return " ".join((found or "").split())
 
 
@@ -145,7 +158,7 @@ def _marked(text: str) -> str | None:
 
 def _said(text: str, pattern: re.Pattern[str]) -> str | None:
     """Return what the last sentence has behind the last match of `pattern`: None without one, "" if it denies."""
-    sentences = _SENTENCE_END.split(text.strip()[-_TAIL_CHARS:].removesuffix("I hope it is correct."))
+    sentences = _SENTENCE_END.split(_COURTESY.sub("", text.strip()[-_TAIL_CHARS:]))
     sentence = next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
     sentence = _REASON.sub("", _IS_RIGHT.sub("", sentence))
     *_, match = [None, *pattern.finditer(sentence)]
@@ -153,6 +166,21 @@ def _said(text: str, pattern: re.Pattern[str]) -> str | None:
         return None
     clause = _CLAUSE.split(sentence[: match.end()])[-1]
     return "" if DENYING.search(clause) else sentence[match.end() :].strip(" .*。$`")
+
+
+def _unmarked_answer(text: str) -> str:
+    """Return what the last sentence says: a computation in it, and a value without where, when or for whom."""
+    said = _said(text, _SAYS) or ""
+    computed = None if re.search(r"\\[a-z]", said) else _COMPUTED.search(said)
+    if computed and not _turns(_CLAUSE.split(said[: computed.start()])[-1]):
+        left, _, value = computed.group().rpartition("=")
+        said = f"{re.sub(_UNIT, '', left + '=')}{value}"
+    beside = _BESIDE.search(said)
+    return said[: beside.start()] if beside and not _turns(beside.group()) else said
+
+
+def _turns(words: str) -> bool:
+    return TURNING.search(_WITHOUT_TURN.sub("", words)) is not None
 
 
 def _last_boxes(text: str) -> str | None:

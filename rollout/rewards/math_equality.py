@@ -224,17 +224,17 @@ def _gives(equation: Answer, other: Answer) -> bool:
     sides, _, value = equation.parts
     computed = [side for side in sides[:-1] if _is_constant(side)] if value.kind == "quantity" else []
     return is_same(other, value) and all(
-        _is_same_quantity(Answer("quantity", (side, Unit(), "")), value) for side in computed
+        is_same_formula(value.parts[0], side) or _is_same_quantity(Answer("quantity", (side, Unit(), "")), value)
+        for side in computed
     )
 
 
 def _is_condition(equation: Answer) -> bool:
     """Return whether an equation is to be solved, as 2x = 6, or is one of a curve, as x^2/2 - y^2/2 = 1; x + y = 5
     names the value that was asked for."""
-    left, names = value_of(equation.parts[0][0]), _names(equation.parts[0])
-    is_curve = {"x", "y"} <= names and "^" in equation.text
-    is_number = equation.parts[2].kind == "quantity"
-    return is_curve or (is_number and len(names) == 1 and left is not None and left.is_polynomial())
+    left, is_number = value_of(equation.parts[0][0]), equation.parts[2].kind == "quantity"
+    is_curve = {"x", "y"} <= _names(equation.parts[0]) and "^" in equation.text
+    return is_curve or (is_number and left is not None and len(left.free_symbols) == 1 and left.is_polynomial())
 
 
 def _is_same_relation(gold: Answer, answer: Answer) -> bool:
