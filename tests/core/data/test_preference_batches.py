@@ -124,6 +124,9 @@ def test_rows_at_another_path_and_at_another_time_continue_a_run(tmp_path: Path,
     ]
     assert answers[0].batch(1, 1, 1).token_ids.tolist() != answers[1].batch(1, 1, 1).token_ids.tolist()
     answers[1].check_continues(answers[0].state_dict())
+    exchanged = write(tmp_path / "exchanged.jsonl", [(prompt, rejected, chosen) for prompt, chosen, rejected in ROWS])
+    with pytest.raises(DatasetError, match="checksum="):
+        load(exchanged, tokenizer, max_seqlen=64).check_continues(before.state_dict())
     tokenizer.chat_template = CHAT
     with pytest.raises(DatasetError, match="restore the rows of dataset.train_path and the keys of prompt"):
         load(paths[0], tokenizer, max_seqlen=64).check_continues(before.state_dict())

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allocation import parse
-from core.errors import LaunchError
 from core.weight_sync.buckets import Buckets, buckets_to_stage, make_sender
 from core.weight_sync.ipc import IpcSender
 from core.weight_sync.nccl import NcclSender
@@ -303,7 +302,7 @@ def test_a_server_finds_the_trainers_ranks_on_its_gpus() -> None:
 
 
 class Recorder:
-    """Stands for the trainer's ranks and the generators; `fails` is the call that does not succeed."""
+    """Stands for the trainer's ranks and the generators."""
 
     def raise_if_all_gone(self) -> None: ...
 
@@ -319,14 +318,11 @@ class Recorder:
     def participated(self) -> list[Any]:
         return []
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self) -> None:
         self.calls: list[Any] = []
-        self._fails = fails
 
     def _record(self, *call: Any) -> None:
         self.calls.append(call)
-        if call[0] == self._fails:
-            raise LaunchError("it failed")
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
         self._record("push_prepare", engine, bucket_bytes, verify)
