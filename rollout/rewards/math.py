@@ -54,7 +54,11 @@ _COURTESY = re.compile(
 )
 """What is said after an answer, and about none."""
 _UNIT = r"(?<=[\d\s/])[a-zA-Z]{3,}(?=\s*[-+*/=×)])"
-_COMPUTED = re.compile(rf"(?<![\w.)])[-(]*(?:\\?\$)?\.?\d(?:[^=a-zA-Z]|(?<=[\d ])x(?=[ \d])|{_UNIT})*=[^=]*\d[^=]*$")
+_OPERATOR = "-+*/^×·÷=<>("
+_COMPUTED = re.compile(
+    rf"(?<![{_OPERATOR}]\s)(?<![{_OPERATOR}\w.)])\(*(?:\\?\$)?\.?\d"
+    rf"(?:[^=a-zA-Z]|(?<=[\d ])x(?=[ \d])|{_UNIT})*=[^=]*\d[^=]*$"
+)
 _PLACE = r"(?:in|at|for|on|from|to|of|with|during|every|each|who|away)"
 _BESIDE = re.compile(rf"(?i)(?<=[\w$%])\s+{_PLACE}\s(?!all\b|total\b|least\b|most\b)[^\d=]*$")
 """Where, when or for whom, behind a value that is said."""
@@ -165,7 +169,7 @@ def _said(text: str, pattern: re.Pattern[str]) -> str | None:
     if match is None:
         return None
     clause = _CLAUSE.split(sentence[: match.end()])[-1]
-    return "" if DENYING.search(clause) else sentence[match.end() :].strip(" .*。$`")
+    return "" if DENYING.search(clause) else sentence[match.end() :].rstrip(" .*。$`").lstrip(" *$`")
 
 
 def _unmarked_answer(text: str) -> str:
