@@ -337,7 +337,7 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
         name for name, model in EXPERIMENTS.items() if any(f"{key}.".startswith(f"{path}.") for key in all_keys(model))
     ]
     if theirs:
-        return f"it is one of {' and '.join(theirs)}"
+        return f"it is a key of {' and '.join(theirs)}, not of this experiment"
     equivalent = hint(name, path)
     if equivalent is not None:
         return equivalent

@@ -127,9 +127,9 @@ def test_the_experiments_share_the_names_of_model_and_data(tmp_path: Path) -> No
 def test_a_key_of_another_experiment_is_called_that() -> None:
     with pytest.raises(ConfigError) as error:
         load_config("sft", None, ["experiment_name=x", "actor.path=m", "dataset.path=d", "dataset.max_prompt_len=8"])
-    assert error.value.problems[0].message == "unknown key; it is one of ppo-math"
+    assert error.value.problems[0].message == "unknown key; it is a key of ppo-math, not of this experiment"
     (problem,) = _problems("dataset.max_seqlen=8")
-    assert problem.message == "unknown key; it is one of sft and dpo"
+    assert problem.message == "unknown key; it is a key of sft and dpo, not of this experiment"
 
 
 def test_two_names_of_one_key_are_refused() -> None:
