@@ -53,15 +53,19 @@ _COURTESY = re.compile(
     r"(?:(?:I )?hope (?:this|that|it)|(?:please )?(?:let me know|feel free)|great|well done)\b[^\d\\$\n]*$"
 )
 """What is said after an answer, and about none."""
-_UNIT = r"(?<=[\d\s/])[a-zA-Z]{3,}(?=\s*[-+*/=×)])"
-_OPERATOR = "-+*/^×·÷=<>("
-_COMPUTED = re.compile(
-    rf"(?<![{_OPERATOR}]\s)(?<![{_OPERATOR}\w.)])\(*(?:\\?\$)?\.?\d"
-    rf"(?:[^=a-zA-Z]|(?<=[\d ])x(?=[ \d])|{_UNIT})*=[^=]*\d[^=]*$"
-)
+_COMPUTATION = re.compile(r"\d.*[-+*/×÷x–−%(]")
+_VARIABLE = re.compile(r"(?<![\w'’])(?!x\s*\\?\$?[\d(])[b-zB-HJ-Z](?!\w)|\d[a-zA-Z](?!\w)|\\[a-z]|[_^]")
 _PLACE = r"(?:in|at|for|on|from|to|of|with|during|every|each|who|away)"
 _BESIDE = re.compile(rf"(?i)(?<=[\w$%])\s+{_PLACE}\s(?!all\b|total\b|least\b|most\b)[^\d=]*$")
 """Where, when or for whom, behind a value that is said."""
+_NUMBER = re.compile(r"(?<![\w.)^/:-])(?:\\?\$)?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?![\w^:/\\]|[.,]\d)%?(?: [a-zA-Z]+)?")
+_BOUND = re.compile(
+    r"(?i)\b(?:least|most|than|over|under|below|above|about|nearly|almost|beyond|until|before|after|step|minus|negative|guess)\W*$"
+)
+"""Words before a number that make it no answer."""
+_NO_UNIT = re.compile(
+    rf"(?i){_PLACE}|and|so|is|are|was|were|more|less|fewer|than|before|after|by|left|total|old|have|had|can"
+)
 _WITHOUT_TURN = re.compile(rf"(?i)\b(?:{_PLACE}|up|and|is|are|was|be)\b")
 
 
@@ -160,11 +164,14 @@ def _marked(text: str) -> str | None:
     return text if _INTEGER.fullmatch(text) else _said(text, _ANSWER_IS)
 
 
+def _last_sentence(text: str) -> str:
+    sentences = _SENTENCE_END.split(_COURTESY.sub("", text.strip()[-_TAIL_CHARS:]))
+    return next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
+
+
 def _said(text: str, pattern: re.Pattern[str]) -> str | None:
     """Return what the last sentence has behind the last match of `pattern`: None without one, "" if it denies."""
-    sentences = _SENTENCE_END.split(_COURTESY.sub("", text.strip()[-_TAIL_CHARS:]))
-    sentence = next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
-    sentence = _REASON.sub("", _IS_RIGHT.sub("", sentence))
+    sentence = _REASON.sub("", _IS_RIGHT.sub("", _last_sentence(text)))
     *_, match = [None, *pattern.finditer(sentence)]
     if match is None:
         return None
@@ -173,14 +180,42 @@ def _said(text: str, pattern: re.Pattern[str]) -> str | None:
 
 
 def _unmarked_answer(text: str) -> str:
-    """Return what the last sentence says: a computation in it, and a value without where, when or for whom."""
+    """Return what the last sentence states: the result of a computation in it, a value without where, when or for whom,
+    or the only number in it."""
+    if computed := _computed(text):
+        return computed
     said = _said(text, _SAYS) or ""
-    computed = None if re.search(r"\\[a-z]", said) else _COMPUTED.search(said)
-    if computed and not _turns(_CLAUSE.split(said[: computed.start()])[-1]):
-        left, _, value = computed.group().rpartition("=")
-        said = f"{re.sub(_UNIT, '', left + '=')}{value}"
     beside = _BESIDE.search(said)
-    return said[: beside.start()] if beside and not _turns(beside.group()) else said
+    said = said[: beside.start()] if beside and not _turns(beside.group()) else said
+    return said if read(said).kind not in ("unread", "words") else _only_number(text) or said
+
+
+def _computed(text: str) -> str:
+    """Return the number behind the last sign of equality of the last sentence, if one is computed before it."""
+    before, _, rest = _last_sentence(text).rpartition("=")
+    clause = _CLAUSE.split(before)[-1]
+    left, value = clause.rpartition("=")[2], _NUMBER.match(rest.strip())
+    if value is None or not _COMPUTATION.search(left) or _VARIABLE.search(left) or DENYING.search(clause):
+        return ""
+    if _BOUND.search(re.split(r"[-(]?\\?\$?\d", left)[0]):
+        return ""
+    return _with_unit(value.group())
+
+
+def _only_number(text: str) -> str:
+    """Return the only number of the last sentence, "" where it has others, denies or bounds it."""
+    sentence = _last_sentence(text)
+    numbers = [*_NUMBER.finditer(sentence)]
+    if len(numbers) != 1 or "?" in sentence or DENYING.search(sentence):
+        return ""
+    before, behind = sentence[: numbers[0].start()], sentence[numbers[0].end() :]
+    return "" if _BOUND.search(before) or _turns(behind) else _with_unit(numbers[0].group())
+
+
+def _with_unit(value: str) -> str:
+    """Return a number and the word behind it, if that is a unit; "" if it turns the number around."""
+    number, _, word = value.partition(" ")
+    return number if _NO_UNIT.fullmatch(word) else "" if TURNING.search(word) else value
 
 
 def _turns(words: str) -> bool:
