@@ -1,6 +1,5 @@
 """Who holds which version, and what a crash leaves of the folder."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from core.weight_sync import folder as weight_folder
 from core.weight_sync.folder import LATEST, Publisher, ReplicaLost, VersionFolder
+from helpers.mcore_ranks import warm_context
 
 LEASE = 12.0
-FORK = multiprocessing.get_context("fork")
+WARM = warm_context()
+"""A fork of this process would have the locks that its threads hold."""
 
 
 @pytest.fixture
@@ -92,18 +93,19 @@ def test_an_older_version_stays_for_as_long_as_a_replica_needs_it(folder: Versio
     assert load_file(third / "model-00001.safetensors")["layer.1"].tolist() == [3.0] * 4
 
 
+def hold(folder: Path, held: Any) -> None:
+    """Hold version 1 until this process is killed."""
+    subscription = VersionFolder(folder, lease_seconds=LEASE).subscribe("a")
+    subscription.claim()
+    subscription.hold(1)
+    held.set()
+    time.sleep(600)
+
+
 def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_removed(folder: VersionFolder) -> None:
-    held = FORK.Event()
-
-    def hold() -> None:
-        subscription = folder.subscribe("a")
-        subscription.claim()
-        subscription.hold(1)
-        held.set()
-        time.sleep(600)
-
+    held = WARM.Event()
     first = write(folder, 1)
-    replica = FORK.Process(target=hold)
+    replica = WARM.Process(target=hold, args=(folder.path, held))
     replica.start()
     assert held.wait(60)
     file = folder.path / "replicas" / "a"
@@ -121,9 +123,9 @@ def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_remove
     folder.subscribe("a").close()
 
 
-@pytest.mark.parametrize("where", ["file 0", "file 2", "before LATEST", "after LATEST"])
-def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
-    before, here, replace = write(folder, 8), FORK.Event(), weight_folder._replace
+def publish_until(where: str, folder: Path, here: Any) -> None:
+    """Publish version 9, and stop at a place of it until this process is killed."""
+    replace = weight_folder._replace
 
     def wait_at(place: str) -> None:
         if place == where:
@@ -135,11 +137,14 @@ def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFol
         replace(path, content)
         wait_at("after LATEST")
 
-    def publish() -> None:
-        weight_folder._replace = waiting
-        write(folder, 9, lambda number: wait_at(f"file {number}"))
+    weight_folder._replace = waiting
+    write(VersionFolder(folder, lease_seconds=LEASE), 9, lambda number: wait_at(f"file {number}"))
 
-    publisher = FORK.Process(target=publish)
+
+@pytest.mark.parametrize("where", ["file 0", "file 2", "before LATEST", "after LATEST"])
+def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
+    before, here = write(folder, 8), WARM.Event()
+    publisher = WARM.Process(target=publish_until, args=(where, folder.path, here))
     publisher.start()
     assert here.wait(60)
     publisher.kill()
