@@ -50,23 +50,32 @@ _IS_RIGHT = re.compile(r"(?i) is (?:correct|right|the (?:right |correct )?(?:ans
 _REASON = re.compile(r"(?i),?\s+(?:since|because)\b.*")
 _COURTESY = re.compile(
     r"(?i)(?:(?<=[.!?])\s+|\n\s*)"
-    r"(?:(?:I )?hope (?:this|that|it)|(?:please )?(?:let me know|feel free)|great|well done)\b[^\d\\$\n]*$"
+    r"(?:(?:I )?hope (?:this|that|it)|(?:please )?(?:let me know|feel free)|great|well done)\b"
+    r"(?!.*\b(?:not?|wait|wrong|incorrect|mistaken?)\b)[^\d\\$\n]*$"
 )
 """What is said after an answer, and about none."""
 _COMPUTATION = re.compile(r"\d.*[-+*/×÷x–−%(]")
+_TURNED = re.compile(
+    r"(?i)\?|\b(?:(?:is|are|was|were)(?: not|n't)|too|wrong|impossible|fails|thousand|[mb]illion|dozen)\b"
+)
+_ARITHMETIC_END = re.compile(r"[-+*/×÷().,$%\d\s]*$")
 _VARIABLE = re.compile(r"(?<![\w'’])(?!x\s*\\?\$?[\d(])[b-zB-HJ-Z](?!\w)|\d[a-zA-Z](?!\w)|\\[a-z]|[_^]")
 _PLACE = r"(?:in|at|for|on|from|to|of|with|during|every|each|who|away)"
 _BESIDE = re.compile(rf"(?i)(?<=[\w$%])\s+{_PLACE}\s(?!all\b|total\b|least\b|most\b)[^\d=]*$")
 """Where, when or for whom, behind a value that is said."""
 _NUMBER = re.compile(r"(?<![\w.)^/:-])(?:\\?\$)?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?![\w^:/\\]|[.,]\d)%?(?: [a-zA-Z]+)?")
 _BOUND = re.compile(
-    r"(?i)\b(?:least|most|than|over|under|below|above|about|nearly|almost|beyond|until|before|after|step|minus|negative|guess)\W*$"
+    r"(?i)\b(?:least|most|than|over|under|below|above|about|nearly|almost|beyond|until|before|after|step|minus|negative"
+    r"|guess|twice|half)\W*$"
 )
 """Words before a number that make it no answer."""
 _NO_UNIT = re.compile(
     rf"(?i){_PLACE}|and|so|is|are|was|were|more|less|fewer|than|before|after|by|left|total|old|have|had|can"
 )
-_WITHOUT_TURN = re.compile(rf"(?i)\b(?:{_PLACE}|up|and|is|are|was|be)\b")
+_OTHER_NUMBER = re.compile(
+    r"(?i)\b(?:power|addition|top|removed|two|three|four|five|six|seven|eight|nine|ten|to one)\b"
+)
+_WITHOUT_TURN = re.compile(rf"(?i)\b(?:{_PLACE}|out of the|up|and|is|are|was|be)\b")
 
 
 class UnparsableAnswerError(ValueError):
@@ -197,7 +206,9 @@ def _computed(text: str) -> str:
     left, value = clause.rpartition("=")[2], _NUMBER.match(rest.strip())
     if value is None or not _COMPUTATION.search(left) or _VARIABLE.search(left) or DENYING.search(clause):
         return ""
-    if _BOUND.search(re.split(r"[-(]?\\?\$?\d", left)[0]):
+    if _BOUND.search(re.split(r"[-(]?\\?\$?\d", left)[0]) or _BOUND.search(_ARITHMETIC_END.sub("", left)):
+        return ""
+    if _TURNED.search(rest):
         return ""
     return _with_unit(value.group())
 
@@ -219,7 +230,7 @@ def _with_unit(value: str) -> str:
 
 
 def _turns(words: str) -> bool:
-    return TURNING.search(_WITHOUT_TURN.sub("", words)) is not None
+    return bool(TURNING.search(_WITHOUT_TURN.sub("", words)) or _OTHER_NUMBER.search(words))
 
 
 def _last_boxes(text: str) -> str | None:
