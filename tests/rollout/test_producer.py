@@ -128,9 +128,14 @@ class GroupWorkflow:
     What still runs then is left behind, or with `tidy` cancelled."""
 
     def __init__(
-        self, num_turns: int = 1, fails: Callable[[Prompt], bool] = lambda prompt: False, tidy: bool = False
+        self,
+        num_turns: int = 1,
+        fails: Callable[[Prompt], bool] = lambda prompt: False,
+        tidy: bool = False,
+        max_new_tokens: int = 1,
     ) -> None:
         self._num_turns = num_turns
+        self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
         self._fails = fails
         self._tidy = tidy
         self._failed: set[str] = set()
@@ -139,8 +144,8 @@ class GroupWorkflow:
         async def sample(i: int) -> None:
             for turn in range(self._num_turns):
                 await asyncio.sleep(1.0 if turn else 0.0)
-                name, sampling = f"{prompt.query_id}/{turn}/{i}", SamplingParams(max_new_tokens=1)
-                await generator.generate(GenerateRequest(request_id=name, prompt_ids=[1], sampling=sampling))
+                name = f"{prompt.query_id}/{turn}/{i}"
+                await generator.generate(GenerateRequest(request_id=name, prompt_ids=[1], sampling=self._sampling))
                 if self._fails(prompt) and prompt.query_id not in self._failed:
                     self._failed.add(prompt.query_id)
                     raise ConnectionError("try again")
@@ -172,6 +177,33 @@ def test_generators_are_kept_full_while_last_answers_take_their_time_and_between
     assert min(seen) >= 32 and max(seen) <= 32 + 7
     seen = run_virtual(seen_running(GroupWorkflow(num_turns=3), max_in_flight=32, seconds=60.0))
     assert min(seen[8:]) >= 32
+
+
+async def test_answers_that_end_make_place_for_others_also_after_the_store_was_full() -> None:
+    requests = Requests()
+    settings: dict[str, object] = {"batch_size": 10, "max_staleness": 0, "max_in_flight": 16, "group_size": 8}
+    async with make_producer(GroupWorkflow(), 1000, generator=requests, **settings) as producer:
+        await asyncio.sleep(100)
+        assert requests.running == 0, "the store is full until the next version"
+        await producer.take(0)
+        producer.set_version(1)
+        await asyncio.sleep(2.5)
+        assert requests.running >= 16, "the last answers of the first groups still run"
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_tokens_that_a_restart_saves_or_costs_are_counted(same: bool) -> None:
+    first = make_producer(GroupWorkflow(), 1, batch_size=1, generator=Requests(), group_size=8, num_epochs=1)
+    async with first:
+        await asyncio.sleep(5)
+        state = pickle.loads(pickle.dumps(await first.save()))
+    workflow = GroupWorkflow(max_new_tokens=1 if same else 2)
+    second = make_producer(workflow, 1, batch_size=1, generator=Requests(), group_size=8, num_epochs=1)
+    second.restore(state)
+    async with second:
+        await second.take(0)
+        counts = [second.stats()[f"rollout/num_{what}_tokens"] for what in ("replayed", "lost")]
+    assert counts == ([7.0, 0.0] if same else [0.0, 7.0]), "one of eight answers was under way"
 
 
 async def test_the_share_of_busy_generators_is_a_mean_over_time() -> None:
