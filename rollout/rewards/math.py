@@ -58,8 +58,10 @@ _COMPUTATION = re.compile(r"\d.*[-+*/×÷x–−%(]")
 _TURNED = re.compile(
     r"(?i)\?|\b(?:(?:is|are|was|were)(?: not|n't)|too|wrong|impossible|fails|thousand|[mb]illion|dozen)\b"
 )
+"""What makes the result in front of it another value, or none."""
 _ARITHMETIC_END = re.compile(r"[-+*/×÷().,$%\d\s]*$")
 _VARIABLE = re.compile(r"(?<![\w'’])(?!x\s*\\?\$?[\d(])[b-zB-HJ-Z](?!\w)|\d[a-zA-Z](?!\w)|\\[a-z]|[_^]")
+"""A letter of an equation that is still to be solved, or a formula."""
 _PLACE = r"(?:in|at|for|on|from|to|of|with|during|every|each|who|away)"
 _BESIDE = re.compile(rf"(?i)(?<=[\w$%])\s+{_PLACE}\s(?!all\b|total\b|least\b|most\b)[^\d=]*$")
 """Where, when or for whom, behind a value that is said."""
@@ -170,7 +172,7 @@ def _marked(text: str) -> str | None:
     _, marker, last_line = text.rpartition("####")
     if marker and "\n" not in last_line:  # else it is a heading
         return last_line.strip()
-    return text if _INTEGER.fullmatch(text) else _said(text, _ANSWER_IS)
+    return text if _INTEGER.fullmatch(text) else _said(_last_sentence(text), _ANSWER_IS)
 
 
 def _last_sentence(text: str) -> str:
@@ -178,9 +180,9 @@ def _last_sentence(text: str) -> str:
     return next((sentence for sentence in reversed(sentences) if re.search(r"\w", sentence)), "")
 
 
-def _said(text: str, pattern: re.Pattern[str]) -> str | None:
-    """Return what the last sentence has behind the last match of `pattern`: None without one, "" if it denies."""
-    sentence = _REASON.sub("", _IS_RIGHT.sub("", _last_sentence(text)))
+def _said(sentence: str, pattern: re.Pattern[str]) -> str | None:
+    """Return what a sentence has behind the last match of `pattern`: None without one, "" if it denies."""
+    sentence = _REASON.sub("", _IS_RIGHT.sub("", sentence))
     *_, match = [None, *pattern.finditer(sentence)]
     if match is None:
         return None
@@ -191,31 +193,29 @@ def _said(text: str, pattern: re.Pattern[str]) -> str | None:
 def _unmarked_answer(text: str) -> str:
     """Return what the last sentence states: the result of a computation in it, a value without where, when or for whom,
     or the only number in it."""
-    if computed := _computed(text):
+    sentence = _last_sentence(text)
+    if computed := _computed(sentence):
         return computed
-    said = _said(text, _SAYS) or ""
+    said = _said(sentence, _SAYS) or ""
     beside = _BESIDE.search(said)
     said = said[: beside.start()] if beside and not _turns(beside.group()) else said
-    return said if read(said).kind not in ("unread", "words") else _only_number(text) or said
+    return said if read(said).kind not in ("unread", "words") else _only_number(sentence) or said
 
 
-def _computed(text: str) -> str:
-    """Return the number behind the last sign of equality of the last sentence, if one is computed before it."""
-    before, _, rest = _last_sentence(text).rpartition("=")
+def _computed(sentence: str) -> str:
+    """Return the number behind the last sign of equality of a sentence, if one is computed before it."""
+    before, _, rest = sentence.rpartition("=")
     clause = _CLAUSE.split(before)[-1]
     left, value = clause.rpartition("=")[2], _NUMBER.match(rest.strip())
     if value is None or not _COMPUTATION.search(left) or _VARIABLE.search(left) or DENYING.search(clause):
         return ""
     if _BOUND.search(re.split(r"[-(]?\\?\$?\d", left)[0]) or _BOUND.search(_ARITHMETIC_END.sub("", left)):
         return ""
-    if _TURNED.search(rest):
-        return ""
-    return _with_unit(value.group())
+    return "" if _TURNED.search(rest) else _with_unit(value.group())
 
 
-def _only_number(text: str) -> str:
-    """Return the only number of the last sentence, "" where it has others, denies or bounds it."""
-    sentence = _last_sentence(text)
+def _only_number(sentence: str) -> str:
+    """Return the only number of a sentence, "" where it has others, denies or bounds it."""
     numbers = [*_NUMBER.finditer(sentence)]
     if len(numbers) != 1 or "?" in sentence or DENYING.search(sentence):
         return ""
