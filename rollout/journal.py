@@ -21,6 +21,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from rollout.experience import Event, Experience
+from rollout.experience.episode import sampled_lengths
 from rollout.time_limit import not_counted
 from rollout.types import Completion, GenerateRequest, Sampler
 
@@ -51,7 +52,7 @@ class JournaledSampler:
         """`id`: of an episode in flight; what its journal holds is replayed."""
         self._sampler, self._experience, self._id = sampler, experience, id
         self._known = {event.key: event for event in experience.events(id)}
-        self.num_lost = sum(_num_tokens(event.value) for event in self._known.values())
+        self.num_lost = sum(sampled_lengths(self._known.values()))
         """Tokens that were sampled before a restart, and that the workflow has not asked for since."""
         self.num_replayed = 0
         """Tokens that were sampled before a restart, and are used."""
@@ -161,10 +162,6 @@ def call_id() -> str:
     """Return what identifies the call of recorded() that this is called in, also after restarts: the idempotency key
     for a tool with effects. In an evaluation each call has a new one."""
     return _call.get() or uuid.uuid4().hex
-
-
-def _num_tokens(value: object) -> int:
-    return len(value.token_ids) if isinstance(value, Completion) else 0
 
 
 def _checksum(request: GenerateRequest) -> str:
