@@ -141,10 +141,7 @@ def _dealing_error(
     nearest_batches = _nearest_batches(batch, layouts)
     if batch.sequences < layout.dp:
         return AllocationError(
-            f"{text} are fewer than the {ranks}",
-            key="dataset.train_bs_n_seqs",
-            value=prompts,
-            nearest=nearest_batches,
+            f"{text} are fewer than the {ranks}", key="dataset.train_bs_n_seqs", value=prompts, nearest=nearest_batches
         )
     nearest_updates = nearest_minibatches(
         layouts, train_bs_n_seqs=prompts, group_size=batch.group_size, ppo_n_minibatches=updates

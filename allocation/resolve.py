@@ -206,8 +206,7 @@ def _reject_other_backends(text: str) -> None:
     if match := _REPLACED.search(text):
         other, ours = match[1], _REPLACED_BACKENDS[match[1]]
         raise AllocationError(
-            f"the {other} backend is not supported; use {ours}",
-            _REPLACED.sub(lambda m: _REPLACED_BACKENDS[m[1]], text),
+            f"the {other} backend is not supported; use {ours}", _REPLACED.sub(lambda m: _REPLACED_BACKENDS[m[1]], text)
         )
 
 
@@ -312,11 +311,7 @@ def parse(
 
 
 def _resolve(
-    text: str,
-    cluster: Cluster,
-    default_backend: Backend | Callable[[], Backend],
-    trainer_only: bool,
-    checks: Checks,
+    text: str, cluster: Cluster, default_backend: Backend | Callable[[], Backend], trainer_only: bool, checks: Checks
 ) -> Allocation:
     def heuristic() -> Spec:
         def written(backend: Backend) -> str:
@@ -520,10 +515,7 @@ def _check_devices(devices: Sequence[int], cluster: Cluster) -> None:
 
 
 def _role_layout(
-    role: str,
-    layout: ParallelLayout | str | None,
-    num_devices: int,
-    default_backend: Backend | Callable[[], Backend],
+    role: str, layout: ParallelLayout | str | None, num_devices: int, default_backend: Backend | Callable[[], Backend]
 ) -> tuple[Backend, ParallelLayout]:
     backend, degrees = parse_role_layout(layout) if isinstance(layout, str) else (None, layout)
     degrees = degrees or ParallelLayout(dp=num_devices)

@@ -423,10 +423,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def _infer(
-        self,
-        shard: BatchShard,
-        limits: PassLimits,
-        head: Callable[[PackedMicrobatch, Tensor], Tensor | None],
+        self, shard: BatchShard, limits: PassLimits, head: Callable[[PackedMicrobatch, Tensor], Tensor | None]
     ) -> Shard | None:
         self._finish_param_gather()
         limit = self.planner.limit(shard.shape, limits)

@@ -49,9 +49,7 @@ class OptimizerConfig(Section):
     warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
     gradient_clipping: float = key(1.0, "Maximum global gradient norm; 0 disables clipping", ge=0)
     offload: bool = key(
-        False,
-        "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update",
-        needs=_GPUS,
+        False, "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update", needs=_GPUS
     )
 
     @property
@@ -113,10 +111,7 @@ class EngineConfig(Section):
         OptimizerConfig, "Optimizer and learning-rate schedule", needs=fact("trained model, or type=empty")
     )
     moe_aux_loss_coeff: float = key(
-        0.0,
-        "Coefficient of the load-balancing loss (mean over sequences; 1 if even)",
-        ge=0,
-        needs=_TRAINED & EXPERTS,
+        0.0, "Coefficient of the load-balancing loss (mean over sequences; 1 if even)", ge=0, needs=_TRAINED & EXPERTS
     )
     moe_bias_update_rate: float = key(
         0.0,

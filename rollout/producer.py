@@ -275,11 +275,7 @@ class RolloutProducer:
 
     def _open_journal(self, id: str, prompt: Prompt) -> JournaledSampler:
         journal = JournaledSampler(
-            self._generator,
-            self._experience,
-            id,
-            num_expected=self._group_size_of(prompt),
-            on_change=self._on_load,
+            self._generator, self._experience, id, num_expected=self._group_size_of(prompt), on_change=self._on_load
         )
         self._journals[id] = journal
         self._load.add(journal.load)

@@ -135,10 +135,7 @@ def write_model(gguf: bytes, folder: Path) -> None:
 
     reader = _Reader(gguf)
     values, infos = reader.header()
-    heads = {
-        "attn_q": values["llama.attention.head_count"],
-        "attn_k": values["llama.attention.head_count_kv"],
-    }
+    heads = {"attn_q": values["llama.attention.head_count"], "attn_k": values["llama.attention.head_count_kv"]}
     tensors = {}
     for name, shape, kind, offset in infos:
         weight = reader.tensor(offset, shape, kind)

@@ -178,9 +178,7 @@ def _table(facts: Mapping[str, Mapping[str, object]]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.setup_cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tools.setup_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--hosts", "--hostnames", nargs="+", required=True, help="names or addresses; the first is the head of Ray")

@@ -157,11 +157,7 @@ class AlgorithmKeys(Section):
     correction_min: float | None = key(None, "Lower bound of w. null: see docs/algorithms.md", ge=0, needs=_BOUNDED)
     correction_max: float | None = key(None, "Upper bound of w. null: see docs/algorithms.md", gt=0, needs=_BOUNDED)
     correction_veto: float = key(
-        0.0,
-        "Exclude sequences with a token whose w is below this, as in 1e-4. 0: none",
-        ge=0,
-        lt=1,
-        needs=_BOUNDED,
+        0.0, "Exclude sequences with a token whose w is below this, as in 1e-4. 0: none", ge=0, lt=1, needs=_BOUNDED
     )
     behave_imp_weight_cap: float | None = key(
         5.0,

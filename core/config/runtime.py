@@ -456,10 +456,7 @@ class OverRolloutConfig(Section):
 
     ratio: float = key(0.0, "Share of its prompts that a step may miss. 0: none", ge=0, lt=1)
     wait_seconds: float = key(
-        30.0,
-        "Wait for them so long after the others are ready",
-        ge=0,
-        needs=above("experience.over_rollout.ratio", 0),
+        30.0, "Wait for them so long after the others are ready", ge=0, needs=above("experience.over_rollout.ratio", 0)
     )
 
 

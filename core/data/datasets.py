@@ -289,13 +289,7 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
     load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
 
     def open_one(source: DataSource, *, sample: int | None = None) -> Rows:
-        return load(
-            source,
-            encoder,
-            max_seqlen=config.trained_tokens[0],
-            sample=sample,
-            **config.row_order,
-        )
+        return load(source, encoder, max_seqlen=config.trained_tokens[0], sample=sample, **config.row_order)
 
     return open_one
 

@@ -162,11 +162,7 @@ def _trackers(config: ExperimentConfig, paths: RunPaths, runs: TrackedRuns) -> d
         )
     if config.monitor.mlflow_uri is not None:
         trackers["mlflow"] = partial(
-            MLflowSink,
-            runs=runs,
-            uri=config.monitor.mlflow_uri,
-            experiment=paths.experiment,
-            name=paths.trial,
+            MLflowSink, runs=runs, uri=config.monitor.mlflow_uri, experiment=paths.experiment, name=paths.trial
         )
     return trackers
 
@@ -199,10 +195,7 @@ class RunContext:
         ValueError as find_start, and TrackerError."""
         record_spans("driver", paths.logs, limit_mib=config.monitor.timeline_mib)
         recover = RecoverStore(
-            paths.recover,
-            config.identity,
-            keep=config.recover_keep,
-            timeout_seconds=config.deadlines.call_seconds,
+            paths.recover, config.identity, keep=config.recover_keep, timeout_seconds=config.deadlines.call_seconds
         )
         start = find_start(recover, config, paths.recover)
         attempt.report(began=start.state.step, step=start.state.step)

@@ -92,10 +92,7 @@ class GeneratorPool:
         self._key = secrets.token_hex(32)
         self._ending = False
         self._settings = replace(
-            settings,
-            tp=placed.layout.tp,
-            pp=placed.layout.pp,
-            startup_timeout_seconds=cluster.startup_seconds,
+            settings, tp=placed.layout.tp, pp=placed.layout.pp, startup_timeout_seconds=cluster.startup_seconds
         )
         self._memory_flag = BACKENDS[placed.backend].memory_flag
         self._new: list[_Replica] = []
@@ -149,9 +146,7 @@ class GeneratorPool:
     def endpoints(self, trainer: RoleAllocation) -> list[WeightEndpoint]:
         """Return the servers that take part, each with the trainer's ranks on its GPUs."""
         return with_colocated_ranks(
-            self._everywhere(_END_SECONDS, GeneratorActor.endpoint),
-            [r.slots for r in self._participants()],
-            trainer,
+            self._everywhere(_END_SECONDS, GeneratorActor.endpoint), [r.slots for r in self._participants()], trainer
         )
 
     def pause(self, timeout_seconds: float) -> None:

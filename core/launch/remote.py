@@ -46,10 +46,7 @@ def without_unused_processes() -> Iterator[None]:
     """
     parameter, services = ray._private.parameter, ray._private.services
     params = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)  # type: ignore[arg-type]
-    replaced = (
-        (parameter, "RayParams", params),
-        (services, "start_api_server", lambda *args, **options: (None, None)),
-    )
+    replaced = ((parameter, "RayParams", params), (services, "start_api_server", lambda *args, **options: (None, None)))
     before = [getattr(module, name) for module, name, _ in replaced]
     for module, name, own in replaced:
         setattr(module, name, own)

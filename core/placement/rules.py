@@ -245,10 +245,7 @@ def _violation(error: AllocationError, *others: str) -> Violation:
     return Violation((error.key, *(key for key in others if key != error.key)), text)
 
 
-_BATCH_KEYS = {
-    "group_size": "group_size",
-    "ppo_n_minibatches": "ppo.ppo_n_minibatches",
-}
+_BATCH_KEYS = {"group_size": "group_size", "ppo_n_minibatches": "ppo.ppo_n_minibatches"}
 
 
 def _auxiliary(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:

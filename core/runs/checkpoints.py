@@ -28,11 +28,7 @@ from model_specs.untrusted import UntrustedFileError, read_json_object
 
 State = Mapping[str, Any]
 """What a file of a checkpoint or of a run holds, by name."""
-CONFIG_KEYS = {
-    "group_size": "group_size",
-    "n_nodes": "n_nodes",
-    "algorithm": "algorithm.name",
-}
+CONFIG_KEYS = {"group_size": "group_size", "n_nodes": "n_nodes", "algorithm": "algorithm.name"}
 """Field of RunIdentity -> the key that sets it; that of train_bs_n_seqs is ExperimentConfig.batch_key."""
 
 _NAME = re.compile(r"globalstep(\d+)")

@@ -237,12 +237,7 @@ class RecoverStore:
                 logger.error("The recover checkpoint of step %d failed: %s", step, first_line(self._error))
 
     def _write(
-        self,
-        temporary: Path,
-        state: RunState,
-        rollout_state: object,
-        wait_engines: WaitWritten,
-        stop: threading.Event,
+        self, temporary: Path, state: RunState, rollout_state: object, wait_engines: WaitWritten, stop: threading.Event
     ) -> None:
         """Write a checkpoint; when this returns or raises, nothing half-written is left."""
         began = time.perf_counter()

@@ -246,8 +246,7 @@ class StoredTensorsWriter:
                 offset += write_rows(stream.fileno(), offset, piece, part.dtype)
         stream.seek(end)
         entry = self._tensors.setdefault(
-            part.key,
-            TensorStorageMetadata(TensorProperties(dtype=part.dtype), torch.Size(part.global_shape), []),
+            part.key, TensorStorageMetadata(TensorProperties(dtype=part.dtype), torch.Size(part.global_shape), [])
         )
         entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
         index = MetadataIndex(part.key, offsets, len(entry.chunks) - 1)

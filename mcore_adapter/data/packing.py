@@ -389,9 +389,5 @@ def _thd(lens: Tensor, device: torch.device) -> dict[str, Any]:
     cu_seqlens = cu_seqlens.to(device)
     longest = int(lens.max())
     return dict(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )

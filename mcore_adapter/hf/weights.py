@@ -313,12 +313,7 @@ def _buckets(owned: Iterable[_Owned], shapes: Shapes, max_elements: int) -> Iter
 
 
 def _lay_out(
-    held_by: Sequence[tuple[Conversion, list[int]]],
-    shapes: Shapes,
-    *,
-    tp: int,
-    to: Receivers,
-    dtype: torch.dtype,
+    held_by: Sequence[tuple[Conversion, list[int]]], shapes: Shapes, *, tp: int, to: Receivers, dtype: torch.dtype
 ) -> ExportBucket:
     """Return a bucket of parameters, given with the global ranks that hold their shards."""
     whole: dict[int, list[Conversion]] = {}

@@ -203,10 +203,7 @@ def unstacked(name: str, param: Tensor) -> list[tuple[str, Tensor]]:
 
 def outer_table(config: ModelConfig, *, is_critic: bool) -> dict[str, Conversion]:
     """Return parameter name -> conversion, for the parameters outside the layers, without a tied output layer."""
-    table: dict[str, Conversion] = {
-        EMBEDDING: Split(tensors.EMBEDDING, 0),
-        FINAL_NORM: Replicated(tensors.FINAL_NORM),
-    }
+    table: dict[str, Conversion] = {EMBEDDING: Split(tensors.EMBEDDING, 0), FINAL_NORM: Replicated(tensors.FINAL_NORM)}
     if is_critic:
         table[OUTPUT] = Replicated(tensors.VALUE_HEAD)
     elif not config.tied:

@@ -367,12 +367,7 @@ def build_model(
     if fp8:
         _check_fp8(fp8, config, parallel, device)
     megatron = transformer_config(
-        config,
-        parallel=parallel,
-        device=device,
-        dtype=dtype,
-        fp8=fp8,
-        sequence_parallel=layout.tp > 1,
+        config, parallel=parallel, device=device, dtype=dtype, fp8=fp8, sequence_parallel=layout.tp > 1
     )
     chunks = [
         ModelChunk(

@@ -410,12 +410,7 @@ class TrainOptimizer:
     """The optimizer of one engine. Its only state beside Megatron's is `num_updates`, which drives the schedule."""
 
     def __init__(
-        self,
-        chunks: list[DistributedDataParallel],
-        config: OptimizerConfig,
-        dtype: torch.dtype,
-        *,
-        total_updates: int,
+        self, chunks: list[DistributedDataParallel], config: OptimizerConfig, dtype: torch.dtype, *, total_updates: int
     ) -> None:
         self._chunks, self._config, self._total_updates = chunks, config, total_updates
         self._on_host = False

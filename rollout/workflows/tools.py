@@ -30,9 +30,7 @@ class ToolsWorkflow:
         """What workflow.options may contain."""
 
         tools: list[str] = key(
-            ["python"],
-            "python (code in the sandbox), package.module:function, mcp:COMMAND or mcp:URL",
-            min_length=1,
+            ["python"], "python (code in the sandbox), package.module:function, mcp:COMMAND or mcp:URL", min_length=1
         )
         max_turns: int = key(8, "Answers of the policy", ge=1)
         context_tokens: int = key(4096, "Tokens of a conversation", ge=1)

@@ -449,9 +449,7 @@ def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
         return
     for engine in expected.engines:
         for (name, one), (_, other) in zip(
-            optimizer_state(expected.recover / last, engine),
-            optimizer_state(found.recover / last, engine),
-            strict=True,
+            optimizer_state(expected.recover / last, engine), optimizer_state(found.recover / last, engine), strict=True
         ):
             if one.numpy().tobytes() != other.numpy().tobytes():
                 verdict.problems.append(f"{found.name}: {engine}/{name} of the last checkpoint differs")

@@ -102,10 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", help="system message of the chat template")
     add("--instruction", help="text after a question in the chat template")
     add("--workflow", help="workflow.type; default: that of the run that saved the model, or math")
-    add(
-        "--reward",
-        help="reward.function; default: that of the run that saved the model, or math",
-    )
+    add("--reward", help="reward.function; default: that of the run that saved the model, or math")
     add(
         "--right_at",
         type=float,

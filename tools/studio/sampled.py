@@ -204,12 +204,7 @@ class SampleIndex:
             if row := self._read(places[at], wanted):
                 rows.append(_short(row, wanted))
             at += 1
-        return {
-            "rows": rows,
-            "matched": len(places),
-            "looked_at": at,
-            "next": at if at < len(places) else None,
-        }
+        return {"rows": rows, "matched": len(places), "looked_at": at, "next": at if at < len(places) else None}
 
     def _places(self, query: Query) -> np.ndarray:
         """Return (inode, offset) [N, 2] of the answers that the conditions keep, without the text. Raises

@@ -125,11 +125,7 @@ def random_batch(vocab_size: int, lens: Sequence[int]) -> PackedBatch:
         token_ids=torch.randint(vocab_size, (total,), generator=generator),
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
-        fields={
-            "advantages": torch.randn(total, generator=generator),
-            "old_logprobs": old,
-            "rollout_logprobs": old,
-        },
+        fields={"advantages": torch.randn(total, generator=generator), "old_logprobs": old, "rollout_logprobs": old},
     )
 
 

@@ -89,12 +89,7 @@ def hooks() -> Sequence[Hook]:
     batch, without_gpu = "managers.schedule_batch.ScheduleBatch.", "experts of tokens without a GPU"
     rows += [
         (radix + "cache_finished_req", "before", tokens.keep_or_drop_answer, "answers are kept for a next turn alone"),
-        (
-            quantized + "get_quant_method",
-            "around",
-            models.no_cache_scales,
-            "FP8 weights have no scales of a cache",
-        ),
+        (quantized + "get_quant_method", "around", models.no_cache_scales, "FP8 weights have no scales of a cache"),
         (logits + "_compute_lm_head", "around", fp32_logits, "bfloat16 would round a logit of 20 by up to 0.06"),
         (layers + "sampler.Sampler._sample_from_probs", "around", sampling.sample, "no sort of the vocabulary"),
         (logprobs + "compute_logprobs", "around", sampling.renormalise, "log-probabilities of what top_k, top_p leave"),
