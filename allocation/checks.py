@@ -5,8 +5,6 @@ Invariants: the `*_errors` functions find every broken rule and raise nothing; `
 suggestion made here is itself accepted on the cluster it is made for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ Invariants: whatever the text, the outcome is an Allocation or an AllocationErro
 every slot of the cluster, gives every role in `ROLES` a layout, and has as many slots per role as the layout has ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

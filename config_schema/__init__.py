@@ -1,8 +1,6 @@
 """How a key of the configuration is declared: by the component that reads it, once. Here: the known name that a wrong
 one was probably meant to be. Every error about a name asks for it."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Errors that more than one part of core names, importable without Ray or torch."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

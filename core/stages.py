@@ -5,8 +5,6 @@ A stage is a run like any other: the keys of its section over the other keys of 
 alone, so the same command continues where the last one ended.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ python evaluation/eval_and_aggregate.py --model_path M --output_path O --data_na
     --max_gen_tokens 32768
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ the import time of a trainer rank, also where none of these functions is ever ca
 the first call of such a function on a GPU; on the CPU they run as they are. The same holds for the optimizers of torch.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

@@ -5,8 +5,6 @@ critic, reference) share the process and its groups. Invariant: what a method re
 nor on how the minibatch was cut into microbatches, beyond summation order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

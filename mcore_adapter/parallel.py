@@ -5,8 +5,6 @@ ranks of a stage hold the experts of expert-parallel ranks 0, 1, ..., 0, 1, ...;
 the process's one set of Megatron groups.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 

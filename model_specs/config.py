@@ -5,8 +5,6 @@ exists describes a model that Megatron can build here; everything else (sliding 
 place for, ...) raises ModelConfigError with the key and the value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """One model family: what model_type means for config.json, for checkpoints and for inference servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

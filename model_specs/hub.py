@@ -3,8 +3,6 @@
 Invariant: an existing file or folder is never looked up, and without a network only the cache of the hub is used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache, partial

@@ -3,8 +3,6 @@
 No tensor is read: a folder of many GB takes milliseconds, and its tokenizer up to a second.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -7,8 +7,6 @@ rank. Experts are the same in every family: gate and up projections of all exper
 projections in `w2_weight`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal

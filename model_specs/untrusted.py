@@ -7,8 +7,6 @@ Single values of a config.json are read with the type and range of the function'
 ModelConfigError with key and value.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

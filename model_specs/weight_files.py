@@ -8,8 +8,6 @@ In the block-wise FP8 format of DeepSeek-V3 and Qwen3-FP8 the weight of a linear
 multiplied by. Embeddings, the output layer, norms, biases and routers stay as they are.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

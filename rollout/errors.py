@@ -4,8 +4,6 @@ or ends the run.
 The driver (core/launch/remote.py) answers failures of generators with a new attempt: new processes may do better.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections import deque
 from collections.abc import Iterator

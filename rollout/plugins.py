@@ -4,8 +4,6 @@ Invariant: a path that cannot be used raises one PluginError that contains the p
 raises, or ends the process, when it is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

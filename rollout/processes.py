@@ -1,7 +1,5 @@
 """Processes that end with another one, and groups of processes that end as one. Standard library only."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

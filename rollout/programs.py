@@ -1,7 +1,5 @@
 """Programs of users: what they are given, and commands as processes that end with the sample."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

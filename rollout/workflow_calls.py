@@ -13,8 +13,6 @@ Not covered: callbacks of the loop, and tasks that are not made by create_task()
 Invariant: the error of a malformed group names the prompt, the field, the value and the rule.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import numbers

@@ -8,8 +8,6 @@
 Names are imported when they are first used, so `import slipstream` loads neither torch nor Ray.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ is that of this installation, also where the working folder has packages named c
 that folder.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -3,8 +3,6 @@
 Used as `type=` of argparse, which names the argument and ends with exit code 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

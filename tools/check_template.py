@@ -4,8 +4,6 @@ A conversation is rendered turn by turn as the endpoint does it (docs/agents.md)
 append-only where both are the same text.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ the trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothi
 code is 1 if a case fails or any number differs. A recording holds for one machine: another CPU rounds differently.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@
 A bug is killed when its tests pass without it and fail with it. Exit code 1: a survivor, tests that do not pass without
 the bug, or fewer than 95 % killed. Entries whose text has left the source are listed and count as not killed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ FOLDER is a fileroot (external_configs.cluster_config.fileroot); default: ./runs
 comes last.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import socket

@@ -16,8 +16,6 @@ files are those of samples.share; see docs/configuration.md. A store has the ans
 trained steps while it keeps their tokens (docs/experience.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import operator

@@ -7,8 +7,6 @@ The first host becomes the head of Ray. Every host needs the same Slipstream, Py
 folder, and the same number of GPUs. Ray's authentication token is made on the head and copied to the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

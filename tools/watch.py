@@ -6,8 +6,6 @@ RUN is the folder of a run's logs or models. On a terminal the view is renewed u
 run alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

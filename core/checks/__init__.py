@@ -5,8 +5,6 @@ Each check is a generator of problems; all of them run, so that all problems are
 neither torch nor Ray is imported, unless an algorithm of the user needs torch, or prompts or rows have to be tokenised.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

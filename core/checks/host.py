@@ -1,7 +1,5 @@
 """Facts of this host: whether a recipe can be started here. A dry run reports them apart from the recipe's problems."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import netrc

@@ -6,8 +6,6 @@ allocation and the models is added here. A rule names the keys that it reads, so
 not reported twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path

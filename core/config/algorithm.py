@@ -4,8 +4,6 @@ The keys are flat: each part of an algorithm (advantage, loss, correction, ...) 
 others names the parts that read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Literal
 

@@ -4,8 +4,6 @@
 one kind are written `a/b`. A row with accepted values refuses all others, as they would change the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ a null stands for is a property or a method, so that the rule is written once. E
 `SFTConfig`, so that callers never look at the class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ checks the bounds of single fields, and the caller's rules what several fields a
 is left out of the next, so that one mistake is one message.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

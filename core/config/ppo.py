@@ -1,7 +1,5 @@
 """Sections about what ppo-math trains on and how: data sets, sampling, PPO, and how far off policy it may be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal

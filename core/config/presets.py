@@ -4,8 +4,6 @@ A name is nothing but these values; every part can be changed by its own key. Ke
 defaults, which are those of PPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

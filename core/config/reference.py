@@ -6,8 +6,6 @@ Box, rules and lines of the listing are exactly those of the AReaL tutorial. On 
 default, meaning and what it needs to have an effect.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence

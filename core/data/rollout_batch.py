@@ -1,8 +1,6 @@
 """One training step's data in the rollout process: trajectories laid end to end, with what is known per sequence
 beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Warnings and errors of worker processes come from their log files, which all nod
 alike, the first few are shown, and later ones are counted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

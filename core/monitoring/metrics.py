@@ -5,8 +5,6 @@ Invariant: every line of a journal is whole, and no step after the one that a re
 file twice.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

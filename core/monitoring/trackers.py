@@ -6,8 +6,6 @@ recovered checkpoint remain: both only take more (docs/reliability.md). A thread
 could not be sent is counted and logged; metrics.jsonl has all of it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ Invariant: a suggestion passes every rule that depends on layouts. Rules of the 
 all suggestions; they are reported once the layouts fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from allocation import (

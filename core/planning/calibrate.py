@@ -5,8 +5,6 @@ layer in real updates of small models. Of servers on GPUs nothing is measured: t
 `source` notes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -4,8 +4,6 @@ The arithmetic of a rank is that of mcore_adapter/memory, which the engine itsel
 allocates, but for "context", which the driver holds beside it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ answers is one request to the router, which keeps groups together anyway. Invari
 input gives the same run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import logging

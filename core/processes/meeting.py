@@ -5,8 +5,6 @@ other nodes a gate stands before it, which passes connections on after a check: 
 or that they come from one of the nodes named. Source of the handshake: mutual challenge-response with HMAC (RFC 2104).
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

@@ -4,8 +4,6 @@ interpreter's lock or was stopped. Invariant: a signal goes only to the very pro
 is compared beside the number.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -14,8 +14,6 @@ when its own processes exit. The watchdog then reports it. It also ends a driver
 for an actor to be placed by a raylet that has exited waits forever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -10,8 +10,6 @@ BLAKE2b: in the standard library, without Python's lock while it runs, and wide 
 Blocks of a file are hashed side by side.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

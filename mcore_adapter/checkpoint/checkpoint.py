@@ -8,8 +8,6 @@ Megatron's own writer forks a multi-threaded process and spawns a manager that i
 inside an actor, so the shards are written by torch's writer (mcore_adapter/checkpoint/writing.py).
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

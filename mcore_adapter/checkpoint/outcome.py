@@ -3,8 +3,6 @@
 Without torch and Megatron: the driver waits. Invariant: a report appears with all of its content, or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

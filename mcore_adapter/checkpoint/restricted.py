@@ -5,8 +5,6 @@ of the classes that describe tensors, with nothing but their fields; objects are
 lie in the checkpoint's own folder. Source: "Restricting globals" of the documentation of pickle.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ Invariant: a token attends to the tokens before it in its own sequence and to no
 depend on which sequences are packed beside it (beyond summation order).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -7,8 +7,6 @@ Adam holds the contract of TransformerEngine's FusedAdam (the step is in the par
 exactly exp_avg and exp_avg_sq), because that is the only one whose checkpoints Megatron can load.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import resource

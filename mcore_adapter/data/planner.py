@@ -8,8 +8,6 @@ every data-parallel rank has the same number of microbatches; one is empty (a ze
 fewer sequences than microbatches.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import logging

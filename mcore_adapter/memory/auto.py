@@ -4,8 +4,6 @@ used: recompute="auto".
 Invariant: all ranks of a pipeline stage have the same choice; they agree on the smallest limit and the largest peak.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

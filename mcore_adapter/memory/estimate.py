@@ -6,8 +6,6 @@ corrects it by what was measured, and the planner (core/planning) reports it. In
 of a pipeline stage have in common, and on nothing else; torch is not imported.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

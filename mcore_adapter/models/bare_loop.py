@@ -5,8 +5,6 @@ GPTModel with its output layer, cross entropy over full fp32 logits, backward, d
 TransformerEngine has for a loop like this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Literal

@@ -7,8 +7,6 @@ exactly once (replicated ones: on each rank whole), so the round trip is the ide
 exactly the tensors of model_specs/tensors.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ and the value head are evaluated at trained tokens only (loss_mask); every other
 a few [chunk_tokens, vocabulary shard] buffers are allocated at any time, whatever the number of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ states into log-probabilities in chunks, so full logits exist nowhere. Weights a
 fills them; every parameter has the dimension that tensor parallelism splits as an attribute, as gradient norms need it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Invariant: gradients are summed, never averaged, over ranks and microbatches: th
 of trained tokens of the whole minibatch before the backward pass.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import weakref

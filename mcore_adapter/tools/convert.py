@@ -3,8 +3,6 @@
 It is tools/convert.py, run as it stands: nothing is imported from there.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

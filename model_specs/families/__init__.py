@@ -5,8 +5,6 @@ inference server holds its tensors); in mcore_adapter/models, how Megatron build
 TransformerConfig). Adding one: both places, one line in each of the two dicts, and entries in the tests' MODELS tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decoders of Llama 2 to 3.2, Mistral 7B, GLM-4, Qwen2 and 2.5, Qwen3, and Qwen3 with experts."""
 
-from __future__ import annotations
-
 from model_specs.config import ModelConfig, MoEConfig, parse_decoder, parse_experts
 from model_specs.family import Family
 from model_specs.tensors import DECODER, Rows, ServerParts

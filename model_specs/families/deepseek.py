@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V2-Lite (latent attention, scores by softmax, shared experts), V3 and R1 (scores by sigmoid)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from model_specs.config import ModelConfig, MoEConfig, parse_decoder, parse_experts, parse_groups, parse_mla

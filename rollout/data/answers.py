@@ -7,8 +7,6 @@ Options of a multiple choice are a list, a dictionary by letter, {text, label}, 
 each. The right one is given by a letter, an index from 0, a label, or its text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -4,8 +4,6 @@ What transformers renders is the reference. Invariant: text that comes out of he
 a template that leaves something out is an error, not a shorter prompt.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

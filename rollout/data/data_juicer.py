@@ -8,8 +8,6 @@ Of a recipe, `process`, `text_keys` and `np` count (default: 1 process). What fi
 is a column of the rows that are left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

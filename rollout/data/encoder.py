@@ -12,8 +12,6 @@ earlier turn without one, or in another way than the last one (Qwen3 removes its
 sequence of their own.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import zlib

@@ -6,8 +6,6 @@ the same records in the same order on every machine; a record is a dictionary wi
 whatever cannot be read is a DatasetError that names the place.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -9,8 +9,6 @@ Answers of preference pairs are texts, or conversations as Hugging Face preferen
 beginning is the prompt.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -6,8 +6,6 @@ Names of columns are compared without case, blanks, dashes and underscores: "Cor
 set of column names there is one answer, whatever the rows hold, so that all rows of a file are read alike.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ loads torch's compiler and torch.distributed.tensor, a third of the start of the
 imported when such a model is loaded.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 that it needs; its WebSocket protocol is spoken here, so nothing has to be installed beside the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What an environment is, and those of other libraries by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Over the socket come pickled (number of the environment, method, arguments); back goes (result, None) or (None, error).
 """
 
-from __future__ import annotations
-
 import pickle
 import socket
 import struct

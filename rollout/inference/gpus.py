@@ -5,8 +5,6 @@ CUDA_VISIBLE_DEVICES selects the GPUs and their order (numbers as nvidia-smi giv
 run, in which that variable means their own share, read it from ALLOWED instead.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -5,8 +5,6 @@ The senders are in core/weight_sync, one file for each. Neither torch nor a send
 this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -6,8 +6,6 @@ server.
 in a module of the user is a reward function: reward.function=my_rewards:grade.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

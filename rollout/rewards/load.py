@@ -10,8 +10,6 @@ A result is a number, a bool, or a mapping with "score" and further numbers, whi
 one text, "0.5*package.module:name + math", so that a run, its record and an evaluation name rewards in the same way.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -5,8 +5,6 @@ known, so the pool always has the answer that is being scored when a worker hang
 answer does to this process, the pool gets a result or sees the process end; it never outlives its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Workflows: from one prompt to its trajectories."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field

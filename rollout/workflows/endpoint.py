@@ -1,7 +1,5 @@
 """The workflow of agent programs: they talk to an endpoint, which records what they ask and get."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json

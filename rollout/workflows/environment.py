@@ -1,7 +1,5 @@
 """The workflow of environments: the policy and a game or task answer each other until it is over."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from pydantic import field_validator

@@ -1,7 +1,5 @@
 """The single-turn workflow: one prompt, its group of completions, their rewards."""
 
-from __future__ import annotations
-
 import itertools
 
 from rollout.rewards.pool import RewardPool

@@ -1,7 +1,5 @@
 """The workflow of tools: the policy calls tools and answers, in one conversation in its chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

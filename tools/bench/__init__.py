@@ -1,7 +1,5 @@
 """`python -m tools.bench`: measurements, each beside its baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

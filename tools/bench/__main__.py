@@ -8,8 +8,6 @@ and prints the same as a markdown table. Rows of other measurements that the fil
 environment of its own, and left out without one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -5,8 +5,6 @@ A conversation has NUM_TURNS answers of 16 to 48 tokens, with a question of a us
 numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The measurements of `python -m tools.bench cpu`. Each yields figures; what is compared runs alternately."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

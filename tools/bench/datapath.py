@@ -5,8 +5,6 @@ The processes are those of a run: driver, rollout process, one process a rank, R
 resident memory, which includes the pages of the store that a process has read or written.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

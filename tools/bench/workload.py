@@ -1,7 +1,5 @@
 """Prompts, rewards that cost nothing, and answers of random lengths, for measurements with random weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

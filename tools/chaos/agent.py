@@ -5,8 +5,6 @@ An effect is a file, named by the id of its call and made once, as a service wit
 of the tool or the model runs there is a mark with the process that makes it, so that kills can hit it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """A PostgreSQL server of the distribution's packages, in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

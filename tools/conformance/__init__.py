@@ -1,7 +1,5 @@
 """Prove the algorithms by golden numbers and finite differences."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

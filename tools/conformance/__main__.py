@@ -9,8 +9,6 @@ cispo, topr and tv, p (1 - p) in chord) is not the integral of its gradient; the
 the integral, in closed form. The exit status is 1 where a number or a gradient is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

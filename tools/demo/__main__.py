@@ -8,8 +8,6 @@ Everything ends up under one folder; the exit code is 0 only if held-out accurac
 With --gpus the sums are sampled by a SGLang server: on the trainer's own GPU (1) or on another (2).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -7,8 +7,6 @@ M is a Hugging Face folder, a saved step of a run, or a recover checkpoint. O ge
 runs; started again it continues where it stopped, and writes the table as text, JSON, markdown and a bar chart.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -6,8 +6,6 @@ Every difference comes with a 95 % bootstrap interval over questions: both folde
 are drawn together (paired), and what the questions' difficulty adds to both cancels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

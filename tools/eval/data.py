@@ -1,7 +1,5 @@
 """Benchmarks by name: where their files are, and the prompts in them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

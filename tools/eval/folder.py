@@ -1,7 +1,5 @@
 """The folder of an evaluation: what it may delete, and whether its answers belong to these settings."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """The model of an evaluation: what kind of folder it is, and the generators that run it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ Workflow, reward and prompt are those of the run that saved the model, where its
 evaluated as it was trained. What the command line gives wins.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Iterable, Iterator, Sequence

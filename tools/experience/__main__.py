@@ -11,8 +11,6 @@ A row of `export` is {"tags": {...}, "trajectories": [...]}. `import` puts the e
 store, as ready ones of their versions. A job may run meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ drawn = trained + leased + ready + in flight + dropped (by reason, late ones too
 episode are counted beside it. The exit code is 1 where the balance does not add up.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

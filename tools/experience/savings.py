@@ -8,8 +8,6 @@ Every way of a seed starts from the same warm-up (tools/demo). What is complete 
 measured again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -20,8 +20,6 @@ where it computed old_logprobs.
 "ref_logprobs", of which the one with the higher "reward" is the chosen one. Settings are keys of the section `dpo`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -8,8 +8,6 @@ Keys are taken over, renamed, have no meaning here, or no equivalent; then the t
 with `slipstream dry-run ppo-math --config Y.yaml`.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -7,8 +7,6 @@ write. It listens on this host alone unless --host names another address. With s
 the address that it prints has a token.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import secrets

@@ -10,8 +10,6 @@ The tokens of an answer are in the batch of its step (monitor.save_batches) or i
  "star": true, "note": "gives up", "time": "2026-11-27T12:00:00+00:00"}
 """
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import json

@@ -4,8 +4,6 @@ A change of a key edits the text, of which comments and order stay. Invariant: a
 `slipstream dry-run` applies before it looks at this host; nothing is downloaded and no code of users runs.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 Invariant: a file outside these folders is never opened, for no request, name or symbolic link.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -9,8 +9,6 @@ The content policy of each answer allows only scripts, styles and pictures of th
 executed.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import os

@@ -1,8 +1,6 @@
 """The processes of a run: host, memory, time of the last span or line of the log, the log, stacks, and questions to the
 current weights (monitor.questions). And the spans of all of them in some steps."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import socket

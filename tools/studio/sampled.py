@@ -3,8 +3,6 @@
 Invariant: a search that ends early returns how many answers it has compared and where the next one continues.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

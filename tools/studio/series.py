@@ -3,8 +3,6 @@
 Invariant: a curve of at most `points` points keeps the smallest and the largest value of every interval.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

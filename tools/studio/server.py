@@ -3,8 +3,6 @@
 Invariant: a request changes nothing in a run; notes and stars go to a file of their own beside the samples.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -5,8 +5,6 @@ not complete yet is read when it is.
 The cache is `$XDG_CACHE_HOME/slipstream/studio`, by default below ~/.cache; folders of runs stay as they are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -9,8 +9,6 @@ A target of a table is one of our keys, with what becomes of the value:
     algorithm.kl_loss_coeff if a else ppo.kl_ctl if b    the first one whose condition holds
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

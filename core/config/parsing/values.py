@@ -6,8 +6,6 @@ text field. A reference finds a key of the same tree, or its default in the sche
 the reference is the whole value, whatever stands at the other key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

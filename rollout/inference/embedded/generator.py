@@ -5,8 +5,6 @@ the thread resolves the futures of calls, so neither waits for the other. Invari
 the thread fails, every pending and every later call raises GeneratorError.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -7,8 +7,6 @@ Most families rotate dimension i together with i + head_dim / 2: the rows of the
 Invariant: `names` maps each Hugging Face name to a view into that storage, so that loading a tensor is one copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

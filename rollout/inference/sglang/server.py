@@ -4,8 +4,6 @@ The replica's tensor and pipeline ranks are the server's own child processes; al
 ends with this object or with the process that made it, whatever happens first. Nothing else is ever killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -8,8 +8,6 @@ ranks is a process of its own, `python -m tools.bench.gpu.plan CASE RANK FOLDER`
 those of several after them. Cases that need more GPUs or more memory than this host has are left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The weight push of `python -m tools.bench gpu`, out of one trainer rank: pauses, and the gaps that streams see."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The measurements of `python -m tools.bench gpu` that are whole runs of the command line."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path

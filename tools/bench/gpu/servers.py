@@ -4,8 +4,6 @@ The first GPU is the trainer's. The server is on the second, or beside the train
 GPU everything runs on the CPU, to try the measurements out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import statistics

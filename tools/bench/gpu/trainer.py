@@ -4,8 +4,6 @@ Models have random weights: speed does not depend on them. What is compared runs
 everything is small.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging
