@@ -110,7 +110,7 @@ ORDER = {
         "chaos bench studio",
     ),
     "tools.studio": ("table guard", "folders", "series sampled processes configure", "answers", "server", "__main__"),
-    "tools.bench": ("workload trl_script trl_learning", "cpu datapath", "agents gpu", "__main__"),
+    "tools.bench": ("workload trl_script", "cpu datapath", "agents gpu", "__main__"),
     "tools.bench.gpu": ("trainer", "runs servers", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
