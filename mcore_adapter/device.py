@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+from torch import nn
 
 from mcore_adapter.settings import Fp8Recipe
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from torch import nn
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 

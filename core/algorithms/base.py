@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import Tensor
 
 from core.data.stored_batch import Unit
-from mcore_adapter.data.batch import PackedBatch, Sequences, TokenWeights, token_mean
+from mcore_adapter.data.batch import ModelOutput, PackedBatch, Sequences, TokenWeights, token_mean
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import ModelOutput
 
 Metrics = dict[str, Tensor]
 Pass = Literal["old_logprobs", "ref_logprobs", "values", "entropy"]

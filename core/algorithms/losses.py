@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from core.config.algorithm import AlgorithmSettings, KLEstimator, KLGradient
-from mcore_adapter.data.batch import TOKEN_WEIGHTS, Sequences
+from mcore_adapter.data.batch import TOKEN_WEIGHTS, ModelOutput, Sequences
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
-    from mcore_adapter.data.batch import ModelOutput
 
 
 MAX_RATIO = 10.0

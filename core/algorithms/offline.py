@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from torch.nn.functional import logsigmoid
 from core.algorithms.base import Metrics, Objective
 from core.algorithms.losses import trained_weights
 from core.config.ppo import DPOHyperparameters
-from mcore_adapter.data.batch import PAIR, sequence_mean
-
-if TYPE_CHECKING:
-    from mcore_adapter.data.batch import ModelOutput, PackedBatch, Sequences
+from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, Sequences, sequence_mean
 
 
 class SFT(Objective):

@@ -50,12 +50,20 @@ from core.algorithms.losses import (
 )
 from core.algorithms.offline import DPO
 from core.config.algorithm import AlgorithmSettings
-from mcore_adapter.data.batch import TOKEN_WEIGHTS, PackedBatch, sequence_mean, sequence_of_token, token_mean, token_sum
+from mcore_adapter.data.batch import (
+    TOKEN_WEIGHTS,
+    ModelOutput,
+    PackedBatch,
+    Sequences,
+    sequence_mean,
+    sequence_of_token,
+    token_mean,
+    token_sum,
+)
 
 if TYPE_CHECKING:
     from core.data.rollout_batch import RolloutBatch
     from core.runs.checkpoints import State
-    from mcore_adapter.data.batch import ModelOutput, Sequences
 
 
 DEMONSTRATION = "demonstration"

@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checks.resumption import changed_settings
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import ConfigError
 from core.launch.cluster import Cluster
 from core.monitoring.metrics import Journal, SkippedUpdates
 from core.monitoring.monitor import MetricSink, Monitor, StepTimer, TensorBoardSink
+from core.monitoring.screen import Screen
 from core.monitoring.trackers import BackgroundTracker, MLflowSink, TrackedRuns, Tracker, TrackerError, WandbSink
 from core.placement import joined_cluster
 from core.runs.checkpoints import DamagedError, ends_too_early, near_trials, too_few_steps, verify
+from core.runs.paths import RunPaths
 from core.runs.record import saved_models
 from core.train.periodic import Evaluations, PeriodicActions, SerialEvaluations, schedule_from_control
 from core.train.recover import MemoryLimits, RecoverStore, RunState, Start
+from rollout.experience import Schedule
 from tracing import record_spans
 
 if TYPE_CHECKING:
-    from core.config.experiments import ExperimentConfig, PPOMATHConfig
     from core.experiments.workers import TrainedEngines
     from core.explore.data import DataFacts
     from core.launch.rollout_client import RolloutClient
-    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
-    from core.runs.paths import RunPaths
-    from rollout.experience import Schedule
 
 logger = logging.getLogger(__name__)
 

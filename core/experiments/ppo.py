@@ -17,33 +17,31 @@ import torch
 from rich.table import Table
 
 from core.algorithms.build import build_algorithm
+from core.config.common import Job
+from core.config.experiments import PPOMATHConfig
 from core.experiments.context import RunContext, wait_facts
 from core.experiments.workers import TrainerSide, build_ppo_engines, make_push, start_generators, start_trainer
+from core.explore.data import DataFacts
+from core.launch.generators import GeneratorPool
 from core.launch.remote import has_ended
 from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
 from core.launch.trainer_group import PublishedWeights
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
+from core.monitoring.screen import Screen
 from core.placement import resolve_allocation, transport_of
 from core.processes.stacks import forget_modules
+from core.runs.paths import RunPaths
 from core.train.periodic import DueTimer, Evaluations, Frequency
 from core.train.step_batch import SavedSteps
-from core.trainer import PPOTrainer
+from core.trainer import PPOTrainer, WeightUpdates
 from core.weight_sync.folder import FolderSubscription, Published, Publisher, VersionFolder
-from core.weight_sync.push import PUSHED
+from core.weight_sync.push import PUSHED, WeightPush
+from rollout.experience import Schedule
 from rollout.inference.registry import BACKENDS, choose_transport
 
 if TYPE_CHECKING:
-    from core.config.common import Job
-    from core.config.experiments import PPOMATHConfig
-    from core.explore.data import DataFacts
-    from core.launch.generators import GeneratorPool
-    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
-    from core.runs.paths import RunPaths
-    from core.trainer import WeightUpdates
-    from core.weight_sync.push import WeightPush
-    from rollout.experience import Schedule
 
 _LOOK_EVERY_SECONDS = 0.2
 """Seconds between two looks for a new version."""

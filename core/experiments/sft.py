@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Tensor
 
+from allocation import Allocation
 from core.algorithms.base import Objective, sent_weights
 from core.algorithms.offline import DPO, SFT
+from core.config.experiments import DPOConfig, SFTConfig
 from core.data.datasets import Rows, opener
 from core.data.stored_batch import BatchWriter, assemble
 from core.experiments.context import RunContext, Start
@@ -24,23 +26,20 @@ from core.launch.cluster import Cluster
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import DRIVER, SkippedUpdates, peak_gib
 from core.monitoring.monitor import Monitor, StepTimer
+from core.monitoring.screen import Screen
 from core.placement import resolve_allocation
 from core.processes.stacks import forget_modules
+from core.runs.checkpoints import State
+from core.runs.paths import RunPaths
 from core.train.periodic import PeriodicActions, SerialEvaluations, schedule_from_control
 from core.train.recover import MemoryLimits, RunState
 from core.trainer import EngineRef
-from mcore_adapter.data.batch import PAIR, ModelOutput, Sequences, sequence_of_token, weigh_tokens
+from mcore_adapter.data.batch import PAIR, ModelOutput, PackedBatch, Sequences, sequence_of_token, weigh_tokens
 from rollout.data.source import DatasetError
 from rollout.experience import Schedule
 
 if TYPE_CHECKING:
-    from allocation import Allocation
-    from core.config.experiments import DPOConfig, SFTConfig
-    from core.monitoring.screen import Screen
     from core.processes.supervise import Attempt
-    from core.runs.checkpoints import State
-    from core.runs.paths import RunPaths
-    from mcore_adapter.data.batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 

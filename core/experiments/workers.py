@@ -1,30 +1,24 @@
 """The processes of one attempt, made from configuration and allocation: trainer ranks, generators, the rollout side."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from allocation import Allocation, ParallelLayout, RoleAllocation, Slot
+from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
 from core.launch.rollout_client import RolloutActor, RolloutClient
 from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
-from core.train.recover import MemoryLimits
+from core.train.recover import MemoryLimits, WaitWritten
 from core.trainer import EngineRef
 from core.weight_sync.push import SenderSettings, Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from rollout.inference.backend import BackendSettings
 from rollout.inference.registry import BACKENDS, Transport
-
-if TYPE_CHECKING:
-    from core.config.experiments import ExperimentConfig, PPOMATHConfig
-    from core.train.recover import WaitWritten
 
 logger = logging.getLogger(__name__)
 

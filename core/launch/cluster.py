@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tracing
 from allocation import Allocation
+from core.config.runtime import DeadlineConfig
 from core.errors import LaunchError, first_line
 from core.launch.remote import Waiter, without_unused_processes
 from core.monitoring.logs import WorkerWarnings, worker_environment
@@ -46,11 +47,6 @@ from core.processes.watchdog import ray_folder, start_watchdog
 from rollout.inference.gpus import ALLOWED, allowed_gpus, query_gpus
 from rollout.inference.registry import SHARED_MEMORY_NAMES
 from rollout.plugins import ROOT, python_path
-
-if TYPE_CHECKING:
-    from core.config.runtime import DeadlineConfig
-    from core.placement import JoinedCluster
-
 
 logger = logging.getLogger(__name__)
 _raylet: Any = ray._raylet  # type: ignore[attr-defined]  # without stubs

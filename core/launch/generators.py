@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Concatenate, Literal
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
@@ -24,17 +25,14 @@ from core.launch.cluster import Cluster
 from core.launch.generator_actor import GeneratorActor
 from core.launch.remote import P, Pending, R, Remote
 from core.processes.stacks import collect_stacks, kill_process
-from core.train.recover import reports_out_of_memory
+from core.train.recover import MemoryLimits, reports_out_of_memory
 from core.weight_sync.push import with_colocated_ranks
+from rollout.inference.backend import BackendSettings, WeightEndpoint
 from rollout.inference.registry import BACKENDS
 from rollout.inference.router import NO_ANSWER
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
     from core.launch.rollout_client import RolloutClient
-    from core.train.recover import MemoryLimits
-    from rollout.inference.backend import BackendSettings, WeightEndpoint
 
 logger = logging.getLogger(__name__)
 

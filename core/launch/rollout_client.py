@@ -8,28 +8,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, TypeAlias, cast
+from typing import Concatenate, TypeAlias, cast
 
 import ray
 import torch
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
+from core.config.experiments import PPOMATHConfig
+from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
 from core.explore.batches import BatchService
+from core.explore.data import DataFacts
 from core.explore.service import RolloutService
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import ActorGenerator
 from core.launch.remote import P, Pending, R, Remote, fetch, place
 from core.monitoring.logs import log_to_file
+from core.monitoring.samples import Sample
+from core.train.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 from tracing import spanned
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
-
-    from core.config.experiments import PPOMATHConfig
-    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
-    from core.explore.data import DataFacts
-    from core.monitoring.samples import Sample
-    from core.train.step_batch import BatchFacts, BatchRequest, Scored, Scoring
 
 logger = logging.getLogger(__name__)
 

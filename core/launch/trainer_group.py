@@ -1,7 +1,5 @@
 """The trainer ranks of one parallel layout as the training loop calls them, and published weights in their place."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -11,28 +9,26 @@ from typing import TYPE_CHECKING, Concatenate, TypeVar
 
 import numpy as np
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayActorError
 from safetensors.torch import load_file
 
 from allocation import RoleAllocation
+from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
 from core.errors import LaunchError
 from core.launch.cluster import Cluster
 from core.launch.remote import P, R, Remote, fetch, place
 from core.launch.trainer_rank import TrainerRank
 from core.monitoring.metrics import split_memory
-from core.weight_sync.push import Deadline, SendReport, call_all
+from core.weight_sync.push import Deadline, SenderSettings, SendReport, call_all
+from mcore_adapter.data.planner import Planner
+from mcore_adapter.settings import EngineModel
 from rollout.bucket import FlatBucket
+from rollout.inference.backend import WeightEndpoint
 from rollout.inference.gpus import device_names
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
     from core.weight_sync.folder import Published
-    from core.weight_sync.push import SenderSettings
-    from mcore_adapter.data.planner import Planner
-    from mcore_adapter.settings import EngineModel
-    from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
 

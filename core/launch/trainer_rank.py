@@ -17,31 +17,29 @@ import numpy as np
 import psutil
 import ray
 import torch
+from ray import ObjectRef
 
-from core.data.stored_batch import RankBatch
+from allocation import Device, ParallelLayout
+from core.data.stored_batch import Arrays, InferencePass, RankBatch, Ref, StoredBatch, StoredFields, UpdatePass
 from core.errors import first_line
 from core.launch.remote import fetch, place
 from core.monitoring.logs import log_to_file
 from core.monitoring.metrics import TRAINER, TRAINER_GPU, peak_gib
 from core.processes.meeting import Meeting, MeetingPoint, join_store
 from core.processes.stacks import forget_modules
+from core.weight_sync.push import SenderSettings, SendReport
+from mcore_adapter.data.planner import Planner
 from mcore_adapter.device import get_device
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
+from mcore_adapter.settings import EngineModel
 from rollout.bucket import FlatBucket
+from rollout.inference.backend import WeightEndpoint
 from rollout.inference.registry import TRANSPORTS
 from tracing import spanned
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from allocation import Device, ParallelLayout
-    from core.data.stored_batch import Arrays, InferencePass, Ref, StoredBatch, StoredFields, UpdatePass
     from core.weight_sync.buckets import Sender
-    from core.weight_sync.push import SenderSettings, SendReport
-    from mcore_adapter.data.planner import Planner
     from mcore_adapter.engine import MegatronEngine, Shard
-    from mcore_adapter.settings import EngineModel
-    from rollout.inference.backend import WeightEndpoint
 
 logger = logging.getLogger(__name__)
 

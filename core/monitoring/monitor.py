@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from core.monitoring.health import NoSignal
 from core.monitoring.metrics import Histogram, Journal, Row
 from core.monitoring.samples import Sample, headline, log_text
 from core.monitoring.screen import Screen
+from rollout.experience.selection import Schedule
 from tracing import add_span, span
-
-if TYPE_CHECKING:
-    from rollout.experience.selection import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from core.config.common import CommonExperimentConfig
 from core.runs.checkpoints import committed, has_checkpoint
-
-if TYPE_CHECKING:
-    from core.config.common import CommonExperimentConfig
 
 PRIVATE = 0o077
 """Mask of new files and folders: prompts, answers and states are their owner's."""

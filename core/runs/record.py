@@ -8,8 +8,6 @@
 Callers pass configuration and command line with their secrets masked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,16 +22,13 @@ from datetime import datetime
 from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
+from core.config.common import CommonExperimentConfig
 from core.runs.checkpoints import State, is_checkpoint, recover_checkpoints
 from core.runs.paths import RunPaths
 from rollout.plugins import make_state_folder, state_folder
-
-if TYPE_CHECKING:
-    from core.config.common import CommonExperimentConfig
 
 CONFIG, STARTS, COMPLETE = "config.yaml", "starts.jsonl", "complete.json"
 _MAX_CHANGES = 10

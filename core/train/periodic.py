@@ -6,24 +6,20 @@ at a time; one that becomes due meanwhile measures the first weights after it. I
 when all records of its step have been written, so that a run that continues from it neither repeats nor misses a row.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from core.config.runtime import ExperimentSaveEvalControl
 from core.data.stored_batch import Ref
 from core.monitoring.monitor import StepTimer
 from core.processes.signals import EndNow, interruptible, postponed
 from core.train.recover import RecoverStore, RunState, WaitWritten
 from rollout.experience import Schedule
-
-if TYPE_CHECKING:
-    from core.config.runtime import ExperimentSaveEvalControl
 
 logger = logging.getLogger(__name__)
 

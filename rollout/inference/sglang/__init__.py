@@ -1,16 +1,11 @@
 """SGLang servers as a backend: one server process, with its tensor and pipeline ranks, a replica."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from rollout.inference.backend import Backend, BackendSettings, Capabilities, FlagValue, MemoryFlag, Replica
 from rollout.inference.sglang.arguments import COLOCATED_MEM_FRACTION, decided_elsewhere, host_problems
-
-if TYPE_CHECKING:
-    from model_specs.config import ModelConfig
 
 
 class SGLangBackend(Backend):
