@@ -15,7 +15,11 @@ from rollout.inference.embedded import EmbeddedBackend
 from rollout.inference.mock import MockBackend
 from rollout.inference.sglang import SGLangBackend
 
-BACKENDS: dict[str, Backend] = {"sglang": SGLangBackend(), "embedded": EmbeddedBackend(), "mock": MockBackend()}
+BACKENDS: dict[str, Backend] = {
+    "sglang": SGLangBackend(),
+    "embedded": EmbeddedBackend(),
+    "mock": MockBackend(),
+}
 """Backends by their name in allocation_mode."""
 DEFAULT_BACKEND: Mapping[Device, str] = {GPU: "sglang", CPU: "embedded"}
 """The backend of a run that names none, by the device that it samples on."""
