@@ -233,9 +233,7 @@ class _Worker:
         readable, writable = os.pipe()
         given = os.memfd_create("code", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:
-            with open(given, "wb", closefd=False) as file:
-                file.write(source + input.encode(errors="replace"))
-            os.lseek(given, 0, os.SEEK_SET)
+            os.pwrite(given, source + input.encode(errors="replace"), 0)
             fcntl.fcntl(given, fcntl.F_ADD_SEALS, _SEALS)
             call = CALL.pack(settings.seconds, settings.memory_mib * 2**20, len(source))
             socket.send_fds(self._channel, [call], [given, writable])

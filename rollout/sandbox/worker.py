@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.sandbox import lockdown
-from rollout.sandbox.guest import PRELOADED, run_code
+from rollout.sandbox.guest import PRELOADED, run_code, warm_up
 
 CALL = struct.Struct("<dQQ")
 """Seconds, bytes of memory, bytes of the code, which the program's input follows."""
@@ -36,8 +36,7 @@ class Guest:
     has_namespaces: bool
     own_bytes: int
     """Address space of the worker."""
-    allowed: bytes
-    """System calls, see computing_only()."""
+    system_calls: lockdown.SystemCallFilter
 
     def run(self, fds: list[int], memory_bytes: int, seconds: float, code_bytes: int) -> None:
         """Give up everything, run the code and end this process."""
@@ -49,9 +48,8 @@ class Guest:
             os.closerange(3, 1024)
             if self.has_namespaces:
                 lockdown.private_work_folder(_FILE_BYTES)
-            memory_bytes += self.own_bytes
-            lockdown.limit(memory_bytes=memory_bytes, cpu_seconds=int(seconds) + 2, file_bytes=_FILE_BYTES)
-            lockdown.forbid_system_calls(self.allowed)
+            lockdown.limit(AS=self.own_bytes + memory_bytes, CPU=int(seconds) + 2)
+            self.system_calls.enforce()
             code = run_code(code_bytes) if code_bytes else 0
         except OSError as error:
             code = error.errno or 1
@@ -72,7 +70,9 @@ def main(argv: list[str]) -> None:
         lockdown.check_platform()
         if level == "namespaces":
             lockdown.enter_namespaces(_folders(modules), root="/proc")
-        guest = Guest(level == "namespaces", own_bytes, lockdown.computing_only(files=level == "namespaces"))
+        guest = Guest(level == "namespaces", own_bytes, lockdown.SystemCallFilter(files=level == "namespaces"))
+        lockdown.limit(FSIZE=_FILE_BYTES, NOFILE=64, CORE=0)
+        warm_up()
         gc.freeze()  # children share the memory of what is not collected
         _serve_one(channel, guest, trial=True)
     except OSError as error:
@@ -94,7 +94,7 @@ def _serve_one(channel: socket.socket, guest: Guest, *, trial: bool = False) -> 
         if len(message) < CALL.size:
             raise EOFError
         seconds, memory_bytes, code_bytes = CALL.unpack(message)
-    child = os.fork()
+    child = lockdown.fork()
     if not child:
         guest.run(fds, memory_bytes, seconds, code_bytes)
     for fd in fds:
