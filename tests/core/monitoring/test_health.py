@@ -22,7 +22,12 @@ allows, and in the end four fifths of its groups have equal rewards."""
 STEPS = 900
 SETTINGS = {"dataset.train_bs_n_seqs": 64}
 LIMITS = {"memory/trainer_gib": 24.0}
-CURVES = ("2x-nvidia-h200-2026-11-27", "seed3-2x-nvidia-h200-2026-11-28", "trl-1x-nvidia-h200-2026-11-28")
+CURVES = (
+    "2x-nvidia-h200-2026-11-27",
+    "seed2-2x-nvidia-h200-2026-11-28",
+    "seed3-2x-nvidia-h200-2026-11-28",
+    "trl-1x-nvidia-h200-2026-11-28",
+)
 
 Fault = Mapping[str, tuple[float, float]]
 """Metric -> its first value, and the one that it keeps in the last third."""
