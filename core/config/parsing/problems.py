@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 MASK = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE)
 """In the name of an environment variable: its value is not shown."""
-_SECRET_KEY = re.compile("(key|token|secret|pass|password|passwd|auth|cred|credentials?)$")
-"""At the end of a configuration key in lower case: max_tokens_per_mb is no secret."""
+_SECRET_KEY = re.compile("(?!(max|min|num|n)_).*(key|token|secret|pass|password|passwd|auth|cred|credentials?)")
+"""A configuration key in lower case: max_new_token and max_tokens_per_mb are no secrets."""
 _COLUMN_KEY = re.compile(r"(data|dataset|buffer)\..*_key")
 """A key that names a column in configurations of other systems."""
 _USER_OF_URL = re.compile(r"(?P<scheme>\b[A-Za-z][\w+.-]*://)[^/@\s'\"]*@")
@@ -37,7 +37,7 @@ def masked_override(word: str) -> str:
     key, equals, value = word.partition("=")
     name = key.strip().rpartition(".")[2]
     of_envs = key.strip().startswith("external_configs") and is_secret(name if ".envs." in key else value)
-    is_secret_key = _SECRET_KEY.search(name) and not _COLUMN_KEY.fullmatch(key.strip())
+    is_secret_key = _SECRET_KEY.fullmatch(name) and not _COLUMN_KEY.fullmatch(key.strip())
     if equals and (of_envs or is_secret_key or (name.isupper() and is_secret(name))):
         return f"{key}={MASK}"
     return masked_urls(word)

@@ -28,6 +28,8 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
     [
         "actor_train.mb_spec.max_tokens_per_mb=30720",
         "ppo.gen.max_new_tokens=8",
+        "ppo.gen.max_new_token=8",
+        "data.num_token=8",
         "--dry-run",
         "buffer.explorer_input.taskset.format.prompt_key=question",
         "dataset.format.prompt_key=question",
@@ -38,7 +40,9 @@ def test_keys_that_only_sound_like_a_secret_are_shown(word: str) -> None:
     assert masked_override(word) == word
 
 
-@pytest.mark.parametrize("word", ["x.API_KEY=hunter2", "actor.sglang.api_key=hunter2", "hf_token=hunter2"])
+@pytest.mark.parametrize(
+    "word", ["x.API_KEY=hunter2", "actor.sglang.api_key=hunter2", "hf_token=hunter2", "x.token=hunter2"]
+)
 def test_a_secret_under_a_wrong_key_is_masked(word: str) -> None:
     assert masked_override(word) == f"{word.partition('=')[0]}=***"
 
