@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,24 @@ def test_a_run_that_was_never_evaluated_is_no_picture(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "1 steps and 0 evaluations; one of each is needed" in done.stderr
     assert not (tmp_path / "curve.png").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("to_all", [True, False])
+def test_ctrl_c_ends_the_demo_and_its_run(tmp_path: Path, to_all: bool) -> None:
+    command = [sys.executable, "-m", "tools.demo", "--output", str(tmp_path / "demo")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as demo:
+        try:
+            next(line for line in demo.stdout if line.startswith("$ python -m core.quickstart sft"))
+            while not any(tmp_path.glob("demo/logs/*/demo-sft/*/.running")):
+                assert demo.poll() is None, demo.stderr.read()
+                time.sleep(0.05)
+            (os.killpg if to_all else os.kill)(demo.pid, signal.SIGINT)
+            shown = demo.communicate()[1]
+            assert (demo.returncode, shown.splitlines()[-1]) == (130, "Interrupted.")
+            assert "Traceback" not in shown
+            with pytest.raises(ProcessLookupError):
+                os.killpg(demo.pid, 0)
+        finally:
+            demo.kill()

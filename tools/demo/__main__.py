@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.processes.signals import INTERRUPTED
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.plugins import python_path
@@ -43,7 +44,7 @@ class DemoError(RuntimeError):
 
 def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Mapping[str, str]) -> None:
     """Run `python -m core.quickstart <experiment>` with the demo's configuration; its output goes to `log`, one line in
-    25 steps to the terminal. Raises DemoError if it fails."""
+    25 steps to the terminal. Raises DemoError if it fails, and KeyboardInterrupt if it was interrupted."""
     config = Path(__file__).with_name(f"demo-{experiment.removesuffix('-math')}.yaml")
     command = [sys.executable, "-P", "-m", "core.quickstart", experiment, "--config", str(config), *overrides]
     command.append("monitor.style=areal")  # show_progress() reads these lines
@@ -61,10 +62,17 @@ def run_quickstart(experiment: str, *overrides: str, log: Path, environment: Map
         ) as process,
     ):
         assert process.stdout is not None, "stdout is a pipe"
-        for line in process.stdout:
-            file.write(line)
-            lines = [*lines[-_LAST_LINES:], line]
-            show_progress(lines)
+        try:
+            for line in process.stdout:
+                file.write(line)
+                lines = [*lines[-_LAST_LINES:], line]
+                show_progress(lines)
+        except KeyboardInterrupt:
+            process.terminate()  # a signal to this process alone has not reached it
+            process.communicate()
+            raise
+    if process.returncode == INTERRUPTED:
+        raise KeyboardInterrupt
     if process.returncode != 0:
         raise DemoError(f"{experiment} ended with exit code {process.returncode}; {log} ends:\n{''.join(lines)}")
 
@@ -156,9 +164,7 @@ PLACES: dict[int, tuple[list[str], list[str]]] = {
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; without arguments the demo is the configuration in examples/configs."""
-    parser = argparse.ArgumentParser(
-        prog=cli.program("tools.demo"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser_of("tools.demo", __doc__)
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of weights, data order and sampling")
     parser.add_argument(
         "--output",
@@ -179,6 +185,9 @@ def main() -> int:
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def run_demo(output: Path, *, seed: int, gpus: int, steps: int | None) -> int:
