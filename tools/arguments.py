@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from model_specs import hub
 
@@ -24,6 +25,18 @@ def program(module: str) -> str:
     if len(script) == 2 and Path(script[0]).stem == "slipstream":
         return f"slipstream {script[1]}"
     return f"python -m {module}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Writes an error as one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command, whose help begins with the text `about`."""
+    return _Parser(prog=program(module), description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def run_with(path: Path, name: str, *, without: str) -> Path:

@@ -4,7 +4,6 @@ A conversation is rendered turn by turn as the endpoint does it (docs/agents.md)
 append-only where both are the same text.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -106,7 +105,7 @@ def lines(chat: ChatTemplate) -> Iterator[tuple[str, str]]:
 
 def main() -> int:
     """Print one line for each kind of conversation. Exit code 1: the model has no chat template."""
-    parser = argparse.ArgumentParser(prog=cli.program("tools.check_template"), description=__doc__.split("\n\n")[0])
+    parser = cli.parser_of("tools.check_template", __doc__.split("\n\n")[0])
     parser.add_argument(
         "--model", type=cli.model(weights=False), required=True, help="Hugging Face folder, or id of the hub"
     )

@@ -31,7 +31,7 @@ from core.runs.checkpoints import MANIFEST, MARKER, DamagedError, verify
 from model_specs.families import read_config
 from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
-from tools.arguments import model, program
+from tools.arguments import model, parser_of
 
 if TYPE_CHECKING:
     from mcore_adapter.parallel import ParallelState
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program("tools.convert"), description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of("tools.convert", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--checkpoint_path", type=model(), required=True, help="folder to convert")
     parser.add_argument("--output_path", type=Path, required=True, help="folder to write")
     parser.add_argument("--to-megatron", action="store_true", help="from Hugging Face to Megatron")

@@ -8,7 +8,6 @@ the trainer on one rank or with tensor, pipeline or data parallelism of 2. Nothi
 code is 1 if a case fails or any number differs. A recording holds for one machine: another CPU rounds differently.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -120,9 +119,7 @@ def read_recording(file: Path) -> Recording:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog=cli.program("tools.curves"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser_of("tools.curves", __doc__)
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="the recording")
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="CASE", help=f"patterns of: {' '.join(CASES)}")

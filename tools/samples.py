@@ -36,7 +36,7 @@ from core.runs.record import CONFIG, settings_of
 from rollout.data.source import printable
 from rollout.experience import Episode, Experience, StoreError, Tags
 from rollout.plugins import PluginError
-from tools.arguments import BadRequest, integer, program, run_with, step_range
+from tools.arguments import BadRequest, integer, parser_of, run_with, step_range
 from tools.experience.ledger import open_store
 
 Keep = Callable[[Sample], bool]
@@ -78,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.samples"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.samples", __doc__)
     parser.add_argument("run", metavar="RUN", help="log folder of a run, or an experience store")
     parser.add_argument("--store", action="store_true", help="read the run's experience store, not samples.jsonl")
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="folder of the model; default: the run's")

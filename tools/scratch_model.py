@@ -7,7 +7,6 @@ For trying a recipe where no pretrained model is at hand:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,11 +124,7 @@ def problems(
 
 def main() -> int:
     """Write the model; return 0, or 2 for bad input, with one line on stderr for each problem."""
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.scratch_model"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser_of("tools.scratch_model", __doc__)
     add, size = parser.add_argument, arguments.integer(least=1)
     add("--data", type=arguments.data_file, required=True, help="file of prompts: jsonl, json, csv, parquet or arrow")
     add("--prompt_field", help="column of the prompt; default: detected")

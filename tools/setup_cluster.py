@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from tools.arguments import parser_of
+
 RAY_PORT = 6379
 _SSH_SECONDS = 20
 _COMMAND_SECONDS = 300.0
@@ -27,6 +29,7 @@ _PRIVATE = "umask 077; mkdir -p $HOME/.ray"
 PROBE = """
 import json, os, platform, shutil, subprocess, sys, uuid
 from importlib import metadata
+from tools.arguments import parser_of
 def version(name):
     try: return metadata.version(name)
     except metadata.PackageNotFoundError: return "missing"
@@ -175,9 +178,7 @@ def _table(facts: Mapping[str, Mapping[str, object]]) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.setup_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.setup_cluster", __doc__)
     add = parser.add_argument
     add("--hosts", "--hostnames", nargs="+", required=True, help="names or addresses; the first is the head of Ray")
     add("--shared", default="/storage", help="folder that all hosts share: models, data sets, fileroot")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tools.arguments import BadRequest, integer, new_folder, program, run_with, step_range
+from tools.arguments import BadRequest, integer, new_folder, parser_of, run_with, step_range
 from tracing import EARLIER, FOLDER, OF
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.timeline"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.timeline", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run")
     parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show")
     parser.add_argument("--steps", type=integer(least=1), default=3, metavar="N", help="so many last steps; default: 3")

@@ -6,7 +6,6 @@ RUN is the folder of a run's logs or models. On a terminal the view is renewed u
 run alone.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +30,7 @@ _REFRESH_SECONDS = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the run until it ends; return 0, 2 where there is no such run."""
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.watch"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser_of("tools.watch", __doc__)
     parser.add_argument("run", type=Path, help="folder of a run's logs or models")
     parser.add_argument("--once", action="store_true", help="show the present state and end")
     given = parser.parse_args(argv)

@@ -63,9 +63,7 @@ MEASUREMENTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=cli.program("tools.bench"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser_of("tools.bench", __doc__)
     parser.add_argument("device", choices=["cpu", "gpu"], help="what to measure on")
     parser.add_argument("--only", nargs="+", choices=sorted(MEASUREMENTS["cpu"].keys() | MEASUREMENTS["gpu"].keys()))
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has trl")

@@ -17,7 +17,6 @@ file in /dev/shm was left.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -131,9 +130,7 @@ class Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.chaos"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser_of("tools.chaos", __doc__)
     parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
     parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
     names = ("sft", "dpo", *PRESETS)

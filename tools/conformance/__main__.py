@@ -9,7 +9,6 @@ cispo, topr and tv, p (1 - p) in chord) is not the integral of its gradient; the
 the integral, in closed form. The exit status is 1 where a number or a gradient is wrong.
 """
 
-import argparse
 import json
 import math
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from tools.arguments import parser_of
 from tools.conformance import CASES, SEEDS, Case, Result, make_batch, ours, to_case
 from tools.loss.compute import Case as LossCase
 from tools.loss.compute import Result as LossResult
@@ -314,9 +314,7 @@ def _moved(name: str, case: LossCase, out: LossResult, direction: Sequence[Seque
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line: 0 where everything holds."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.conformance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.conformance", __doc__)
     parser.parse_args(arguments)
     numbers, slopes = [number for family in GOLDEN.values() for number in family()], list(gradients())
     wrong = [f"{g.name}: {g.found}, expected {g.expected}" for g in numbers if not g.holds]

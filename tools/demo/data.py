@@ -7,7 +7,6 @@ Everything is made here, from a seed, without a network. Invariant: no held-out 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -143,9 +142,7 @@ def save_model(folder: Path, *, seed: int, **shape: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=cli.program("tools.demo.data"), description="Make the demo's data sets and model."
-    )
+    parser = cli.parser_of("tools.demo.data", "Make the demo's data sets and model.")
     parser.add_argument("--output", type=cli.new_folder, required=True, help="folder to write to")
     parser.add_argument("--seed", type=cli.seed, default=1, help="seed of the model's weights")
     arguments = parser.parse_args()

@@ -7,7 +7,6 @@ Of any other run:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,9 +130,7 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 
 def main() -> int:
     """Draw the curve; 2 for a file that is none of a run."""
-    parser = argparse.ArgumentParser(
-        prog=cli.program("tools.demo.plot"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser_of("tools.demo.plot", __doc__)
     parser.add_argument("metrics", type=cli.data_file, help="metrics.jsonl of a PPO run that evaluates")
     parser.add_argument(
         "--others",

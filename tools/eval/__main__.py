@@ -68,9 +68,7 @@ def _failed(error: Exception) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.eval"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments.parser_of("tools.eval", __doc__)
     add = parser.add_argument
     add(
         "--model_path",
@@ -127,9 +125,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=arguments.program("tools.eval compare"),
-        description="Two evaluations side by side: differences with 95 % bootstrap intervals, and what flipped.",
+    parser = arguments.parser_of(
+        "tools.eval compare",
+        "Two evaluations side by side: differences with 95 % bootstrap intervals, and what flipped.",
     )
     parser.add_argument("A", type=Path, help="--output_path of the first")
     parser.add_argument("B", type=Path, help="of the second")

@@ -28,7 +28,7 @@ from rollout.experience import Episode, EveryEpisode, Experience, StoreError
 from rollout.experience.stores.files import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
-from tools.arguments import BadRequest, data_file, integer, program
+from tools.arguments import BadRequest, data_file, integer, parser_of
 from tools.experience.ledger import add_store, open_store
 
 
@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.experience"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.experience", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     calls = {"stats": stats, "export": export, "to-sft": to_sft, "import": import_rows, "prune": prune}
     for name, call in calls.items():

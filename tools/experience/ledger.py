@@ -24,7 +24,7 @@ from rollout.experience import open_store as open_by_name
 from rollout.experience.episode import length_bias
 from rollout.experience.selection import no_spread
 from rollout.plugins import PluginError
-from tools.arguments import BadRequest, program, run_with
+from tools.arguments import BadRequest, parser_of, run_with
 
 _FATES = {
     "trained": "trained", "leased": "leased by the trainer", "ready": "ready", "open": "in flight",
@@ -35,11 +35,7 @@ _REASONS = {"all_right": "dropped: every answer right", "all_wrong": "dropped: e
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the balance; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.experience.ledger"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tools.experience.ledger", __doc__)
     add_store(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the distributions into this file")
     arguments = parser.parse_args(argv)

@@ -10,7 +10,6 @@ rollout/experience/. A policy decides what may start and what a step takes.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import sys
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from rich.table import Table
 
 from rollout.experience import OldestFirst, Schedule, StalenessAdmission
 from rollout.experience.base import Outstanding
-from tools.arguments import integer, program
+from tools.arguments import integer, parser_of
 from tools.experience.ledger import distance
 
 SLOTS, BATCH, STALENESS = 1024, 512, 4
@@ -310,11 +309,7 @@ def picture(results: Mapping[str, Result], prompts: Prompts) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate every policy; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.experience.policies"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tools.experience.policies", __doc__)
     parser.add_argument("--prompts", type=integer(least=10 * BATCH), default=1_000_000, metavar="N")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw which lengths are trained")
     given = parser.parse_args(argv)

@@ -8,7 +8,6 @@ Every way of a seed starts from the same warm-up (tools/demo). What is complete 
 measured again.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from rich.table import Table
 from core.monitoring.metrics import read_rows
 from rollout.data.task_sets import Candidate
 from rollout.rewards.math import RIGHT, WRONG
-from tools.arguments import integer, program, seed
+from tools.arguments import integer, parser_of, seed
 from tools.demo.__main__ import (
     PLACES,
     WARM_UP_TARGET,
@@ -74,11 +73,7 @@ def uncertain(candidates: Sequence[Candidate]) -> Sequence[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the runs that are missing, and show all; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.experience.savings"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("tools.experience.savings", __doc__)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", nargs="*", type=seed, default=[], help="none: show what is measured already")
     parser.add_argument("--steps", type=integer(least=1), default=300, help="PPO steps (default: 300)")

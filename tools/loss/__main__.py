@@ -20,7 +20,6 @@ where it computed old_logprobs.
 "ref_logprobs", of which the one with the higher "reward" is the chosen one. Settings are keys of the section `dpo`.
 """
 
-import argparse
 import gzip
 import json
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.runs.paths import step_file
+from tools.arguments import parser_of
 
 if TYPE_CHECKING:
     from tools.loss.compute import Case
@@ -50,9 +50,7 @@ def _read(path: Path | None, run: Path | None, step: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 2 where the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.loss", __doc__)
     parser.add_argument("case", nargs="?", type=Path, help="JSON file; default: standard input")
     parser.add_argument("--from-run", type=Path, help="folder of a run: its logs, or one above them")
     parser.add_argument("--step", type=int, help="with --from-run: the step, counted from 1 as in the metrics")

@@ -8,7 +8,6 @@ Keys are taken over, renamed, have no meaning here, or no equivalent; then the t
 with `slipstream dry-run ppo-math --config Y.yaml`.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from rich.table import Table
 from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
 from core.config.migrate import Recipe, Row, System, counts, nested, read, stages_of, system_of, systems, translate
-from tools.arguments import BadRequest, data_file, program
+from tools.arguments import BadRequest, data_file, parser_of
 
 _MODELS = ("actor.path", "model.path")
 _DROPPED = "without effect here: another key that it needs is not set"
@@ -33,9 +32,7 @@ _LAYOUT = re.compile(r"([dptm])(\d+)")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Translate one recipe; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("tools.migrate"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.migrate", __doc__)
     parser.add_argument("recipe", type=data_file, metavar="X.yaml", help="recipe of another system")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="its overrides, + and ++ before them or not")
     parser.add_argument("-o", "--output", type=Path, metavar="Y.yaml", help="write the recipe to this file")

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from core.monitoring.health import RULES, Rule
 from rollout.plugins import PluginError, find_plugin
-from tools.arguments import integer, program
+from tools.arguments import integer, parser_of
 from tools.studio.folders import Folders
 from tools.studio.guard import is_loopback
 
@@ -88,9 +88,7 @@ async def _serve(app: web.Application, host: str, port: int, token: str | None) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("tools.studio"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("tools.studio", __doc__)
     parser.add_argument(
         "folders", nargs="*", type=Path, default=[Path("runs")], metavar="FOLDER", help="where runs are"
     )
