@@ -106,7 +106,7 @@ ORDER = {
         "plan",
         "experience",
         "eval watch samples",
-        "mutants conformance",
+        "mutants",
         "chaos bench studio",
     ),
     "tools.studio": ("table guard", "folders", "series sampled processes configure", "answers", "server", "__main__"),

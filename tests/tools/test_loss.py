@@ -13,7 +13,7 @@ from core.algorithms.build import build_algorithm
 from core.config.experiments import PPOMATHConfig
 from core.train.step_batch import SavedSteps
 from helpers.batches import batch_of, by_answer
-from tools.conformance.__main__ import one_token
+from helpers.golden_cases import one_token
 from tools.loss.__main__ import main
 from tools.loss.compute import compute
 

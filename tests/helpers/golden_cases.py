@@ -1,5 +1,6 @@
-"""Prove the algorithms by golden numbers and finite differences."""
+"""Cases of losses and advantages for which there are golden numbers, computed by the code that trains."""
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ SEEDS = (1, 2, 3)
 LONGEST = 7
 NUM_DEMONSTRATIONS = GROUP_SIZE
 """The last sequences of a batch, for algorithms that mix demonstrations and rollouts."""
-KINDS = ("usual", "all_trained", "one_masked", "no_advantages")
+Kind = Literal["usual", "all_trained", "one_masked", "no_advantages"]
 """usual: some tokens in between are not trained; all_trained: all are; one_masked: a whole sequence is not trained;
 no_advantages: as usual, and all advantages are 0."""
 
@@ -33,7 +34,7 @@ class Batch:
     group: list[int]
 
 
-def make_batch(kind: str, seed: int) -> Batch:
+def make_batch(kind: Kind, seed: int) -> Batch:
     """Draw a batch. Ratios reach from about 0.1 to 10, on both sides of every bound; padding is 0 everywhere."""
     rng = random.Random(seed)
     lens = [LONGEST, *(rng.randint(2, LONGEST) for _ in range(GROUP_SIZE * NUM_GROUPS - 1))]
@@ -97,7 +98,7 @@ class Case:
     quantity: Quantity
     algorithm: str
     settings: Mapping[str, object]
-    kind: str = "usual"
+    kind: Kind = "usual"
     fields: frozenset[str] = frozenset()
     """Lists of each token that the case has besides those of its quantity."""
 
@@ -105,7 +106,7 @@ class Case:
 class Options(TypedDict, total=False):
     """The last fields of a case."""
 
-    kind: str
+    kind: Kind
     fields: frozenset[str]
 
 
@@ -216,3 +217,15 @@ def padded(rows: list[list[float]], batch: Batch) -> Tensor:
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
     return out * mask
+
+
+P_OLD = 0.3
+
+
+def one_token(name: str, advantage: float, ratio: float, settings: Mapping[str, object]) -> tuple[float, float]:
+    """Return loss and gradient for one token of probability 0.3 * ratio whose old probability was 0.3."""
+    old = math.log(P_OLD)
+    given = {"logprobs": [old + math.log(ratio)], "old_logprobs": [old], "advantage": advantage, "reward": 0.0}
+    sequences = [{**given, "group": 0}] * 2
+    out = compute({"algorithm": name, "settings": {"correction": "none", **settings}, "sequences": sequences})
+    return out["loss"], 2 * out["grads"][0][0]  # each of the two tokens weighs 1/2

@@ -1,32 +1,29 @@
-"""Compare losses, advantages and gradients with golden numbers and finite differences.
-
-    python -m tools.conformance
+"""Losses and advantages compared with golden numbers, and gradients with finite differences.
 
 Numbers of the literature are in closed form. Those of other projects (peers.json) are of random cases, on which the
 functions of trl 1.16.0, verl 0.9.1, trinity-rft 0.6.0 and openrlhf 0.11.2 gave the same to 1e-6 on 2026-11-23; where
 one of them deviates, the file has both numbers at the largest difference. A loss that holds a factor fixed (a ratio in
 cispo, topr and tv, p (1 - p) in chord) is not the integral of its gradient; there the finite differences are those of
-the integral, in closed form. The exit status is 1 where a number or a gradient is wrong.
+the integral, in closed form.
 """
 
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from tools.arguments import parser_of
-from tools.conformance import CASES, SEEDS, Case, Result, make_batch, ours, to_case
+from core.config.presets import PRESETS
+from helpers.golden_cases import CASES, SEEDS, Case, Result, make_batch, one_token, ours, to_case
 from tools.loss.compute import Case as LossCase
 from tools.loss.compute import Result as LossResult
 from tools.loss.compute import compute
 
 PEERS = json.loads(Path(__file__).with_name("peers.json").read_text())
-P_OLD = 0.3
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 CISPO = {"clip_low": 1.0, "clip_high": 4.0}
 TV = {"loss": "tv", "clip_low": 0.2, "clip_high": 0.2, "advantage": "returns"}
@@ -133,15 +130,6 @@ def divergence() -> Iterator[Golden]:
         yield Golden(f"{estimator} with the gradient {gradient}", out["loss"], value, 5e-5)
         yield Golden(f"ref_kl of {estimator}", out["metrics"]["ref_kl"], value, 5e-5)
         yield Golden(f"gradient of {estimator} with {gradient}", 2 * out["grads"][0][0], grad, 5e-5)
-
-
-def one_token(name: str, advantage: float, ratio: float, settings: Mapping[str, object]) -> tuple[float, float]:
-    """Return loss and gradient for one token of probability 0.3 * ratio whose old probability was 0.3."""
-    old = math.log(P_OLD)
-    given = {"logprobs": [old + math.log(ratio)], "old_logprobs": [old], "advantage": advantage, "reward": 0.0}
-    sequences = [{**given, "group": 0}] * 2
-    out = compute({"algorithm": name, "settings": {"correction": "none", **settings}, "sequences": sequences})
-    return out["loss"], 2 * out["grads"][0][0]  # each of the two tokens weighs 1/2
 
 
 def peers() -> Iterator[Golden]:
@@ -251,24 +239,6 @@ def _demonstrated(logprob: float) -> float:
     return -(p - p * p / 2.0)
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The largest difference between a gradient and finite differences."""
-
-    name: str
-    difference: float
-
-    @property
-    def holds(self) -> bool:
-        return self.difference <= TOLERANCE
-
-
-def gradients(names: Sequence[str] = tuple(GRADIENT_CASES), num_directions: int = 8) -> Iterator[Gradient]:
-    """Compare the gradients of a random batch along random directions in the space of its log-probabilities."""
-    for name in names:
-        yield Gradient(f"{name} {dict(GRADIENT_CASES[name]) or ''}", _difference(name, _case(name), num_directions))
-
-
 def _case(name: str) -> LossCase:
     chosen, batch = GRADIENT_CASES[name], make_batch("usual", 1)
     if name in PAIRS:
@@ -278,7 +248,8 @@ def _case(name: str) -> LossCase:
     return to_case(batch, name, settings, FIELDS if name == "ppo" else FIELDS - {"values"})
 
 
-def _difference(name: str, case: LossCase, num_directions: int) -> float:
+def difference(name: str, case: LossCase, num_directions: int) -> float:
+    """Return the largest difference between a gradient and finite differences, along random directions."""
     out, rng, worst = compute(case), random.Random(0), 0.0
     assert any(g for row in out["grads"] for g in row), "a loss without gradients proves nothing"
     for _ in range(num_directions):
@@ -312,18 +283,25 @@ def _moved(name: str, case: LossCase, out: LossResult, direction: Sequence[Seque
     return total
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line: 0 where everything holds."""
-    parser = parser_of("tools.conformance", __doc__)
-    parser.parse_args(arguments)
-    numbers, slopes = [number for family in GOLDEN.values() for number in family()], list(gradients())
-    wrong = [f"{g.name}: {g.found}, expected {g.expected}" for g in numbers if not g.holds]
-    wrong += [f"gradient of {g.name}: {g.difference:.2g} from finite differences" for g in slopes if not g.holds]
-    print(f"{len(numbers)} golden numbers, gradients of {len(slopes)} presets: {len(wrong)} wrong")
-    for problem in wrong:
-        print(problem, file=sys.stderr)
-    return 1 if wrong else 0
+@pytest.mark.parametrize("family", GOLDEN)
+def test_the_code_gives_the_golden_numbers(family: str) -> None:
+    numbers = list(GOLDEN[family]())
+    assert len(numbers) >= 19
+    assert [number for number in numbers if not number.holds] == []
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_gradients_of_every_preset_and_of_preferences_are_checked() -> None:
+    assert GRADIENT_CASES.keys() == PRESETS.keys() | {"dpo", "ipo"}
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    assert difference(name, _case(name), num_directions=2) <= TOLERANCE
+
+
+def test_a_peer_deviates_by_more_than_the_tolerance() -> None:
+    assert all(abs(row["peer_value"] - row["own_value"]) > 1e-6 for row in PEERS["deviations"])
+
+
+def test_cases_and_their_golden_numbers_belong_together() -> None:
+    assert [case.name for case in CASES] == list(PEERS["rows"])
