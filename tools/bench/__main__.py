@@ -45,7 +45,6 @@ MEASUREMENTS = {
     "gpu": {
         "async": "gpu.runs:asynchronous",  # runs need GPUs that this process has not used yet
         "trl": "gpu.runs:against_trl",
-        "turns": "gpu.runs:turns",
         "update": "gpu.trainer:update",
         "experts": "gpu.trainer:experts",
         "long": "gpu.trainer:long",

@@ -5,10 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config_schema.section import Section, key
-from rollout.rewards.pool import RewardPool
-from rollout.trajectories import TrajectoryBuilder, all_of, sample_seed
-from rollout.types import GenerateRequest, Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
+from rollout.types import GenerateRequest, Prompt
 from rollout.workflows import SingleTurnMathWorkflow
 from tools.demo.data import write_jsonl
 
@@ -48,54 +45,3 @@ class LognormalLengths(SingleTurnMathWorkflow):
 def length_of(seed: int, most: int) -> int:
     """Return the tokens of the answer with this seed."""
     return int(np.clip(np.random.default_rng(seed).lognormal(np.log(MEDIAN_TOKENS), SIGMA), 1, most))
-
-
-NUM_TURNS, _OBSERVED = 8, 128
-"""Answers of a sample, and tokens between two."""
-
-
-class Turns:
-    """Answers of ppo.gen.max_new_tokens tokens each, with random tokens between two."""
-
-    class Config(Section):
-        """The keys workflow.options.*."""
-
-        resends: bool = key(False, "Every turn is a sample of its own, sent whole, as by a loop that renders messages")
-
-    def __init__(
-        self,
-        *,
-        tokenizer: Tokenizer,
-        reward_pool: RewardPool,
-        sampling: SamplingParams,
-        group_size: int,
-        seed: int,
-        options: Config,
-    ) -> None:
-        most = sampling.max_new_tokens
-        self._sampling = replace(sampling, min_new_tokens=most, stop_token_ids=())
-        self._group_size, self._seed, self._options = group_size, seed, options
-
-    async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
-        """Return one trajectory of each sample, or one of each of its turns."""
-        groups = await all_of(self._sample(prompt, generator, number) for number in range(self._group_size))
-        return [trajectory for group in groups for trajectory in group]
-
-    async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> list[Trajectory]:
-        rng = np.random.default_rng([self._seed, prompt.epoch, prompt.index, number])
-        found: list[Trajectory] = []
-        sample = TrajectoryBuilder(prompt, number=number)
-        for turn in range(NUM_TURNS):
-            request = sample.request(self._sampling, seed=self._seed)
-            if self._options.resends:
-                seed = sample_seed(self._seed, prompt.epoch, prompt.index, number, turn)
-                request = replace(request, is_turn=False, seed=seed)
-            sample.sampled(await generator.generate(request))
-            if self._options.resends or turn == NUM_TURNS - 1:
-                found.append(sample.build(float(number % 2)))
-            observed = rng.integers(2, 500, _OBSERVED).tolist()
-            if self._options.resends:
-                sample = TrajectoryBuilder(prompt, number=number, start=[*sample.token_ids, *observed])
-            else:
-                sample.observed(observed)
-        return found

@@ -12,7 +12,7 @@ from rollout.inference.gpus import query_gpus
 from tools.bench import Figure, Scene
 from tools.bench.cpu import metrics_of, run_ppo, trl_samples_per_second
 from tools.bench.gpu.trainer import model_of
-from tools.bench.workload import NUM_TURNS, additions
+from tools.bench.workload import additions
 
 _RUNNING_PER_TRAINER = 384
 """Requests that run at once for each GPU of the trainer: the server samples as much as that one trains."""
@@ -101,36 +101,6 @@ def run(scene: Scene, trial: str, config: Mapping[str, object]) -> list[dict[str
     """Run the real command; return the metrics of its steps. Raises RuntimeError with the end of its output."""
     run_ppo(scene.folder, trial, config)
     return [row for row in metrics_of(scene.folder, trial) if "task_reward" in row]
-
-
-def turns(scene: Scene) -> Iterator[Figure]:
-    """Yield sampled and trained tokens/s of conversations of eight turns against a loop that sends and trains each turn
-    with all that was before it; server and trainer on one GPU."""
-    small = not query_gpus()
-    prompts, answers, new_tokens = (2, 2, 8) if small else (8, 8, 128)
-    rates = []
-    for resends in (False, True):
-        config = {
-            **_common_config(scene),
-            "allocation_mode": "sglang.d1m1p1",
-            "n_gpus_per_node": 1,
-            "actor.optimizer.lr": 1e-6,
-            "dataset.train_bs_n_seqs": prompts,
-            "group_size": answers,
-            "group_adv_norm": True,
-            "ppo.gen.max_new_tokens": new_tokens,
-            "ppo.disable_value": True,
-            "generator.max_running": prompts * answers,
-            "workflow.type": "tools.bench.workload:Turns",
-            "workflow.options.resends": resends,
-            "exp_ctrl.benchmark_steps": 3,
-        }
-        rows = run(scene, f"turns-{resends}", config)[1:]
-        sampled = len(rows) * prompts * answers * NUM_TURNS * new_tokens
-        rates.append(sampled / sum(row["time/step"] for row in rows))
-        print(f"resends={resends}: {rates[-1]:.0f} tokens/s", flush=True)
-    kept, resent = rates
-    yield Figure(f"turns.{scene.shape}_tokens_per_second", kept, "tokens/s", resent)
 
 
 _WARM_UP_STEPS, _STEPS, _TRL_STEPS = 2, 2, 1
