@@ -4,6 +4,7 @@ A conversation is rendered turn by turn as the endpoint does it (docs/agents.md)
 append-only where both are the same text.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +12,7 @@ from rollout.data.chat_template import ChatTemplate, Message
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.source import DatasetError
 from rollout.data.tokenizer import load_tokenizer
-from rollout.sessions.bridge import tool_format
+from rollout.sessions.bridge import names_in_ids, tool_format
 from tools import arguments as cli
 
 _TOOL = {
@@ -91,12 +92,14 @@ def _difference(grown: str, whole: str, place: str) -> str:
 
 def lines(chat: ChatTemplate) -> Iterator[tuple[str, str]]:
     """Yield (name, finding) of each conversation, and how tool calls are read."""
+    form = tool_format(chat)
     for name, messages in CONVERSATIONS.items():
+        if names_in_ids(form):
+            messages = json.loads(json.dumps(messages).replace("call0000", "functions.add:"))
         try:
             yield name, check(chat, messages) or "append-only"
         except DatasetError as error:
             yield name, f"not possible: {str(error).lstrip(': ')}"
-    form = tool_format(chat)
     if form is None:
         yield "calls of tools", "not written in a form that is known: they are not read, and are text of the answer"
     else:

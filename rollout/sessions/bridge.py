@@ -33,6 +33,8 @@ ARGUMENTS = {"first_argument": "value of one", "second_argument": "value of two"
 Read = tuple[str, dict[str, object]]
 """Name and arguments of a call."""
 _THOUGHTS_END = "</think>"
+_IN_ID = "functions."
+"""What ids of calls begin with where a template writes the name of a call as part of its id, as Kimi's do."""
 _PLACE = "the request"
 
 
@@ -56,18 +58,27 @@ class ToolFormat(Protocol):
 
 def tool_format(chat: ChatTemplate) -> ToolFormat | None:
     """Return how a template writes tool calls; None where it writes none in a form that can be read."""
-    one = chat.calls_as_written([_probe(0)])
-    return None if one is None else _find_format(one, chat.calls_as_written([_probe(0), _probe(1)]))
+    for named in (False, True):
+        one = chat.calls_as_written([_probe(0, named)])
+        if one and (found := _find_format(one, chat.calls_as_written([_probe(0, named), _probe(1, named)]))):
+            return found
+    return None
 
 
-def _probe(number: int) -> dict[str, object]:
+def names_in_ids(form: ToolFormat | None) -> bool:
+    """Return whether the template writes the name of a call as part of its id only: functions.NAME:NUMBER."""
+    return isinstance(form, NamedFormat) and form.before.endswith(_IN_ID)
+
+
+def _probe(number: int, named: bool) -> dict[str, object]:
     function = {"name": NAMES[number], "arguments": dict(ARGUMENTS)}
-    return {"id": f"call0000{number}", "type": "function", "function": function}
+    name = f"{_IN_ID}{NAMES[number]}:{number}" if named else f"call0000{number}"
+    return {"id": name, "type": "function", "function": function}
 
 
 def _find_format(one: str, two: str | None) -> ToolFormat | None:
-    """Find the form in the text of an answer with the call _probe(0), and of one with both probes; None: the template
-    takes one call only."""
+    """Find the form in the text of an answer with the first probe, and of one with both; None: the template takes one
+    call only."""
     one, two = one.rpartition(_THOUGHTS_END)[2], (two or "").rpartition(_THOUGHTS_END)[2]
     first = two.partition(NAMES[1])[0] if NAMES[1] in two else None
     found: ToolFormat | None = _find_object(one) or _find_named(one, first) or _find_tagged(one, first)
@@ -209,8 +220,9 @@ def _common_suffix(a: str, b: str) -> str:
 
 
 def _blank(literal: str) -> str:
-    """Return a pattern for a literal, whatever blanks and numbers are in it."""
-    return r"\s*".join(re.sub(r"\d+", r"\\d+", re.escape(word)) for word in literal.split())
+    """Return a pattern for a literal, whatever blanks, numbers and truth values are in it."""
+    words = (re.sub(r"\d+", r"\\d+", re.escape(word)) for word in literal.split())
+    return r"\s*".join(word.replace('"true"', '"(?:true|false)"') for word in words)
 
 
 def _checked(name: object, arguments: object) -> Read:
@@ -306,6 +318,11 @@ class Bridge:
         form = self._tool_format if tools else None
         said, calls = (said, []) if form is None else split_calls(said, form, tools or ())
         return thoughts, said.strip(), calls
+
+    def call_id(self, name: str, number: int, *, otherwise: str) -> str:
+        """Return the id of a call, the conversation's `number`th, from 0: in the form that the template needs, or
+        `otherwise`."""
+        return f"{_IN_ID}{name}:{number}" if names_in_ids(self._tool_format) else otherwise
 
     def cut(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str | None]:
         """Return how many tokens there are up to the first of the texts `stop`, its own included, and which it is."""

@@ -160,7 +160,9 @@ class Session:
         if stopped_at is not None:
             text = text[: text.index(stopped_at)]
         reasoning, text, calls = self._bridge.read(text, call.tools)
-        tool_calls = [ToolCall(id=f"call{name[:16]}{i}", name=n, arguments=a) for i, (n, a) in enumerate(calls)]
+        before = sum(len(message.get("tool_calls") or ()) for message in call.messages)
+        ids = [self._bridge.call_id(n, before + i, otherwise=f"call{name[:16]}{i}") for i, (n, _) in enumerate(calls)]
+        tool_calls = [ToolCall(id=id_, name=n, arguments=a) for id_, (n, a) in zip(ids, calls, strict=True)]
         answer = Answer(
             id=name,
             text=text,

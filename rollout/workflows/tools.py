@@ -122,14 +122,20 @@ class ToolsWorkflow:
             prompt, number=number, start=self._bridge.prompt(self._messages(prompt), schemas),
             context_tokens=self._options.context_tokens, opening="the prompt with its tools",
         )  # fmt: skip
-        num_turns, results, said = 0, [], ""
+        num_turns, said = 0, ""
+        results: list[tuple[str, bool]] = []
         while not sample.is_full:
             completion = await sample.answer(generator, self._sampling, seed=self._seed)
             sample.sampled(completion)
             num_turns += 1
             sampled = completion.token_ids.tolist()
             _, said, read = self._bridge.read(self._bridge.text(sampled), schemas)
-            calls = [ToolCall(id=f"call{i:05}", name=name, arguments=given) for i, (name, given) in enumerate(read)]
+            calls = [
+                ToolCall(
+                    id=self._bridge.call_id(name, len(results) + i, otherwise=f"call{i:05}"), name=name, arguments=given
+                )
+                for i, (name, given) in enumerate(read)
+            ]
             if not calls or completion.finish_reason == "length" or num_turns == self._options.max_turns:
                 break
             found = await all_of(self._call(f"{number}.{num_turns}.{i}", tools, call) for i, call in enumerate(calls))

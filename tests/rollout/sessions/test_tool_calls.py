@@ -22,12 +22,19 @@ _EACH = "{% for c in m.tool_calls %}{% set f = c.function %}CALL{% endfor %}"
 OWN = {
     "object": '<call>{"tool": "{{ f.name }}", "with": {{ f.arguments | tojson }}}</call>',
     "named": "<|call|>function<|sep|>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```<|end|>",
+    "named in ids": "<|call|>{{ c.id }}<|sep|>{{ f.arguments | tojson }}<|end|>",
     "tagged": "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "tags with types": '<a:call name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}<a:value key="{{ k }}" '
+    'string="{{ "true" if v is string else "false" }}">{{ v if v is string else v | tojson }}</a:value>\n'
+    "{% endfor %}</a:call>",
     "tags of keys": "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
     "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>",
 }
-FORMS = {"object": ObjectFormat, "named": NamedFormat, "tagged": TaggedFormat, "tags of keys": TaggedFormat}
+FORMS = {
+    "object": ObjectFormat, "named": NamedFormat, "named in ids": NamedFormat, "tagged": TaggedFormat,
+    "tags with types": TaggedFormat, "tags of keys": TaggedFormat,
+}  # fmt: skip
 TOOLS = tuple(
     {
         "type": "function",
@@ -87,12 +94,23 @@ def random_calls(rng: random.Random) -> list[dict[str, Any]]:
 def check_round_trip(chat: Bridge, calls: list[dict[str, Any]]) -> None:
     """Read what the template writes for these calls."""
     encoder = chat._encoder
+    for number, call in enumerate(calls):
+        call["id"] = chat.call_id(call["function"]["name"], number, otherwise=call["id"])
     turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls})
     template, prepared = encoder.conversation(turns, TOOLS, place="")
     written = template.turn(prepared, TOOLS, place="").written
     text = chat.text(encoder.tokenise([written])[0])
     _, _, found = chat.read(text, TOOLS)
     assert found == [(c["function"]["name"], c["function"]["arguments"]) for c in calls], written
+
+
+def one_call(chat: Bridge) -> str:
+    """Return an answer of one call as the template writes it."""
+    function = {"name": "search", "arguments": {"text": "x", "count": 3}}
+    call = {"id": chat.call_id("search", 0, otherwise="c"), "type": "function", "function": function}
+    turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    template, prepared = chat._encoder.conversation(turns, TOOLS, place="")
+    return template.turn(prepared, TOOLS, place="").written.partition("<|im_end|>")[0].strip()
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -107,10 +125,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
 @pytest.mark.parametrize("cut", [0.3, 0.6, 0.95])
 def test_a_call_that_is_cut_off_is_text(name: str, cut: float) -> None:
     chat = bridge(own(name))
-    call = [{"id": "c", "type": "function", "function": {"name": "search", "arguments": {"text": "x", "count": 3}}}]
-    turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": call})
-    template, prepared = chat._encoder.conversation(turns, TOOLS, place="")
-    written = template.turn(prepared, TOOLS, place="").written.partition("<|im_end|>")[0].strip()
+    written = one_call(chat)
     text = written[: int(len(written.removesuffix("</call>").removesuffix("<|end|>").removesuffix("\n```")) * cut)]
     assert chat.read(text, TOOLS)[1:] == (text.strip(), [])
 
@@ -118,10 +133,7 @@ def test_a_call_that_is_cut_off_is_text(name: str, cut: float) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_call_that_is_nested_without_end_is_text(name: str) -> None:
     chat = bridge(own(name))
-    call = [{"id": "c", "type": "function", "function": {"name": "search", "arguments": {"text": "x", "count": 3}}}]
-    turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": call})
-    template, prepared = chat._encoder.conversation(turns, TOOLS, place="")
-    text = template.turn(prepared, TOOLS, place="").written.partition("<|im_end|>")[0].strip().replace("3", "[" * 9999)
+    text = one_call(chat).replace("3", "[" * 9999)
     assert chat.read(text, TOOLS)[2] in ([], [("search", {"text": "x", "count": "[" * 9999})])
 
 
