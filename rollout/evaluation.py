@@ -4,8 +4,6 @@ Invariant: within its set an answer is named by (query_id, mode, number) and its
 continued evaluation samples exactly what is missing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -15,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TextIO, TypeVar
+from typing import Literal, Self, TextIO, TypeVar
 
 import numpy as np
 
@@ -78,7 +76,7 @@ class AnswerFile:
         for answer in read_answers(path, repair=True) if path.exists() else ():
             self.answers[answer.name] = answer
 
-    def __enter__(self) -> AnswerFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -7,8 +7,6 @@ Invariant: every prompt of the stream is opened in order and put into the store 
 admission and selection (rollout/experience/).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -18,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy
@@ -100,7 +98,7 @@ class RolloutProducer:
         )  # fmt: skip
         self._counts = dict.fromkeys(counted, 0)
 
-    async def __aenter__(self) -> RolloutProducer:
+    async def __aenter__(self) -> Self:
         self._running = True
         self._dataset.connect(self._experience)
         self._again.extend(self._experience.adopt())

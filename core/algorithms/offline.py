@@ -10,11 +10,9 @@ D = (lp_c - ref_c) - (lp_r - ref_r):
 Invariant: a pair is never split over microbatches; its field is mcore_adapter.data.batch.PAIR.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ class DPO(Objective):
     label_smoothing: float = 0.0
 
     @classmethod
-    def of(cls, keys: DPOHyperparameters) -> DPO:
+    def of(cls, keys: DPOHyperparameters) -> Self:
         """Return the objective of the section `dpo`."""
         return cls(beta=keys.beta, kind=keys.loss, label_smoothing=keys.label_smoothing)
 

@@ -1,7 +1,5 @@
 """The configuration tree of `ppo-math`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count
@@ -576,7 +574,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return SamplingParams(**own, stop_token_ids=stop, pause_token_ids=pause)
 
     @property
-    def sampling(self) -> PPOMATHConfig:
+    def sampling(self) -> Self:
         """The configuration itself, as it has generators."""
         return self
 

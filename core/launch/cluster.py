@@ -10,8 +10,6 @@ Only the files of this folder import Ray. The training loop uses the clients (`T
 `GeneratorPool`): plain objects with blocking calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -22,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -212,7 +210,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._actors: list[ActorHandle] = []
         self._groups: list[PlacementGroup] = []
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, which here do all the work, at the lowest priority of the machine.

@@ -5,15 +5,13 @@ or MLflow when configured (core/monitoring/trackers.py). `StepTimer` measures ea
 metrics alike.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -124,7 +122,7 @@ class Monitor:
         self._screen, self._no_signal = screen, NoSignal()
         screen.open(total_steps=schedule.total_steps, done_steps=done_steps)
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: object, *error: object) -> None:

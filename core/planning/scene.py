@@ -3,11 +3,9 @@
 Invariant: a `Scene` has everything that the other files of this folder read; they take no configuration.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
 from core.config.common import ModelUse
@@ -124,11 +122,11 @@ class Scene:
     def longest(self) -> int:
         return self.prompt_tokens + self.answer_tokens
 
-    def in_layout(self, layout: ParallelLayout) -> Scene:
+    def in_layout(self, layout: ParallelLayout) -> Self:
         """Return the scene with every engine in this layout."""
         return replace(self, engines=tuple(replace(e, layout=layout) for e in self.engines))
 
-    def with_engines(self, **changes: object) -> Scene:
+    def with_engines(self, **changes: object) -> Self:
         """Return the scene with changes of every trained engine."""
         engines = tuple(replace(e, **changes) if e.trains else e for e in self.engines)  # type: ignore[arg-type]
         return replace(self, engines=engines)

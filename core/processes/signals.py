@@ -10,8 +10,6 @@ managers repeat theirs. A later Ctrl-C raises EndNow. A step that has begun is f
 saved: see `postponed`. A process that shuts down already is not interrupted: see `begin_shutdown`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
     """While entered, the first signal raises KeyboardInterrupt in the main thread and all are remembered. To
     be entered in the main thread."""
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         global _shutdown_began
         _shutdown_began = None
         self._before = handle(_interrupt)

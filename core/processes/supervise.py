@@ -7,8 +7,6 @@ hangs, sends no heartbeat, and is killed for that, as is one that does not end a
 never run at the same time, and an attempt never outlives the process that the user started.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -25,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import psutil
 
@@ -50,7 +48,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
     """Signals go to the child, which ends in order; also those that come before there is one, or between two of them:
     the next one gets them at once. To be entered in the main thread."""
 
-    def __enter__(self) -> Forwarding:
+    def __enter__(self) -> Self:
         self.child: int | None = None
         """Gets the signals."""
         self._numbers: list[int] = []

@@ -2,8 +2,6 @@
 is under `fileroot`. This happens before anything is started.
 """
 
-from __future__ import annotations
-
 import fcntl
 import getpass
 import os
@@ -16,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from core.config.common import CommonExperimentConfig
 from core.runs.checkpoints import committed, has_checkpoint
@@ -40,19 +39,19 @@ class RunPaths:
     recover: Path
 
     @classmethod
-    def of(cls, config: CommonExperimentConfig) -> RunPaths:
+    def of(cls, config: CommonExperimentConfig) -> Self:
         """Return the folders of the trial of a configuration."""
         fileroot = config.external_configs.cluster_config.fileroot
         return cls.for_trial(fileroot, config.experiment_name, config.trial_name)
 
     @classmethod
-    def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> RunPaths:
+    def for_trial(cls, fileroot: str, experiment_name: str, trial_name: str) -> Self:
         """Return absolute paths; `~` in `fileroot` is the home folder."""
         root = Path(os.path.expanduser(fileroot)).absolute()
         return cls._below(root, Path(_user()) / experiment_name / trial_name)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> RunPaths | None:
+    def of_folder(cls, folder: Path) -> Self | None:
         """Return the folders of the trial of which `folder` is one; None for any other folder."""
         parts = folder.expanduser().absolute().parts
         if len(parts) < 5 or parts[-4] not in ("logs", "checkpoints", "recover"):
@@ -73,7 +72,7 @@ class RunPaths:
         return self.logs.parents[3]
 
     @classmethod
-    def _below(cls, root: Path, trial: Path) -> RunPaths:
+    def _below(cls, root: Path, trial: Path) -> Self:
         return cls(**{kind: root / kind / trial for kind in ("logs", "checkpoints", "recover")})
 
 

@@ -15,8 +15,6 @@ be read; a failed write is raised by the next call. `read_state` returns what `w
 included, except that numpy scalars become Python numbers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -29,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -214,7 +212,7 @@ class RecoverStore:
                 f"deadlines.call_seconds={self._timeout:g} to {self._folder}"
             )
 
-    def __enter__(self) -> RecoverStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: object, *error: object) -> None:

@@ -6,8 +6,6 @@ family is covered. Invariants: a source of which anything is missing or of anoth
 byte is written; nothing holds more than the requested part and the stored chunk that it comes from.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle
@@ -15,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -261,7 +259,7 @@ class StoredTensorsWriter:
         pickle.dump(metadata, buffer)
         (self._folder / METADATA_FILE).write_bytes(buffer.getvalue())
 
-    def __enter__(self) -> StoredTensorsWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

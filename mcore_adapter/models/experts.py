@@ -11,11 +11,9 @@ same order, whatever a layer keeps. The process group of an exchange holds what 
 every caller calls; until then nothing else reads or writes it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +75,7 @@ class Rows:
     copies: Tensor | None = None
     """[r] int64: its inverse, places in [t, k] flattened. r = t * k where no copy is absent."""
 
-    def first(self, num_rows: int) -> Rows:
+    def first(self, num_rows: int) -> Self:
         """Return these rows without what follows the first `num_rows` copies."""
         assert self.copies is not None, "rows that are given are all there"
         return replace(self, copies=self.copies[:num_rows].clone())

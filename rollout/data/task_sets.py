@@ -6,12 +6,10 @@ Invariant: rows, weights and seed determine the stream; where a function is the 
 the store keeps. One integer is the position in every set.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -133,7 +131,7 @@ class TaskSets:
         self._cursor = 0
 
     @classmethod
-    def of(cls, dataset: PromptDataset, name: str = "") -> TaskSets:
+    def of(cls, dataset: PromptDataset, name: str = "") -> Self:
         """Return the stream of one data set."""
         return cls([TaskSet(name, dataset)])
 

@@ -15,8 +15,6 @@ the last checkpoint holds the same weights and optimizer moments, bit for bit; e
 file in /dev/shm was left.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -30,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import psutil
 from rich.console import Console
@@ -112,7 +110,7 @@ class Report:
         )
         self._task = self._progress.add_task("", total=kills)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

@@ -1,13 +1,12 @@
 """From answers to the table of an evaluation: as text, JSON, markdown and a bar chart; no model, no generator here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class MeanReward:
     interval: float
 
     @classmethod
-    def of(cls, questions: Iterable[Sequence[Answer]]) -> MeanReward | None:
+    def of(cls, questions: Iterable[Sequence[Answer]]) -> Self | None:
         """Return the mean over questions of the mean reward of their answers; None without any reward."""
         means = [
             np.mean([a.reward for a in of if a.reward is not None]) for of in questions if of[0].reward is not None

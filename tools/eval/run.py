@@ -4,8 +4,6 @@ Invariant: what settles an answer (model, benchmark, sampling, template) is writ
 one, and an evaluation is continued only where it is the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import shutil
@@ -15,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -70,7 +69,7 @@ class Meter:
             for name, count in {**self._counts, ALL: self._all}.items()
         }
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Self:
         self._bars.__enter__()
         self._start = self._last = self._said = time.monotonic()
         return self

@@ -8,8 +8,6 @@ once, one token in a unit of time, and a step trains BATCH of them. `wait` and `
 rollout/experience/. A policy decides what may start and what a step takes.
 """
 
-from __future__ import annotations
-
 import heapq
 import sys
 from collections import Counter, deque
@@ -17,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 from rich.console import Console
@@ -43,7 +41,7 @@ class Prompts:
     spread: np.ndarray  # [n] bool: not all answers of the group have the same reward
 
     @classmethod
-    def make(cls, count: int, *, seed: int = 0) -> Prompts:
+    def make(cls, count: int, *, seed: int = 0) -> Self:
         """Draw prompts of groups of eight."""
         rng = np.random.default_rng(seed)
         hard = rng.standard_normal(count)

@@ -7,11 +7,10 @@ The state of the running requests is in arrays over slots, so that a step runs n
 [:num_output] of a slot's row in `tokens`, `logprobs` and `versions` refer to the same tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class Job:
     """Equal for jobs whose prefixes are equal."""
 
     @classmethod
-    def of(cls, request: GenerateRequest, output: Completion | None) -> Job:
+    def of(cls, request: GenerateRequest, output: Completion | None) -> Self:
         prompt = np.asarray(request.prompt_ids, dtype=np.int32)
         prefix = prompt if output is None else np.concatenate((prompt, output.token_ids), dtype=np.int32)
         return cls(request=request, prefix=prefix, output=output, key=prefix.tobytes())

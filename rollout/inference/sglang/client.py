@@ -10,8 +10,6 @@ continues another's output requests them from where that one's experts end, so e
 first took it in. Under interrupt=retract a server recomputes running requests, and returns the new experts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import http.client
@@ -19,7 +17,7 @@ import json
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, Self, TypedDict
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -66,7 +64,7 @@ class SGLangEndpoint:
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
 
-    def beside(self, trainer_ranks: tuple[int, ...]) -> SGLangEndpoint:
+    def beside(self, trainer_ranks: tuple[int, ...]) -> Self:
         return replace(self, trainer_ranks=trainer_ranks)
 
     def join_group(self, group: GroupMembership, *, timeout_seconds: float) -> None:

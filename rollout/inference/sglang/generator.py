@@ -5,8 +5,6 @@ under the interrupt modes retract and in_place. Under abort every answer is comp
 between pause() and resume() no request is handed to the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -15,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from model_specs.families import read_config
 from rollout.bucket import FlatBucket
@@ -97,7 +95,7 @@ class SGLangGenerator:
         self._something_done = asyncio.Event()
 
     @classmethod
-    async def start(cls, settings: BackendSettings) -> SGLangGenerator:
+    async def start(cls, settings: BackendSettings) -> Self:
         """Start a server and sample one token on it. Raises as SGLangServer.start."""
         server = SGLangServer(settings)
         await server.start()
