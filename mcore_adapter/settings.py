@@ -51,6 +51,11 @@ class OptimizerConfig(Section):
     )
 
     @property
+    def about(self) -> str:
+        """What the lines at the start of a run show."""
+        return f"lr {self.lr:g}"
+
+    @property
     def trains(self) -> bool:
         """True if there is an optimizer."""
         return self.type != "empty"

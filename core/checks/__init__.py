@@ -84,7 +84,7 @@ def _model(config: ExperimentConfig) -> str:
     except (OSError, ValueError):
         count = 0
     size = f" · {_count(count)} parameters" if count else ""
-    return f"{hub.shown(_short(about.model))}{size} · lr {about.lr:g}"
+    return f"{hub.shown(_short(about.model))}{size} · {about.optimizer}"
 
 
 def _count(number: int) -> str:

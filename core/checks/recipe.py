@@ -255,12 +255,6 @@ def _reward(config: PPOMATHConfig) -> Iterator[Problem]:
             yield Problem(key=key, message=str(error))
 
 
-def _sets(config: PPOMATHConfig) -> dict[str, SetConfig]:
-    """Return every set with settings of its own by its section."""
-    train: dict[str, SetConfig] = {f"task_sets.{name}": one for name, one in config.task_sets.items()}
-    return train | {f"evaluation.sets.{name}": one for name, one in config.evaluation.sets.items()}
-
-
 def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
     for name, one in config.task_sets.items():
         if one.scored_by is None:
@@ -274,7 +268,7 @@ def _curricula(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
-    yield from check_workflows(config.workflow, _sets(config))
+    yield from check_workflows(config.workflow, config.own_sets)
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:

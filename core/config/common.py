@@ -192,7 +192,7 @@ class Summary(NamedTuple):
 
     model: str
     """Folder of the model that is trained."""
-    lr: float
+    optimizer: str
     batch: str
     """What one step trains on."""
     sampled: tuple[str, ...] = ()

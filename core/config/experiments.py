@@ -133,7 +133,7 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     def summary(self) -> Summary:
         """What the lines at the start of a run show."""
         batch = f"{self.batch_size} sequences a step"
-        return Summary(model=self.model_folder, lr=self.model.optimizer.lr, batch=batch)
+        return Summary(model=self.model_folder, optimizer=self.model.optimizer.about, batch=batch)
 
     @property
     def judged_by(self) -> Judged:

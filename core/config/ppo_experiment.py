@@ -158,7 +158,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
 
     def _store_rules(self) -> Iterator[Violation]:
         yield from self.experience.job_rules(self.mode, self.synchronizer)
-        if self.staleness.in_order and self.experience.over_rollout.ratio:
+        if self.staleness.in_order and self.experience.over_rollout.is_on:
             message = (
                 "in_order trains prompts in their order, so a step cannot leave out its slowest; write one of them"
             )
@@ -551,11 +551,15 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return one.reward or self.reward.spec
 
     @property
+    def own_sets(self) -> dict[str, SetConfig]:
+        """Every set with settings of its own by its section."""
+        train: dict[str, SetConfig] = {f"task_sets.{name}": one for name, one in self.task_sets.items()}
+        return train | {f"evaluation.sets.{name}": one for name, one in self.evaluation.sets.items()}
+
+    @property
     def rewards(self) -> dict[str, str]:
         """What scores completions, by key: of the run, and of sets with a reward of their own."""
-        sets: dict[str, SetConfig] = {f"task_sets.{name}": one for name, one in self.task_sets.items()}
-        sets |= {f"evaluation.sets.{name}": one for name, one in self.evaluation.sets.items()}
-        own = {f"{at}.reward": one.reward for at, one in sets.items() if one.reward}
+        own = {f"{at}.reward": one.reward for at, one in self.own_sets.items() if one.reward}
         return {"reward.function": self.reward.spec, **own}
 
     def set_format(self, one: SetConfig) -> PromptFormat:
@@ -606,7 +610,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
     def summary(self) -> Summary:
         return Summary(
             model=self.model_folder,
-            lr=self.actor.optimizer.lr,
+            optimizer=self.actor.optimizer.about,
             batch=f"{self.batch_size} prompts × {self.group_size} answers a step",
             sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self.reward.spec}"),
             algorithm=self.algorithm_name,

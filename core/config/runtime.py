@@ -459,6 +459,11 @@ class OverRolloutConfig(Section):
         30.0, "Wait for them so long after the others are ready", ge=0, needs=above("experience.over_rollout.ratio", 0)
     )
 
+    @property
+    def is_on(self) -> bool:
+        """True if steps may train without some of their prompts."""
+        return self.ratio > 0
+
 
 class ExperienceConfig(Section):
     """Where episodes are kept."""

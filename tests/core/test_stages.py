@@ -55,7 +55,9 @@ def test_a_stage_is_its_section_over_the_shared_keys_in_a_trial_of_its_own(file:
     configs = [config_of(stage) for stage in (sft, grpo)]
     assert [c.NAME for c in configs] == ["sft", "ppo-math"] and configs[1].algorithm_name == "grpo"
     assert [c.trial_name for c in configs] == ["run.1-sft", "run.2-grpo"] and [c.seed for c in configs] == [9, 9]
-    assert [c.summary.lr for c in configs] == [1e-3, 1e-4] and [c.summary.model for c in configs] == ["base", "base"]
+    assert [c.summary.optimizer for c in configs] == ["lr 0.001", "lr 0.0001"] and [
+        c.summary.model for c in configs
+    ] == ["base", "base"]
     assert [c.recover_mode for c in configs] == ["resume", "auto"]
 
 
