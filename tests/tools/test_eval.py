@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers.eval_cases import arguments, write_rows
+from helpers.forks import programs
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.evaluation import Answer, read_answers
 from rollout.inference.embedded.generator import GeneratorError
@@ -74,8 +75,9 @@ def by_name(path: Path) -> dict[object, Answer]:
 
 
 def test_a_killed_evaluation_goes_on_where_it_stopped(evaluated: Path, model: Path, data: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.eval", *arguments(model, data, tmp_path / "out", "--max_running", "1")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    words = ["-m", "tools.eval", *arguments(model, data, tmp_path / "out", "--max_running", "1")]
+    with (tmp_path / "output.log").open("w") as output:
+        process = programs.start(words, output=output)
     answers = tmp_path / "out" / "sums.jsonl"
     while process.poll() is None and (not answers.exists() or answers.read_bytes().count(b"\n") < 20):
         time.sleep(0.005)

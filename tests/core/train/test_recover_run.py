@@ -162,6 +162,7 @@ def test_a_run_continues_bit_for_bit_beside_evaluations(assets, config, continue
         assert values[0] == values[1] and len(values[0]) == NUM_STEPS, name
 
 
+@pytest.mark.nightly  # the checkpoint of an engine is loaded under other layouts every day
 def test_a_run_goes_on_under_another_layout_with_more_generators(config, continue_with, undisturbed) -> None:
     consumed, metrics = (rows(undisturbed, name) for name in ("consumed.jsonl", "metrics.jsonl"))
     moved = continue_with({**config, "allocation_mode": "mock.d2m1p1+d1m2p1", "n_gpus_per_node": 4})

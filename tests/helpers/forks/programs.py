@@ -1,6 +1,5 @@
 """Start Python programs as forks of one process that has imported their libraries; see server.py."""
 
-import atexit
 import functools
 import os
 import subprocess
@@ -55,19 +54,21 @@ def _uses_gpus(env: Mapping[str, str]) -> bool:
 
 @functools.cache
 def server() -> str:
-    """Start the server of this process, once; return its address. It ends with the calling thread."""
-    address = f"slipstream-tests-{os.getpid()}"
+    """Start the server of this test session, unless one of its processes has; return its address. It ends with the
+    session: the process of pytest, or the one that has started the processes of pytest-xdist."""
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    address = f"slipstream-tests-{owner}"
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *given])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    process = subprocess.Popen([sys.executable, "-m", "helpers.forks.server", address, *LIBRARIES], cwd=ROOT, env=env)
-    atexit.register(process.kill)
+    words = [sys.executable, "-m", "helpers.forks.server", address, str(owner), *LIBRARIES]
+    process = subprocess.Popen(words, cwd=ROOT, env=env)
     with open(os.devnull, "r+b") as nothing:
         while True:
             try:
                 probe = start_program(address, ["-m", "this"], env=env, cwd="/", streams=(nothing.fileno(),) * 3)
             except ConnectionRefusedError:  # it does not listen yet
-                assert process.poll() is None, "the fork server did not start"
+                assert not process.poll(), "the fork server did not start"
                 time.sleep(0.05)
             else:
                 assert probe.wait() == 0

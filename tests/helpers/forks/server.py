@@ -5,7 +5,7 @@ the command line, and with it the workers of Ray, as forks of one process that h
 is the same: the program with its arguments, environment, working directory and standard streams, in a process of its
 own. SLIPSTREAM_TEST_FRESH=1 starts new interpreters instead (as `make nightly` does).
 
-    python -m helpers.forks.server SOCKET MODULE...      # imports the modules, then serves until its clients are gone
+    python -m helpers.forks.server SOCKET OWNER MODULE...   # imports the modules, then serves until process OWNER ends
 """
 
 import atexit
@@ -87,8 +87,8 @@ def _name(address: str) -> str:
     return f"\0{address}"
 
 
-def serve(listener: socket.socket) -> NoReturn:
-    """Fork what is requested, and send each exit code, until killed."""
+def serve(listener: socket.socket, *owner: int) -> None:
+    """Fork what is requested, and send each exit code, until the process of the descriptor `owner` ends."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
@@ -97,7 +97,9 @@ def serve(listener: socket.socket) -> NoReturn:
     signal.set_wakeup_fd(writing)
     programs: dict[int, socket.socket] = {}
     while True:
-        ready = select.select([listener, reading], [], [])[0]
+        ready = select.select([listener, reading, *owner], [], [])[0]
+        if set(owner) & set(ready):
+            return
         if listener in ready:
             connection = listener.accept()[0]
             with contextlib.suppress(OSError, ValueError):
@@ -233,14 +235,17 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    _die_with_parent()
-    address, *modules = sys.argv[1:]
+    address, owner, *modules = sys.argv[1:]
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(_name(address))
+    try:
+        owner_ends = os.pidfd_open(int(owner))
+        listener.bind(_name(address))
+    except OSError:  # the owner has ended, or another process has started a server for it
+        return
     listener.listen(64)
     for module in modules:
         importlib.import_module(module)
-    serve(listener)
+    serve(listener, owner_ends)
 
 
 if __name__ == "__main__":
