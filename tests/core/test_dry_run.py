@@ -299,12 +299,3 @@ def test_another_data_set_than_that_of_the_newest_checkpoint_is_seen_before_the_
     assert "staleness.in_order: true (the checkpoint has false): " in refused("staleness.in_order=true")
     sampled = refused("algorithm.dynamic_sampling=true", "group_size=4", "recover_ignore_changes=false")
     assert "algorithm.dynamic_sampling: true (the checkpoint has false): " in sampled
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys) -> None:
-    with open("/dev/full", "w", buffering=1) as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert dry_run(write_run(tmp_path)) == 2
-    said = "error: cannot write the output: No space left on device; send it to a terminal or a file with room\n"
-    assert capsys.readouterr().err == said

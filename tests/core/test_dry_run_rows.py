@@ -117,22 +117,6 @@ def test_a_data_set_of_which_nothing_is_left_is_refused_with_the_error_of_the_ru
     assert "30 " in str(raised.value) and "than dataset.max_seqlen=4 tokens (the shortest has 6), 0 have no" in error
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"answer": "", "chosen": ""}, "must be a non-empty string"),
-        ({"prompt": None}, '"prompt" must be a non-empty string'),
-        ({"answer": None, "chosen": None}, "answer"),
-    ],
-)
-def test_a_row_without_a_column_or_with_an_empty_one_is_refused(dry_run, change, message) -> None:
-    rows = [dict(row) for row in ROWS[dry_run.experiment]]
-    rows[4] |= {name: text for name, text in change.items() if name in rows[4]}
-    write(dry_run.data, rows)
-    _, error = dry_run(code=2)
-    assert f"dataset.train_path: {dry_run.data}:5: " in error and message in error
-
-
 def test_the_validation_set_is_measured_too_and_each_error_has_its_key(dry_run: DryRun) -> None:
     rows = ROWS[dry_run.experiment]
     valid = write(dry_run.data.with_name("valid.jsonl"), rows[:5])
@@ -223,16 +207,3 @@ def test_a_chat_template_that_fails_is_blamed_on_its_key_or_the_model(dry_run: D
     (model / "chat_template.jinja").write_text("{{ messages[0].content ")
     _, error = dry_run(f"model.path={model}", code=2)
     assert ": model.path: tried on a short conversation: the chat template does not take it" in error
-
-
-def test_a_tokenizer_that_cannot_be_read_is_a_problem_and_no_traceback(dry_run: DryRun, tmp_path: Path, assets) -> None:
-    write(dry_run.data, ROWS[dry_run.experiment])
-    model = shutil.copytree(assets.model, tmp_path / "broken")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "long"}))
-    _, error = dry_run(f"model.path={model}", code=2)
-    assert f": model.path: {model}: the tokenizer cannot be loaded: TypeError: " in error
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": {"type": "unknown"}}))
-    _, error = dry_run(f"model.path={model}", code=2)
-    assert f"model.path: {model}/tokenizer.json: not a tokenizer: data did not match any variant" in error

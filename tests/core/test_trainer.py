@@ -75,13 +75,6 @@ def test_without_a_critic_every_token_of_an_answer_has_the_reward_of_the_answer_
     )  # fmt: skip
 
 
-def test_without_a_critic_nothing_of_one_is_computed_or_trained() -> None:
-    run = train(pair(1.0, 0.0), value_norm=True)
-    assert run.passes == [] and run.of("critic") == []
-    assert run.field_names() == {"advantages", "old_logprobs", "rollout_logprobs"}
-    assert not [name for name in run.metrics[1] if name.startswith("critic_")]
-
-
 def test_the_bias_is_subtracted_from_rewards_before_they_are_scaled() -> None:
     # (1 - 0.5) * 4 = 2 and (0.25 - 0.5) * 4 = -1
     run = train(pair(1.0, 0.25), reward_output_bias=0.5, reward_output_scaling=4.0)
@@ -255,13 +248,6 @@ def test_kl_in_loss_is_k3_with_its_coefficient_and_changes_no_reward() -> None:
     )  # fmt: skip
 
 
-def test_kl_in_reward_and_loss_is_reported_as_the_reward_has_it() -> None:
-    step = pair(1.0, 2.0, reference=REFERENCE)
-    reward, both = (train(step, kl_ctl=0.5, kl_in=kl_in, kl_loss_coeff=2.0) for kl_in in ("reward", "both"))
-    assert [run.metrics[1]["ref_kl"] for run in (reward, both)] == pytest.approx([-1 / 5, -1 / 5])
-    assert both.metrics[1]["loss"] > reward.metrics[1]["loss"]
-
-
 # ---- policies of other versions
 
 OLD = shifted(SAMPLED, [[LN2, -LN2], [0.0, LN8, 0.0]])
@@ -317,12 +303,6 @@ def test_kl_in_reward_of_the_decoupled_loss_is_that_of_the_old_policy() -> None:
     up, down = math.exp(0.5), math.exp(-0.5)
     expected = [[0.75 * up, 1.25 * down], [2.75 * up, 3.0 * down, 3.0]]
     assert_close(run.gradient(), scaled(expected, -1 / 5))
-
-
-def test_kl_in_reward_without_the_decoupled_loss_is_that_of_the_sampled_log_probabilities() -> None:
-    run = train(pair(1.0, 2.0, old=OLD, current=SAMPLED, reference=REFERENCE), kl_ctl=0.5, kl_in="reward")
-    assert {p.engine for p in run.passes} == {"ref"}
-    assert_close(run.trained_on("advantages"), [[0.75, 1.25], [2.75, 3.0, 3.0]])
 
 
 # ---- temperature and entropy
@@ -448,17 +428,6 @@ def test_a_step_scores_trains_pushes_and_reports_in_this_order() -> None:
         "time/wait_for_rollout", "time/offload_generators", "time/old_log-probs", "time/ref_log-probs", "time/values",
         "time/advantages", "time/critic_update", "time/update", "time/push", "time/step",
     }  # fmt: skip
-
-
-def test_advantages_that_need_no_pass_are_requested_with_the_batch_before_the_push() -> None:
-    """The samples are written when the previous step has been evaluated."""
-    step = pair(1.0, 2.0)
-    run = train(step, step)
-    assert run.events[:10] == [
-        "take 0", "advantages 0", "batch 0", "sync_rejoined", "offload_generators", "samples 0", "train actor",
-        "take 1", "advantages 1", "push 1",
-    ]  # fmt: skip
-    assert run.events.index("after_step 1") < run.events.index("samples 1") < run.events.index("report 2")
 
 
 def test_only_a_step_that_is_saved_computes_the_entropy_and_trains_as_the_others(tmp_path: Path) -> None:

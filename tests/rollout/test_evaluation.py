@@ -214,21 +214,6 @@ def test_an_answer_is_no_longer_than_the_context_has_room_for() -> None:
         PLAN.check_room("a", replace(prompt, token_ids=np.full(64, 3, np.int32)))
 
 
-def test_requests_of_an_evaluation_share_a_group_only_where_the_workflow_gives_them_one() -> None:
-    groups: list[str] = []
-
-    class Groups:
-        async def generate(self, request: GenerateRequest) -> Completion:
-            groups.append(request.group_id)
-            return Completion(token_ids=np.empty(0), logprobs=np.empty(0), versions=np.empty(0), finish_reason="stop")
-
-    generator = EvaluationSampler(Groups(), "a", context_tokens=64)  # type: ignore[arg-type]
-    for group in ("", "q1/0/0"):
-        request = GenerateRequest(request_id="0", prompt_ids=[3], sampling=PLAN.sampling, group_id=group)
-        RUNNER.run(generator.generate(request))
-    assert groups == ["", "a/q1/0/0"], "a router sends a group to one generator"
-
-
 def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -> None:
     answer = Answer(
         query_id="1", mode="greedy", number=0, prompt="p", completion="c", answer="c", score=1.0, tokens=1,
@@ -237,22 +222,3 @@ def test_an_answer_is_in_the_file_before_the_next_one_is_known(tmp_path: Path) -
     with AnswerFile(tmp_path / "set" / "answers.jsonl") as file:
         file.add(answer)
         assert read_answers(tmp_path / "set" / "answers.jsonl") == [answer]  # as after a kill
-
-
-class CancelsItself(SingleTurnMathWorkflow):
-    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-        raise asyncio.CancelledError
-
-
-class CancelsItsTask(SingleTurnMathWorkflow):
-    async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        return []
-
-
-@pytest.mark.parametrize("workflow", [CancelsItself, CancelsItsTask])
-def test_an_answer_whose_workflow_raises_a_cancellation_or_cancels_its_own_task_is_not_lost(workflow) -> None:
-    found = RUNNER.run(answers_of([questions("a", 2)], Waiting(needed=1), max_in_flight=1, workflow=workflow))
-    assert [answer.unjudged for answer in found["a"]] == ["error"] * 4

@@ -1,7 +1,6 @@
 """Configurations from Python: what is given arrives."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import yaml
 
 import slipstream
 from core.config.parsing.problems import ConfigError
-from core.monitoring.metrics import Journal
 from core.runs.paths import RunPaths
 from helpers.config_inputs import SMALLEST_PPO, write_run
 from slipstream.api import _arguments, _flags, _NewRows
@@ -79,12 +77,6 @@ def test_dotted_keys_of_a_mapping_are_overrides_too_and_arguments_win(tmp_path: 
         assert words == ["ppo.adv_norm=false", "ppo.kl_ctl=0.25"], "none that another one replaces"
 
 
-def test_problems_of_checks_are_raised_as_those_of_the_file_are(tmp_path: Path) -> None:
-    path, _ = with_values(tmp_path)
-    with pytest.raises(ConfigError, match="actor.path"):
-        slipstream.load_config(path, **{"actor.path": str(tmp_path / "missing")})
-
-
 def test_an_algorithm_is_no_experiment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experiment: must be one of ppo-math, sft, dpo, got 'grpo'"):
         slipstream.train(with_values(tmp_path)[1], experiment="grpo")
@@ -142,23 +134,6 @@ def test_each_new_row_of_metrics_is_passed_on_once(tmp_path: Path) -> None:
     rows()
     rows()
     assert seen == [{"step": 2}, {"step": 3}]
-
-
-def test_rows_that_an_attempt_continues_from_are_not_passed_on_again(tmp_path: Path) -> None:
-    def write(steps: Sequence[int], *, continue_after: int, loss: float) -> None:
-        journal = Journal(tmp_path / "metrics.jsonl", continue_after=continue_after)
-        for step in steps:
-            journal.write(step, {"loss": loss})
-        journal.close()
-
-    seen: list[dict[str, float]] = []
-    write([1, 2, 3], continue_after=0, loss=1.0)
-    rows = _NewRows(tmp_path / "metrics.jsonl", seen.append)
-    write([4, 5], continue_after=3, loss=2.0)
-    rows()
-    write([5, 6], continue_after=4, loss=3.0)
-    rows()
-    assert [(row["step"], row["loss"]) for row in seen] == [(4, 2.0), (5, 2.0), (5, 3.0), (6, 3.0)]
 
 
 def test_a_failed_run_raises_the_cause_that_its_log_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rollout.data.tokenizer import load_tokenizer
-from slipstream.cli import COMMANDS
 from tools import scratch_model
 from tools.bench import SHAPES
 from tools.bench.__main__ import MEASUREMENTS, find
@@ -164,12 +162,3 @@ def test_scratch_model_never_overwrites_a_model_that_it_did_not_write(tmp_path, 
     for _ in range(2):
         assert run(monkeypatch, "tools.scratch_model", "--data", str(data), "--output", str(mine)) == 0
     assert made == [mine, mine] and [path.name for path in theirs.iterdir()] == ["config.json"]
-
-
-@pytest.mark.parametrize("command", ["bench", "chaos", "compare", "convert", "demo", "eval", "samples", "timeline"])
-def test_the_usage_line_of_a_module_begins_with_it(command: str, monkeypatch, capsys) -> None:
-    module, first, _ = COMMANDS[command]
-    monkeypatch.setattr(sys, "argv", ["pytest", *first, "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    assert capsys.readouterr().out.startswith(" ".join(("usage: python -m", module, *first)))

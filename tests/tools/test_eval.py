@@ -247,19 +247,6 @@ def test_a_checkpoint_is_converted_anew_where_what_is_there_was_made_from_anothe
     assert not list(output.glob("*converting*"))
 
 
-def test_answers_of_a_checkpoint_stay_with_it(runs: tuple[Path, Path], data: Path, tmp_path: Path, capsys) -> None:
-    (one, _), output = runs, tmp_path / "out"
-    assert main(arguments(one, data, output, *FEW)) == 0
-    shutil.rmtree(output / "model")
-    assert main(arguments(one, data, output, *FEW)) == 0, "the same checkpoint, converted again"
-    (one / "actor" / "metadata.json").write_text(json.dumps({"of": "replaced"}))
-    assert main(arguments(one, data, output, *FEW)) == BAD_INPUT
-    assert "the answers in" in capsys.readouterr().err
-    assert converted_from(output) == "one", "refused before it is converted"
-    assert main(arguments(one, data, output, *FEW, "--overwrite")) == 0
-    assert converted_from(output) == "replaced"
-
-
 @pytest.mark.nightly
 def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(evaluated, model, data, tmp_path) -> None:
     convert = [sys.executable, "-m", "tools.convert", "--checkpoint_path", str(model), "--to-megatron"]
@@ -268,35 +255,6 @@ def test_a_checkpoint_of_the_trainer_is_evaluated_as_the_folder_it_came_from(eva
     made_from = json.loads((tmp_path / "out" / "model" / "made_from.json").read_text())
     assert made_from["checkpoint"] == str(tmp_path / "run" / "actor")
     assert by_name(tmp_path / "out" / "sums.jsonl") == by_name(evaluated / "sums.jsonl")
-
-
-def test_damaged_settings_are_named_and_may_be_overwritten(evaluated, model, data, tmp_path, capsys) -> None:
-    output = shutil.copytree(evaluated, tmp_path / "out")
-    few = ("--n_sampling", "0", "--num_questions", "1")
-    (output / "settings.json").write_text('{\n "model_path": "/mod')
-    assert main(arguments(model, data, output, *few)) == BAD_INPUT
-    said = capsys.readouterr().err
-    assert f"error: {output / 'settings.json'} " in said and "or --overwrite" in said
-    (output / "notes.txt").write_text("mine")
-    assert main(arguments(model, data, output, "--overwrite", *few)) == BAD_INPUT
-    assert "holds no evaluation" in capsys.readouterr().err
-    (output / "notes.txt").unlink()
-    assert main(arguments(model, data, output, "--overwrite", *few)) == 0
-
-
-def test_an_evaluation_goes_on_with_the_same_server_arguments_and_ends_of_an_answer_only(
-    evaluated: Path, model: Path, data: Path, tmp_path: Path, capsys
-) -> None:
-    assert main(arguments(model, data, evaluated, "--sglang", "quantization=fp8")) == BAD_INPUT
-    assert "sglang={'quantization': 'fp8'}: the answers in" in capsys.readouterr().err
-    assert main(arguments(model, data, evaluated, "--sglang", "mem_fraction_static=0.7")) == 0, "the same answers"
-    own, output = shutil.copytree(model, tmp_path / "model"), tmp_path / "out"
-    few = ("--n_sampling", "0")
-    assert main(arguments(own, data, output, *few)) == 0
-    generation = json.loads((own / "generation_config.json").read_text())
-    (own / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [1, 5]}))
-    assert main(arguments(own, data, output, *few)) == BAD_INPUT
-    assert "stop_token_ids=[0, 1, 5]: the answers in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -121,20 +121,6 @@ def test_a_configuration_that_came_with_the_model_is_used_on_request_only(
     assert (tmp_path / "ran").exists()
 
 
-def test_an_evaluation_does_not_mix_two_prompts(saved: Path, data: Path, tmp_path, capsys) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ strftime_now('%S.%f') }} {{ messages[0].content }}=")
-    config = tmp_path / "root/logs/user/e/t/config.yaml"
-    config.write_text(noted(CONFIG.replace('template: "{prompt}"', f"chat_template: {template}")))
-    few = arguments(saved, data, tmp_path / "out", "--num_questions", "2", "--n_sampling", "1")
-    assert main(few) == 0
-    before = (tmp_path / "out" / "sums.jsonl").read_bytes()
-    assert main([*few, "--n_sampling", "2"]) == BAD_INPUT
-    assert "was answered as another prompt" in capsys.readouterr().err
-    assert (tmp_path / "out" / "sums.jsonl").read_bytes() == before
-    assert main([*few, "--overwrite"]) == 0
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_experiment_of_a_configuration_is_recognized_by_its_keys(experiment: str) -> None:
     keys = fields_by_key(EXPERIMENTS[experiment])
@@ -150,22 +136,6 @@ def test_answers_are_judged_by_the_reward_of_the_run(saved: Path, data: Path, tm
         assert main(arguments(saved, data, out, *few, names=str(tmp_path / "own.jsonl"))) == 0
         answers = {a.prompt: (a.score, a.reward) for a in read_answers(out / "own.jsonl")}
         assert answers == {"2+2=": (expected[0], 0.5), "3+3=": (expected[1], -1.0)}
-
-
-def test_the_table_names_a_reward_that_is_not_the_default_and_two_rewards_are_not_compared(
-    saved: Path, data: Path, tmp_path: Path, capsys
-) -> None:
-    few = ("--n_sampling", "0", "--num_questions", "2", "--workflow", "math", "--instruction", "")
-    assert main(arguments(saved, data, tmp_path / "own", *few)) == 0
-    assert "\nReward: eval_plugins:half\n" in capsys.readouterr().out
-    assert (tmp_path / "own" / "results.md").read_text().endswith("|\n\nReward: eval_plugins:half\n")
-    assert main(arguments(saved, data, tmp_path / "math", *few, "--reward", "math")) == 0
-    assert "Reward:" not in capsys.readouterr().out
-    assert "Reward:" not in (tmp_path / "math" / "results.md").read_text()
-    folders = [str(tmp_path / "own"), str(tmp_path / "math")]
-    assert main(["compare", *folders]) == BAD_INPUT
-    assert "incomparable: reward='eval_plugins:half' in A and 'math' in B; right_at=None" in capsys.readouterr().err
-    assert main(["compare", folders[0], folders[0]]) == 0
 
 
 @pytest.mark.parametrize(("option", "name"), [("reward", "half"), ("workflow", "Own")])

@@ -215,17 +215,6 @@ def test_settings_that_leave_the_measures_as_they_are_are_compared_with_a_warnin
     assert compare(*map(Path, two_evaluations(tmp_path, changed, samples=samples))).warnings == warnings
 
 
-def test_numbers_of_questions_and_samples_that_differ_and_unknown_settings_are_reported(tmp_path: Path) -> None:
-    a, b = map(Path, two_evaluations(tmp_path, {}, samples=2))
-    write(b, [answer(q, 1.0) for q in ("q", "r")] + [answer("q", 1.0, number=0), answer("r", 1.0, number=0)])
-    (b / "settings.json").write_text(json.dumps({k: v for k, v in SETTINGS.items() if k not in ("reward", "top_p")}))
-    assert compare(a, b).warnings == [
-        "settings.json of B lacks reward, top_p, which cannot be checked",
-        "d: 1 questions in A and 2 in B; the 1 in both are compared",
-        "d: 2 samples per question in A and 1 in B",
-    ]
-
-
 def test_sets_that_one_side_did_not_answer_are_left_out_and_named(tmp_path: Path, capsys) -> None:
     a = write(tmp_path / "a", [answer("q", 0.0)])
     b = write(tmp_path / "b", [answer("q", 1.0), answer("q", 1.0, number=0)])
@@ -265,24 +254,3 @@ def test_chat_templates_are_compared_by_their_content(paths, hashes, refused) ->
         for i, path in enumerate(paths)
     )
     assert list(setting_differences(a, b, sampled=True).refused) == ([refused] if refused else [])
-
-
-@pytest.mark.parametrize(
-    ("samples_a", "samples_b", "measures"),
-    [
-        ((8, 8), (8, 8), {"sample_pass@1", "pass@8"}),
-        ((8, 8), (8, 7), {"sample_pass@1"}),
-        ((7, 16), (16, 16), {"sample_pass@1"}),
-        ((16, 16), (16, 8), {"sample_pass@1", "pass@8"}),
-    ],
-)
-def test_pass_at_k_is_compared_where_every_question_of_both_has_k_samples(
-    samples_a: tuple[int, ...], samples_b: tuple[int, ...], measures: set[str], tmp_path: Path
-) -> None:
-    folders = []
-    for name, samples in (("a", samples_a), ("b", samples_b)):
-        answers = [answer(f"q{i}", 1.0) for i in range(len(samples))]
-        answers += [answer(f"q{i}", 1.0, number=j) for i, n in enumerate(samples) for j in range(n)]
-        folders.append(write(tmp_path / name, answers))
-    found = compare(*folders)
-    assert {d.measure for d in found.differences} == {"greedy_acc", "greedy_length"} | measures

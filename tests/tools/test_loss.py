@@ -90,11 +90,6 @@ def test_corrections_weigh_tokens_by_their_formula(settings: dict[str, Any], exp
     assert [w for row in found for w in row] == pytest.approx([w for row in expected for w in row])
 
 
-def test_dropped_tokens_stay_in_the_denominator() -> None:
-    case = {"algorithm": "rloo", "settings": {"correction": "icepop"}, "sequences": stale([0.4, 3.0], [1.1, 6.0])}
-    assert compute(case)["loss"] == pytest.approx(-(3.0 + 1.1) / 4)
-
-
 def test_opsm_drops_sequences_with_negative_advantages_that_the_policy_has_left() -> None:
     far, near = [0.5, 0.9], [1.1, 0.8]  # means of -log w: 0.399 and 0.064
     assert corrected({"correction": "none", "opsm_threshold": 0.1}, stale(far, near, advantage=-1.0)) == [
@@ -220,41 +215,3 @@ def test_a_step_that_a_run_saved_has_the_advantages_of_that_run(tmp_path, capsys
 
 
 # ---- pairs and demonstrations
-
-
-def test_dpo_takes_the_answer_with_the_higher_reward_as_the_chosen_one() -> None:
-    chosen = {"logprobs": [-1.0, -1.0], "ref_logprobs": [-1.5, -1.25], "group": "p", "reward": 1}
-    rejected = {"logprobs": [-2.0], "ref_logprobs": [-1.5], "group": "p", "reward": 0}
-    out = compute({"algorithm": "dpo", "settings": {"beta": 0.5}, "sequences": [rejected, chosen]})
-    assert out["loss"] == pytest.approx(math.log1p(math.exp(-0.5 * 1.25)))
-    assert out["metrics"]["margin"] == pytest.approx(0.5 * 1.25) and out["metrics"]["accuracy"] == 1.0
-    slope = 0.5 / (1 + math.exp(0.5 * 1.25))
-    assert out["grads"] == [[pytest.approx(slope)], [pytest.approx(-slope)] * 2]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward": 1}, r"sequences\[0\].reward: the rewards of a pair must differ, got 1.0 twice"),
-        ({"group": "q"}, r"sequences\[0\].group: a pair has two sequences of one group, got 1"),
-        ({"mask": [0]}, r"sequences\[1\].mask: no token of this answer counts"),
-    ],
-)
-def test_what_is_no_pair_is_refused(changes: dict[str, Any], message: str) -> None:
-    one = {"logprobs": [-1.0], "ref_logprobs": [-1.0], "group": "p", "reward": 1}
-    with pytest.raises(ValueError, match=message):
-        compute({"algorithm": "dpo", "sequences": [one, {**one, "reward": 0, **changes}]})
-    with pytest.raises(ValueError, match="settings: beta: Input should be greater than 0, got 0"):
-        compute({"algorithm": "dpo", "settings": {"beta": 0}, "sequences": [one, {**one, "reward": 0}]})
-
-
-def test_demonstrations_have_their_share_of_the_loss() -> None:
-    sequences = [*group(1, 0), {"logprobs": [-0.5, -1.5], "demonstration": True}]
-    out = compute({"algorithm": "mix", "settings": {"demonstration_weight": 0.25}, "sequences": sequences})
-    assert out["loss"] == pytest.approx(0.25 * 1.0) and out["metrics"]["demonstration_nll"] == pytest.approx(1.0)
-    assert out["grads"][2] == pytest.approx([-0.125, -0.125])
-    a = math.sqrt(0.5)
-    assert out["grads"][0] == pytest.approx([-0.75 * a / 2], abs=1e-5)
-    assert compute({"algorithm": "mix", "sequences": group(1, 0)})["grads"][0] == pytest.approx([-a / 2], abs=1e-5)
-    with pytest.raises(ValueError, match="demonstrations come last"):
-        compute({"algorithm": "mix", "sequences": sequences[::-1]})

@@ -296,13 +296,6 @@ def test_each_kl_divergence_keeps_its_coefficient(name, keys, in_loss, in_reward
         assert {key.rpartition(".")[2]: value for key, value in values.items()} == ours
 
 
-def test_skyrl_has_one_coefficient_for_either_kl_divergence() -> None:
-    system = next(system for system in systems() if system.name == "SkyRL")
-    given = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_loss_coef": 0.02}
-    values, _ = translate(system, {f"trainer.algorithm.{key}": value for key, value in given.items()})
-    assert values == {"algorithm.kl_in": "reward", "ppo.kl_ctl": 0.02}
-
-
 @pytest.mark.parametrize(
     ("name", "switch", "off", "on", "other"),
     [

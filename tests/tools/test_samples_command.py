@@ -110,18 +110,6 @@ def test_two_steps_stand_side_by_side_with_equal_prompts_in_a_row(logs: Path, ca
         assert shown.splitlines()[-1].startswith(f"{number} of 2 rows shown")
 
 
-def test_two_runs_stand_side_by_side(logs: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    other = logs.with_name("second")
-    file = SampleFile(other, continue_after=0, max_bytes=10**9, keep=2)
-    file.write([sample(2, "1+1", 0.0, "Eleven")])
-    file.close()
-    assert main([str(logs), "--against", str(other)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any("Two, I see" in line and "Eleven" in line for line in lines)
-    assert "sums/first: step 2" in lines[1] and "sums/second: step 2" in lines[1]
-
-
 def test_turns_of_an_environment_are_marked_and_no_text_controls_the_terminal(tmp_path, capsys) -> None:
     turns = (Turn(by="model", text="call\x1b[2J"), Turn(by="environment", text="42"))
     file = SampleFile(tmp_path, continue_after=0, max_bytes=10**9, keep=2)

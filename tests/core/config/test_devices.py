@@ -10,7 +10,6 @@ from core import placement, quickstart
 from core.checks import run_checks
 from core.checks.rules import config_warnings, load_config
 from core.config.parsing.problems import ConfigError
-from core.experiments.workers import backend_settings
 from core.placement import resolve_allocation
 from helpers.config_inputs import fake_gpus, write_run
 from rollout.inference.backend import Capabilities
@@ -164,11 +163,6 @@ def test_with_a_joined_cluster_the_gpus_of_this_machine_decide_nothing(tmp_path,
     assert sft(tmp_path, "launch.trainer_device=cuda", *overrides).trainer.on_gpu
 
 
-def test_a_local_run_does_not_look_at_the_cluster_of_the_environment(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert allocated(tmp_path, "mode=local", "allocation_mode=d1m1p1", "n_gpus_per_node=1").trainer.reason
-
-
 def test_a_device_that_a_backend_cannot_run_on_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "generator.device=cuda")
     assert "generator.device: 'cuda': mock generators run on cpu; nearest: auto" in message, message
@@ -241,12 +235,6 @@ def test_fp8_weights_that_nothing_compares_are_warned_about(tmp_path: Path, monk
     for words, expected in (([FP8, "push.verify=never"], True), (["push.verify=never"], False), ([FP8], False)):
         config = load_config("ppo-math", write_run(tmp_path), [SERVERS, *words]).config
         assert any("write push.verify=first" in text for text in config_warnings(config)) is expected
-
-
-def test_fp8_reaches_server_and_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
-    config = load_config("ppo-math", write_run(tmp_path), [SERVERS, FP8]).config
-    assert backend_settings(config, resolve_allocation(config)).config.weight_format == "fp8_block"
 
 
 def test_table_and_log_of_a_dry_run_show_backend_device_and_reason(tmp_path, capsys, monkeypatch) -> None:

@@ -102,19 +102,6 @@ def test_a_sampled_token_that_is_not_trained_is_no_part_of_the_prompt() -> None:
     assert pack_trajectories([[masked]], episodes=["a"]).prompt_lens.tolist() == [2]
 
 
-def test_workflow_metrics_are_reported_over_the_trajectories_that_have_them() -> None:
-    plain = trajectory([1], [2], [0], 1.0, "stop")
-    turns = [replace(plain, metrics={"num_turns": n, "tool/errors": 0.5 * n}) for n in (1, 4, 1)]
-    batch = pack_trajectories([turns[:2], [replace(plain, metrics={"late": True})], [turns[2]]], episodes=list("abc"))
-    assert batch.workflow_metrics["num_turns"][[0, 1, 3]].tolist() == [1, 4, 1]
-    assert batch.workflow_figures() == {
-        "workflow/num_turns/mean": 2.0, "workflow/num_turns/min": 1.0, "workflow/num_turns/max": 4.0,
-        "workflow/tool/errors/mean": 1.0, "workflow/tool/errors/min": 0.5, "workflow/tool/errors/max": 2.0,
-        "workflow/late/mean": 1.0, "workflow/late/min": 1.0, "workflow/late/max": 1.0,
-    }  # fmt: skip
-    assert pack_trajectories([[plain]], episodes=["a"]).workflow_figures() == {}
-
-
 def test_minibatches_cover_every_sequence_once_and_differ_by_one_at_most() -> None:
     parts = split_minibatches(10, 4, seed=3)
     assert sorted(i for part in parts for i in part) == list(range(10))

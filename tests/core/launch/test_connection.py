@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +53,6 @@ def test_workers_of_a_joined_cluster_import_this_checkout_first(cluster: JoinedC
     for _ in range(2):
         job._serialize()
         assert job._py_driver_sys_path == ["/working/folder", str(ROOT)], "workers put the last one first"
-
-
-def test_a_client_of_a_cluster_sends_no_configuration_that_json_does_not_take(cluster, monkeypatch) -> None:
-    ray = Ray(monkeypatch, requires=[], has_token=False)
-    monkeypatch.setattr(connection, "connection_error", lambda cluster: "")
-    join(replace(cluster, address="ray://127.0.0.1:10001", given="ray://127.0.0.1:10001"), Options())
-    assert ray.joined == ["ray://127.0.0.1:10001"] and ray.options["job_config"] is None
 
 
 @pytest.mark.parametrize(("requires", "mode"), [([False], None), ([True, False], "token")])

@@ -88,11 +88,3 @@ def test_kept_records_are_written_once_by_the_handlers_that_come_later(root_logg
     for record in records:
         logging.getLogger(record.name).handle(record)
     assert shown((tmp_path / "log").read_text()) == ["ours kept"]
-
-
-def test_what_megatron_says_of_parts_that_no_run_uses_is_not_shown(root_logger, tmp_path: Path) -> None:
-    screen = io.StringIO()
-    log_to_terminal(tmp_path / "log", level="info", console=Console(file=screen, width=200))
-    logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").info("Detected Megatron Core")
-    logging.getLogger("megatron.core.distributed.finalize_model_grads").warning("of a part that is used")
-    assert "Detected" not in screen.getvalue() and "of a part that is used" in screen.getvalue()

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from core.checks.rules import load_config
 from core.config.load import LoadedConfig
 from core.planning.memory import plan_memory, plan_servers, usual_level
 from core.planning.rates import (
-    LONGEST_ANSWERS,
     Lengths,
     calibration_of,
     step_time,
@@ -127,15 +125,6 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
     assert plan.tokens == pytest.approx(measured, rel=0.01)
 
 
-def test_sides_that_overlap_take_the_longer_and_sides_in_turns_the_sum() -> None:
-    scene = make_scene(SHAPES["1.5B"])
-    apart = step_time(scene, CALIBRATION, Lengths(mean=3000, longest=7168))
-    turns = step_time(replace(scene, max_staleness=0), CALIBRATION, Lengths(mean=3000, longest=7168))
-    assert apart is not None and turns is not None
-    assert max(apart.rollout, apart.update + apart.passes) < apart.step < apart.rollout + apart.update + apart.passes
-    assert turns.step > apart.rollout + apart.update + apart.passes
-
-
 @pytest.mark.parametrize(
     ("replicas", "running", "staleness", "shares", "measured"),
     [
@@ -177,16 +166,6 @@ def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int
     time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
     assert time is not None and world is not None
     assert time.step == pytest.approx(simulate(world, 12 + 2 * staleness).seconds, rel=0.15)
-
-
-def test_the_next_batch_slows_the_longest_answers_of_a_batch() -> None:
-    scene = make_scene(WIDTHS)
-    assert scene.servers is not None
-    scene = replace(scene, max_staleness=1, answer_tokens=15360, servers=replace(scene.servers, max_running=256))
-    answers = Lengths(mean=2000, longest=15360)
-    time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
-    assert time is not None and world is not None and time.limited_by == LONGEST_ANSWERS
-    assert time.step == pytest.approx(simulate(world, 16).seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +217,6 @@ def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
         assert scene_of(load(proposal.overrides).config, GPUS["H100"]).servers == proposal.scene.servers
 
 
-def test_experts_are_searched_on_layouts_that_divide_them(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, SLICE)
-    load = partial(load_config, "ppo-math", path)
-    scene = scene_of(load([]).config, GPUS["H100"])
-    calibration = calibration_of("H100")
-    assert calibration is not None
-    search_in = partial(proposals, load, scene, calibration, Lengths(mean=4000, longest=7168), num_gpus=64)
-    for degree in (1, 2, 8, 32):
-        found = search_in(fixed=parse_fixed(f"d16m2p1e{degree}"))
-        assert {one.scene.actor.layout.ep for one in found.best} == {degree}
-        assert all(scene_of(load(one.overrides).config, GPUS["H100"]).actor == one.scene.actor for one in found.best)
-
-
 def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, SHAPES["1.5B"])
     scene = scene_of(load_config("ppo-math", path, ["staleness.max_staleness=1"]).config, GPUS["H200"])
@@ -259,15 +225,6 @@ def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> 
     )
     ages = {one.scene.max_staleness for one in (*found.best, *found.others)}
     assert ages == {0, 1}, "those that take turns, and those apart"
-
-
-def test_lengths_have_the_mean_that_is_given() -> None:
-    lengths = Lengths(mean=686.0, longest=4096, spread=0.95)
-    assert lengths.median == pytest.approx(448, rel=0.01), "lognormal with median 448, cut at 4096"
-    assert Lengths(mean=500, longest=500).mean_square == 250000
-    assert lengths.mean < lengths.longest_of(100) < lengths.longest_of(10000) <= 4096
-    assert Lengths(mean=500, longest=500).mean_begun == 250
-    assert lengths.mean_begun > lengths.mean, "long answers are under way for longer"
 
 
 def test_a_gpu_without_calibration_has_no_times() -> None:

@@ -19,7 +19,6 @@ from core.processes.supervise import DONE, INTERRUPTED, Attempt
 from core.runs.paths import RunPaths
 from core.runs.record import (
     changes_since,
-    command_line,
     how_to_continue,
     is_complete,
     is_own,
@@ -71,15 +70,6 @@ def test_the_recorded_configuration_is_known_as_that_of_this_user_until_it_is_ch
     assert not is_own(file), "nothing can be noted, and the run starts all the same"
 
 
-def test_roles_with_slots_of_their_own_are_recorded_so_that_they_load(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    mapped = ["actor_gen.device_mapping='[0]'", "actor_train.device_mapping='[1]'"]
-    config, paths = loaded(tmp_path, *mapped)
-    write_record("ppo-math", recorded(config), paths, ["python"])
-    again = load_config("ppo-math", paths.logs / "config.yaml", []).config
-    assert again.actor_gen == config.actor_gen and again.actor_train == config.actor_train
-
-
 def test_every_start_has_its_command_line_and_versions_and_no_secret(tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path)
     overrides = ["external_configs.envs={MY_TOKEN: hunter2}", "external_configs.envs.MY_KEY=hunter2"]
@@ -108,17 +98,6 @@ def test_what_changed_since_the_last_start_is_known_and_earlier_configurations_s
         for name in ("config.1.yaml", "config.2.yaml", "config.yaml")
     ]
     assert rates == [1e-5, 1e-4, 1e-3] and not (paths.logs / "config.3.yaml").exists()
-
-
-def test_a_row_of_a_start_that_was_cut_off_does_not_spoil_the_next_one(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    config, paths = loaded(tmp_path)
-    for command in (["first"], ["second"], ["third"]):
-        write_record("ppo-math", recorded(config), paths, command)
-        starts = paths.logs / "starts.jsonl"
-        if command == ["second"]:
-            starts.write_bytes(starts.read_bytes()[:-20])
-    assert [json.loads(line)["command"] for line in starts.read_text().splitlines()] == ["first", "third"]
 
 
 WITHOUT_A_NAME = """
@@ -207,12 +186,6 @@ def test_a_temporary_configuration_file_is_replaced_by_the_recorded_one(tmp_path
     file = Path("/tmp/slipstream-abc/config.yaml")  # an attempt has another folder for temporary files
     said = how_to_continue(config, paths, ["python", "--config", str(file)])
     assert said == f"Continue with: python --config {paths.logs}/config.yaml"
-
-
-def test_a_caller_in_python_gets_a_command_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command_line(["sft", "--config", "x.yaml"])[1:] == ["-m", "core.quickstart", "sft", "--config", "x.yaml"]
-    monkeypatch.setattr("sys.orig_argv", ["/bin/python", "-X", "dev", "-m", "core.quickstart", "sft"])
-    assert command_line(None) == ["/bin/python", "-X", "dev", "-m", "core.quickstart", "sft"]
 
 
 def test_a_run_without_recover_mode_continues_from_its_checkpoints(tmp_path: Path) -> None:

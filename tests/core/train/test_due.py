@@ -138,29 +138,6 @@ def test_a_run_that_goes_on_from_a_checkpoint_evaluates_and_saves_when_it_would_
     assert store.state.step == 8 and store.state.extra["value_norm"] == {}
 
 
-def test_an_evaluation_that_waits_for_another_one_is_made_up_for_after_a_restart() -> None:
-    evaluated: list[int] = []
-
-    class Others:
-        """Evaluations beside training, of which that of step 3 runs until step 7."""
-
-        step: int | None = 3
-        begin = evaluated.append
-
-        def look(self) -> None: ...
-
-    store, timer = Store(), StepTimer(lambda phase: None)
-    for last in (7, 8):
-        periodic = make_periodic(store)
-        others = Others()
-        periodic.evaluations = others  # type: ignore[arg-type]
-        for step in range(store.state.step + 1, last + 1):
-            others.step = 3 if 4 <= step < 7 else None
-            periodic.after_step(step, timer)
-            periodic.after_report(step, timer)
-    assert evaluated == [3, 8], "the checkpoint of step 7 has what is due"
-
-
 def test_a_checkpoint_that_failed_ends_the_run_after_the_next_step_though_none_is_due() -> None:
     store, timer = Store(), StepTimer(lambda phase: None)
     periodic = make_periodic(store)

@@ -24,20 +24,6 @@ def test_of_two_limits_the_lower_one_holds_after_a_restart() -> None:
     assert memory.state_dict() == {"actor_train": 64, "ref_inf": 256, "critic_train": 32}
 
 
-def test_the_last_halving_stops_at_the_longest_sequence() -> None:
-    memory, tried = MemoryLimits(), []
-
-    def call(limits: PassLimits) -> int:
-        limit = limits.max_tokens_per_mb
-        tried.append(limit)
-        if limit > 31:
-            raise StepOutOfMemory("full", limit, 31, True)
-        return limit
-
-    assert memory.fitting("actor_train", 100, call) == 31
-    assert tried == [100, 50, 31]
-
-
 def test_an_update_that_failed_half_way_is_not_applied_again_and_the_next_attempt_gets_its_limit() -> None:
     told: list[dict[str, float]] = []
     memory, tried = MemoryLimits(on_lowered=told.append), []

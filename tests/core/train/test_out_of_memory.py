@@ -3,16 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from core.algorithms.offline import SFT
-from core.data.stored_batch import InferencePass, UpdatePass
 from core.errors import LaunchError
 from core.train.recover import MemoryLimits, reports_out_of_memory
-from core.trainer import EngineRef
 from helpers import memory_faults
 from helpers.memory_faults import run_out
 from helpers.runs import ppo
@@ -65,33 +61,6 @@ def test_a_limit_is_halved_down_to_the_longest_sequence_and_no_further() -> None
 
     with pytest.raises(LaunchError, match="longest sequence 31. Use more tensor or pipeline parallelism"):
         memory.fitting("actor_train", 16384, never)
-
-
-class Ranks:
-    """What a group of ranks is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[InferencePass | UpdatePass] = []
-
-    def train_step(self, update: UpdatePass) -> dict[str, float]:
-        self.asked.append(update)
-        return {}
-
-    def infer(self, inference: InferencePass) -> list[Any]:
-        self.asked.append(inference)
-        return []
-
-
-def test_ranks_are_told_the_configured_limit_beside_the_one_that_was_learnt() -> None:
-    group, memory = Ranks(), MemoryLimits({"actor_train": 40, "actor_inf": 50})
-    engine = EngineRef(
-        group=group, name="actor", train_role="actor_train", inference_role="actor_inf",  # type: ignore[arg-type]
-        train_tokens_per_mb=100, inference_tokens_per_mb=200,
-    )  # fmt: skip
-    engine.train_step(0, SFT(), memory)
-    engine.infer(memory)
-    engine.infer(memory, "values")
-    assert [asked.limits for asked in group.asked] == [PassLimits(40, 100), PassLimits(50, 200), PassLimits(50, 200)]
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:

@@ -1,8 +1,6 @@
 """Recover checkpoints: valid or passed over, written beside the training, and errors that name the key."""
 
 import errno
-import itertools
-import json
 import logging
 import os
 import re
@@ -181,36 +179,6 @@ def test_the_end_of_a_run_waits_for_the_last_write_and_a_failed_run_gives_it_up(
     assert names(tmp_path) == ["globalstep2"]
 
 
-def test_ranks_that_still_write_leave_nothing_of_a_write_that_is_given_up(tmp_path: Path) -> None:
-    removed = threading.Event()
-
-    def write_on(folder: Path) -> None:
-        for i in itertools.count():
-            try:
-                (folder / "actor" / f"weights{i}").write_bytes(b"w")
-            except FileNotFoundError:
-                removed.set()
-                return
-            if i == 100_000:
-                return
-
-    def still_written(folder: Path) -> Callable[[threading.Event], None]:
-        write_engine(folder)
-        for i in range(1000):  # they are removed while the rank writes
-            (folder / "actor" / f"piece{i}").write_bytes(b"p")
-        ranks.append(threading.Thread(target=write_on, args=(folder,)))
-        ranks[0].start()
-        return lambda stop: assert_set(stop)
-
-    ranks: list[threading.Thread] = []
-    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
-        begin(store, 3, engines=still_written)
-        _ = 1 / 0
-    assert removed.wait(60)
-    ranks[0].join(60)
-    assert names(tmp_path) == []
-
-
 def test_an_interrupted_write_is_invisible_and_the_next_one_clears_it_away(tmp_path: Path) -> None:
     store = RecoverStore(tmp_path, IDENTITY)
     (tmp_path / ".writing-globalstep4-123").mkdir(parents=True)
@@ -232,14 +200,6 @@ def test_a_checkpoint_that_was_passed_over_is_replaced_by_the_next_of_its_step(t
     newest = store.newest()
     assert newest is not None and newest.name == "globalstep3"
     assert names(tmp_path) == ["globalstep2", "globalstep3"]
-
-
-def test_the_manifest_lists_every_file_with_its_size_and_checksum(tmp_path: Path) -> None:
-    dump(RecoverStore(tmp_path, IDENTITY), 2)
-    folder = tmp_path / "globalstep2"
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert sorted(files) == ["actor/weights", "rollout.json", "rollout.npz", "run.json"]
-    assert files["actor/weights"]["size"] == 100 and len(files["actor/weights"]["checksum"]) == 32
 
 
 def test_no_byte_of_manifest_and_marker_can_change_unnoticed(tmp_path: Path) -> None:
@@ -299,37 +259,3 @@ def test_all_that_the_marker_seals_is_on_the_disk_before_the_marker_appears(tmp_
     expected = {**files, "manifest.json": sealed["manifest.json"], ".COMMITTED": sealed["COMMITTED"]}
     assert before_rename == {**expected, ".": b"", "actor": b"", "actor/shards": b""}
     assert list(synced) == ["."], "the marker's new name is in the folder"
-
-
-def test_waiting_for_a_write_ends_with_a_signal_that_was_lost_elsewhere(tmp_path, monkeypatch) -> None:
-    store = RecoverStore(tmp_path, IDENTITY)
-    begin(store, 2, engines=lambda folder: lambda stop: wait_for_outcome(folder / "actor", stop))
-    monkeypatch.setattr("core.processes.signals._received", [(15, time.monotonic())])
-    with pytest.raises(KeyboardInterrupt), store:
-        store.wait()
-    assert names(tmp_path) == []
-
-
-def test_a_write_that_is_given_up_while_it_is_sealed_does_not_appear(tmp_path, monkeypatch) -> None:
-    sealed, given_up = threading.Event(), threading.Event()
-
-    def held_back(folder: Path) -> int:
-        num_bytes = checkpoints.seal(folder)
-        sealed.set()
-        given_up.wait(60)
-        return num_bytes
-
-    monkeypatch.setattr("core.train.recover.seal", held_back)
-    with pytest.raises(ZeroDivisionError), RecoverStore(tmp_path, IDENTITY) as store:
-        begin(store, 3)
-        assert sealed.wait(60)
-        threading.Timer(0.2, given_up.set).start()  # by then the failed run waits for its writer
-        _ = 1 / 0
-    assert names(tmp_path) == []
-
-
-def test_a_checkpoint_of_before_manifests_is_not_used(tmp_path: Path) -> None:
-    dump(RecoverStore(tmp_path, IDENTITY), 2)
-    (tmp_path / "globalstep2" / "COMMITTED").unlink()
-    (tmp_path / "globalstep2" / "manifest.json").unlink()
-    assert RecoverStore(tmp_path, IDENTITY).newest() is None

@@ -46,32 +46,6 @@ batches = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(batches, st.integers(1, 3))
-def test_every_trained_token_is_predicted_from_the_tokens_before_it(batch: PackedBatch, sp: int) -> None:
-    packed = pack_microbatch(
-        batch, range(batch.num_sequences), PackingLayout(sequence_parallel_size=sp, share_prompts=True), device=CPU
-    )
-    rows = packed.token_ids.shape[1]
-    assert rows % sp == 0
-    params = packed.packed_seq_params
-    source = params.source if isinstance(params, SharedPromptParams) else torch.arange(rows)
-    starts = params.cu_seqlens_q
-    contexts: dict[int, set[tuple[int, ...]]] = {row: set() for row in range(rows)}
-    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        sequence = source[start:end]
-        assert packed.position_ids[0, sequence].tolist() == list(range(end - start))
-        for i in range(end - start):
-            contexts[int(sequence[i])].add(tuple(packed.token_ids[0, sequence[: i + 1]].tolist()))
-    assert all(len(seen) == 1 for seen in contexts.values()), "a row stands for one context"
-    where = batch.loss_mask.nonzero().squeeze(1)
-    assert torch.equal(packed.trained, where)
-    for token, row in zip(where.tolist(), packed.rows.tolist(), strict=True):
-        start = int(batch.cu_seqlens[torch.searchsorted(batch.cu_seqlens, token, right=True) - 1])
-        assert contexts[row] == {tuple(batch.token_ids[start:token].tolist())}
-        assert packed.targets[packed.trained == token] == batch.token_ids[token]
-
-
 def test_a_prompt_has_one_row_a_token_and_the_last_token_of_a_sequence_none() -> None:
     batch = grouped_batch([[1, 2, 3], [4]], [(0, [5, 6]), (1, [7]), (0, [8]), (0, [9, 9, 9])])
     batch = replace(batch, loss_mask=torch.tensor([0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1]).bool())

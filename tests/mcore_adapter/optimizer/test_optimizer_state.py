@@ -1,8 +1,5 @@
 """Masters and moments that visit the host are what they would be on the device, in pages of a few large allocations."""
 
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,20 +99,6 @@ def test_no_two_pages_overlap(allocated: list[int]) -> None:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_state, "PIECE_BYTES", 50_000)
-
-
-def test_every_tensor_returns_to_its_page(allocated: list[int], small_pieces: None) -> None:
-    optimizer = make_optimizer(SIZES)
-    state = Visiting([optimizer], torch.device("cpu"), slab_bytes=SLAB)
-    state.to_host()
-    update(state, optimizer)
-    first, taken = places(tensors(optimizer)), list(allocated)
-    update(state, optimizer)
-    assert places(tensors(optimizer)) == first
-    state.to_device()
-    assert not set(places(tensors(optimizer))) & set(first)
-    state.to_host()
-    assert places(tensors(optimizer)) == first and allocated == taken
 
 
 def test_steps_with_visits_are_those_without(allocated: list[int], small_pieces: None) -> None:
@@ -227,47 +210,6 @@ def test_copies_of_a_gpu_overlap_in_both_directions(monkeypatch: pytest.MonkeyPa
     if not to_device:
         pytest.skip("the profiler does not see what the GPU does")
     assert any(a < d and c < b for a, b in to_device for c, d in to_host)
-
-
-@pytest.mark.parametrize("reserved", [True, False])
-def test_reserved_slabs_are_those_that_pages_fill(reserved: bool, allocated: list[int]) -> None:
-    memory = HostPages(4 * SLAB, SLAB)
-    pages = [memory.take(torch.zeros(SLAB // 8))]
-    if reserved:
-        memory.reserve(torch.device("cpu"))
-        wait_until(lambda: len(allocated) == 4)
-    ahead = len(allocated)
-    pages += [memory.take(torch.zeros(SLAB // 8)) for _ in range(7)]
-    assert len(allocated) == 4 and ahead == (4 if reserved else 1)
-    assert all(a[1] <= b[0] for a, b in pairwise(sorted(places(pages))))
-
-
-@pytest.mark.nightly
-def test_a_process_that_ends_while_slabs_are_taken_ends_with_its_own_exit_code() -> None:
-    script = (
-        "import sys, torch; from mcore_adapter.optimizer import training as o;"
-        "o._page_locked = lambda n: torch.ones(1 << 25, dtype=torch.uint8);"
-        "o.HostPages(1000 << 14, 1 << 14).reserve(torch.device('cpu')); sys.exit(3)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 3
-
-
-def test_a_slab_that_cannot_be_reserved_fails_where_it_is_taken(allocated: list[int], monkeypatch) -> None:
-    def fails(num_bytes: int) -> Tensor:
-        raise RuntimeError("no memory to lock")
-
-    page_locked = optimizer_state._page_locked
-    monkeypatch.setattr(optimizer_state, "_page_locked", fails)
-    memory = HostPages(4 * SLAB, SLAB)
-    memory.reserve(torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="no memory to lock"):
-        memory.take(torch.zeros(8))
-    monkeypatch.setattr(optimizer_state, "_page_locked", page_locked)
-    taken: list[int] = []
-    another = threading.Thread(target=lambda: taken.append(memory.take(torch.zeros(8)).numel()), daemon=True)
-    another.start()
-    another.join(60)
-    assert taken == [8], "another try takes it itself"
 
 
 def test_the_memory_of_moments_is_reserved_when_masters_have_left(allocated: list[int]) -> None:

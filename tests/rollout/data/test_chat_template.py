@@ -249,16 +249,6 @@ def test_a_template_that_reads_parts_gets_parts() -> None:
     assert Encoder(tokenizer(parts)).render_prompt("1+1?", place="d:1")[0].startswith("<|im_start|>user\n1+1?")
 
 
-def test_a_call_that_no_tokenizer_takes_is_refused_with_its_row() -> None:
-    with pytest.raises(DatasetError, match=r"d:1: the chat template does not take it .*: 'utf-8' codec can't encode"):
-        trained(TOOLS, ASK, said("assistant", "", tool_calls=[called({"a": "\ud800"})]))
-
-
-def test_a_template_may_multiply() -> None:
-    text = "{{ 2**10 }} {{ 2**-1 }} {{ 3 * 4.5 }} {{ '-' * 3 }} {{ 2**3**2 }} " + CHATML
-    assert Encoder(tokenizer(text)).render_prompt("1+1?", place="d:1")[0].startswith("1024 0.5 13.5 --- 64 ")
-
-
 def test_the_mark_of_the_next_turn_is_trained_where_it_ends_an_answer() -> None:
     template = CHATML.replace("<|im_end|>\n", "")  # as GLM-4
     row = (ASK, said("assistant", "a"), ASK, said("assistant", "b"))

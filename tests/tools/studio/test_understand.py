@@ -66,17 +66,6 @@ def test_an_answer_has_its_tokens_where_store_and_tokenizer_lie_in_the_folders(t
         answer_tokens(run, {"step": "2", "episode": ready.id, "index": "0"}, Folders([run.logs]).holds)
 
 
-def test_a_process_that_lives_is_told_from_one_of_its_number(tmp_path: Path) -> None:
-    _, run = run_of(tmp_path)
-    (run.logs / "stacks").mkdir()
-    me = psutil.Process()
-    for name, started in (("driver", me.create_time()), ("rollout", me.create_time() - 1000)):
-        who = {"pid": os.getpid(), "started": started, "host": os.uname().nodename}
-        (run.logs / "stacks" / f"{name}.txt").write_text(json.dumps(who) + "\n")
-    states = {one["name"]: (one["state"], one["gib"] is not None) for one in processes(run, {})["processes"]}
-    assert states == {"driver": ("running", True), "rollout": ("ended", False)}
-
-
 def test_gpus_are_shown_with_their_use_while_a_process_of_the_run_is_on_this_host(tmp_path, monkeypatch) -> None:
     _, run = run_of(tmp_path)
     (run.logs / "stacks").mkdir()

@@ -182,14 +182,6 @@ def test_nothing_is_recorded_while_the_server_moves_parts_of_the_model() -> None
     assert model.loads == 3
 
 
-def test_the_copies_of_one_model_are_not_made_into_another() -> None:
-    copies, models = RecordedCopies(), [Model(), Model()]
-    for seed in range(2):
-        for model in models:
-            load(copies, model, seed)
-    assert [model.loads for model in models] == [1, 1]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_on_a_gpu_are_those_of_the_model() -> None:
@@ -201,17 +193,3 @@ def test_copies_on_a_gpu_are_those_of_the_model() -> None:
         alone.load_weights([(name, tensor.cuda()) for name, tensor in bucket.tensors()])
         assert all(map(torch.equal, model.values(), alone.values()))
     assert model.loads == 1
-
-
-def test_a_bucket_that_failed_is_not_recorded() -> None:
-    def fail(model: Model, norm: Tensor) -> Tensor:
-        if model.loads == 1:
-            raise ValueError("no memory")
-        return norm
-
-    copies, model = RecordedCopies(), Model(fail)
-    with pytest.raises(ValueError, match="no memory"):
-        Bucket(0).load(copies, model)
-    load(copies, model, 1)
-    load(copies, model, 2)
-    assert model.loads == 2

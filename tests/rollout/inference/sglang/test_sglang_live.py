@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -402,27 +401,6 @@ async def test_a_server_whose_scheduler_hangs_is_not_healthy(server: SGLangServe
         await generator.health()
     finally:
         await generator.close()
-
-
-def test_health_is_answered_at_once_and_a_pause_does_not_wait_for_it(server: SGLangServer) -> None:
-    """SGLang's own answer takes a second at least, in which an update would wait."""
-
-    async def seconds(generator: SGLangGenerator) -> tuple[float, float]:
-        await generator.resume(1)
-        await generator.health()
-        start = time.monotonic()
-        for _ in range(10):
-            checking = asyncio.create_task(generator.health())
-            await asyncio.sleep(0)
-            await generator.pause()
-            await checking
-            await generator.resume(1)
-        ours = time.monotonic() - start
-        assert await generator._client.answers("/health", timeout_seconds=60.0)
-        return ours, time.monotonic() - start - ours
-
-    ours, one_of_theirs = with_generator(server, "abort", seconds)
-    assert ours < 2 * one_of_theirs
 
 
 async def test_requests_of_a_killed_server_fail_with_its_last_words(models: Models, tmp_path: Path) -> None:

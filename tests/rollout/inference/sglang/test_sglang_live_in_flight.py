@@ -2,17 +2,13 @@
 from."""
 
 import asyncio
-import logging
-import os
 import pickle
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from helpers.sglang_environment import END, PYTHON, WHY_NOT, Models
@@ -165,34 +161,3 @@ def test_what_was_told_once_is_never_lost_while_requests_end(server: SGLangServe
 
     assert with_generator(server, "retract", ask_until_all_are_done) > 20
     assert len(finished) == len(requests)
-
-
-def test_a_server_that_hangs_costs_a_checkpoint_its_tokens_and_some_seconds(server, models, caplog) -> None:
-    schedulers = [p for p in psutil.Process().children(recursive=True) if "scheduler" in " ".join(p.cmdline())]
-    assert schedulers
-    came_with = Completion(
-        token_ids=np.array([5, 6, 7], np.int32), logprobs=np.full(3, -1.0, np.float32), versions=np.zeros(3, np.int32),
-        finish_reason="abort",
-    )  # fmt: skip
-    asked = replace(request("h", prompt_of(1, 9), max_new_tokens=LENGTH), output=came_with)
-
-    async def ask(generator: SGLangGenerator) -> tuple[float, Mapping[str, Completion], Completion]:
-        router = Router([generator])
-        await update(generator, models, 1)
-        running = asyncio.create_task(router.generate(asked))
-        await told_when_all_have(router, 10, version=1, num=1)
-        for process in schedulers:
-            os.kill(process.pid, signal.SIGSTOP)
-        begin = time.monotonic()
-        try:
-            told = await router.partial()
-        finally:
-            for process in schedulers:
-                os.kill(process.pid, signal.SIGCONT)
-        return time.monotonic() - begin, told, await running
-
-    with caplog.at_level(logging.WARNING):
-        seconds, told, whole = with_generator(server, "in_place", ask)
-    assert 4 < seconds < 15
-    assert told["h"].token_ids.tolist() == [5, 6, 7] and len(whole.token_ids) == LENGTH
-    assert "A checkpoint lacks the new tokens of 1 running requests: generator-0" in caplog.text

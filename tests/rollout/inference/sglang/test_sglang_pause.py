@@ -116,22 +116,6 @@ async def test_an_abort_is_repeated_until_every_request_is_answered_and_pauses_o
     assert all(body == {"abort_all": True} for body in double.bodies("/abort_request"))
 
 
-@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
-async def test_a_request_that_reaches_a_paused_server_samples_with_the_next_version_alone(folder, interrupt) -> None:
-    async with attached(folder, interrupt=interrupt) as (generator, double):
-        late = double.faults.hold_call("/generate")
-        running = asyncio.create_task(generator.generate(request("a", max_new_tokens=2)))
-        await late.reached()
-        await generator.pause()
-        late.release()
-        await double.until(lambda d: d.bodies("/generate"))
-        await double.step(5)
-        await generator.resume(1)
-        await double.until(at_the_server(1))
-        await double.step(2)
-        check(await running, [1, 1])
-
-
 async def test_a_shared_gpu_s_server_is_flushed_when_it_is_idle_and_before_it_is_paused(folder: Path) -> None:
     async with attached(folder, colocated=True) as (generator, double):
         running = asyncio.create_task(generator.generate(request("a", max_new_tokens=5)))
