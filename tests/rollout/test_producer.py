@@ -1,7 +1,6 @@
 """The producer: who is admitted when, what a failure costs, and what comes back after a restart."""
 
 import asyncio
-import gc
 import itertools
 import pickle
 import re
@@ -18,7 +17,7 @@ from helpers.simulated_sampling import LognormalWorkflow, make_dataset, trajecto
 from helpers.virtual_clock import run_virtual, settle
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
-from rollout.experience import Episode, Patience, Tags
+from rollout.experience import Patience, Tags
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.virtual_clock
@@ -217,15 +216,6 @@ async def test_the_share_of_busy_generators_is_a_mean_over_time() -> None:
         assert producer.stats()["rollout/generators_busy"] == 0.0
 
 
-async def test_a_failure_whose_requests_were_cancelled_costs_no_places() -> None:
-    workflow = GroupWorkflow(fails=lambda prompt: True, tidy=True)
-    limits = {"max_staleness": 10, "max_in_flight": 16, "group_size": 8, "num_epochs": 1}
-    async with make_producer(workflow, 40, generator=Requests(), **limits) as producer:
-        for step in range(10):
-            assert len(await producer.take(step)) == 4
-        assert producer.stats()["rollout/num_failures"] == 40
-
-
 async def test_a_workflow_that_keeps_failing_ends_the_run_with_its_traceback() -> None:
     def failing_reward_parser(prompt: Prompt, calls: int) -> None:
         if prompt.index == 7:
@@ -329,19 +319,6 @@ def chained(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-def test_the_message_of_a_failing_workflow_has_one_line_of_its_last_error() -> None:
-    policy = ErrorPolicy(on_error="fail")
-    said = str(policy.ends_run(ValueError("x" * 2000 + "\nsecond line"), runs=1))
-    assert "second" not in said and len(said) < 800
-
-
-async def test_a_share_of_failing_prompts_within_the_limit_never_ends_a_run() -> None:
-    workflow = CallWorkflow(fails_for(1, 11))
-    async with make_producer(workflow, max_retries=0, errors=skipping(0.12)) as producer:
-        await train(producer, workflow, range(60))
-    assert producer.stats()["rollout/num_skipped"] > 20
-
-
 @pytest.mark.parametrize("on_error", ["skip", "fail"])
 async def test_errors_of_the_run_itself_are_not_skipped(on_error: OnError) -> None:
     workflow = CallWorkflow(fails_for(*range(20), error=ConnectionError))
@@ -441,20 +418,6 @@ def test_a_task_group_of_errors_of_the_run_itself_is_not_skipped() -> None:
     sent = pickle.loads(pickle.dumps(raised.value))
     assert "raised together with 1 more: ConnectionError('generator-1')" in "".join(traceback.format_exception(sent))
     run_virtual(main(raises(gone[0], ZeroDivisionError("of the prompt"))))
-
-
-async def test_an_unexpected_end_of_a_prompt_ends_the_run_at_once() -> None:
-    def full(episode: Episode, drops: object) -> None:
-        raise MemoryError("no room for the group")
-
-    with pytest.raises(MemoryError, match="no room for the group") as raised:
-        producer = make_producer(CallWorkflow())
-        producer.experience.put = full
-        async with producer:
-            await producer.take(0)
-    assert re.search(
-        r"the task of prompt train/q\d+/0 ended unexpectedly", "".join(traceback.format_exception(raised.value))
-    )
 
 
 class TwoArgumentError(Exception):
@@ -643,23 +606,6 @@ async def test_stats_gather_the_counts_of_all_parts() -> None:
     assert all(isinstance(value, float) for value in stats.values())
 
 
-async def test_nothing_is_kept_of_steps_that_are_over() -> None:
-    """What the producer and the buffer hold on to is the same after 100 steps and after 2,000."""
-
-    def num_objects() -> int:
-        gc.collect()
-        return len(gc.get_objects())
-
-    workflow = CallWorkflow(seconds=0.1)
-    async with make_producer(workflow, max_staleness=2) as producer:
-        await train(producer, workflow, range(100))
-        workflow.order.clear()
-        before = num_objects()
-        await train(producer, workflow, range(100, 2000))
-        workflow.order.clear()
-        assert num_objects() < before + 200
-
-
 async def test_a_workflow_that_never_ends_is_run_again_and_then_skipped() -> None:
     class Hangs(CallWorkflow):
         async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
@@ -731,21 +677,6 @@ async def test_prompts_that_take_a_multiple_of_the_mean_are_late_and_others_take
     assert slow[0] == 3.0 and max(slow) < 9.0
 
 
-async def test_a_limit_below_the_longest_durations_ends_some_prompts_and_not_all() -> None:
-    """Prompts of 1 s to 8 s, a limit of 1.5 times their mean: it stays near 6 s, as those that it ends count. Without
-    them it would sink to 3 s."""
-
-    class Workflow(CallWorkflow):
-        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-            self._seconds = 1.0 + int(prompt.query_id[1:]) % 8
-            return await super().run(prompt, generator)
-
-    workflow = Workflow()
-    async with make_producer(workflow, 400, batch_size=8, dynamic_timeout=1.5, max_staleness=1) as producer:
-        await train(producer, workflow, range(50))
-        assert 0.6 < 400 / workflow.calls.total() < 0.95
-
-
 async def test_a_step_whose_prompts_all_hang_is_not_waited_for() -> None:
     class Hanging(CallWorkflow):
         async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
@@ -756,23 +687,6 @@ async def test_a_step_whose_prompts_all_hang_is_not_waited_for() -> None:
     async with make_producer(workflow, 4, dynamic_timeout=2.0, batch_size=1, max_staleness=0) as producer:
         taken = await asyncio.wait_for(train(producer, workflow, range(3)), timeout=100)
         assert taken == ["q2@0", "q0@0", "q3@0"], "q1, the third, hangs"
-
-
-async def test_a_store_that_fails_at_a_late_prompt_ends_the_run() -> None:
-    class Lost(CallWorkflow):
-        async def run(self, prompt: Prompt, generator: Generator) -> list[Trajectory]:
-            self._seconds = 100.0 if prompt.query_id == "q3" else 1.0
-            return await super().run(prompt, generator)
-
-    async with make_producer(Lost(), 4, dynamic_timeout=2.0, batch_size=3, max_staleness=1) as producer:
-
-        def full(id: str, *, reason: str = "") -> None:
-            raise OSError(f"no room for {id}: {reason}")
-
-        producer.experience.drop = full
-        await producer.take(0)
-        with pytest.raises(OSError, match="no room for train/q3/0: slow"):
-            await producer.take(1)
 
 
 async def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> None:
@@ -792,14 +706,3 @@ async def test_processors_change_rewards_and_drop_episodes_for_a_reason() -> Non
         assert {t.reward for group in groups for t in group} == {trajectory_reward - 0.25}
         assert producer.stats()["dropped/even"] >= 1
         assert {tags.reason for tags in producer.lessee._leases[0].dropped} == {"even"}
-
-
-async def test_a_processor_that_returns_no_group_fails_its_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    def breaks(tags: Tags, trajectories: list[Trajectory]) -> list[Trajectory]:
-        return [] if tags.row == "q1" else trajectories
-
-    async with make_producer(CallWorkflow(), 8, processors=[breaks], errors=skipping(), num_epochs=1) as producer:
-        await producer.take(0)
-        await asyncio.sleep(10)
-        assert producer.stats()["rollout/num_skipped"] >= 1
-    assert "breaks: q1: a workflow returns a non-empty list" in caplog.text

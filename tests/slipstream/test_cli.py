@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from helpers.config_inputs import SMALLEST_PPO, write_run
-from rollout.plugins import ROOT, python_path
+from rollout.plugins import ROOT
 from slipstream.cli import COMMANDS, main
 from tools.eval.report import Result, write_report
 
@@ -66,31 +65,12 @@ def test_every_command_has_a_help_text_that_begins_with_it(command: str, monkeyp
     assert shown.startswith(f"usage: slipstream {command}") or COMMANDS[command][0] in shown
 
 
-def test_a_users_packages_do_not_hide_those_of_the_installation(tmp_path: Path) -> None:
-    for name in ("core", "tools", "rollout"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the package of the working folder')")
-    (tmp_path / "judge.py").write_text("def score(prompt, text):\n    return 0.0\n")
-    config = write_run(tmp_path, SMALLEST_PPO)
-    done = run("dry-run", "ppo-math", "--config", str(config), "reward.function=judge:score", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Dry run: every check passed" in done.stdout
-    wrong = run("train", "--config", str(config), "reward.function=judge:scor", "--dry-run", cwd=tmp_path)
-    assert wrong.returncode == 2 and "did you mean 'score'?" in wrong.stderr
-
-
 def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
     script = f"import os, sys; os.rmdir(os.getcwd()); {MAIN}"
     done = subprocess.run(
         [sys.executable, "-c", script, str(ROOT), "runs"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (2, "error: the working folder was removed; change to one that exists\n")
-
-
-def test_processes_of_a_run_import_the_installation_before_the_working_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"/given{os.pathsep}{ROOT}")
-    assert python_path("/script").split(os.pathsep) == [str(ROOT), "/script", "/given", str(tmp_path)]
 
 
 def test_options_from_python_are_the_flags_of_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

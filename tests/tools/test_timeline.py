@@ -1,15 +1,13 @@
 """The trace, the picture and the table of a run's last steps."""
 
-import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tools.timeline import Span, _draw_lane, chrome_trace, clipped, covered, main, read_spans, rows, table
+from tools.timeline import Span, chrome_trace, clipped, covered, main, read_spans, rows, table
 
 
 def write(run: Path, process: str, *spans: tuple[str, str, int, int, dict[str, Any]], suffix: str = ".jsonl") -> None:
@@ -83,24 +81,3 @@ def test_busy_is_the_share_of_the_time_in_which_one_or_more_run(run: Path) -> No
     cells = list(zip(*(column.cells for column in shown.columns), strict=True))
     assert ("rollout", "generator-0: request", "4", "0.700", "32%") in cells  # 0.65 s of 2 s
     assert ("trainer-rank0", "train step", "1", "0.250", "25%") in cells
-
-
-def test_a_span_that_stands_for_several_counts_as_all_of_them(tmp_path: Path) -> None:
-    import matplotlib.pyplot as plt  # here: every test process would load it
-
-    spans = [
-        Span(process="rollout", lane="generator-0", name="request", begin=b, end=b + 500_000) for b in (0, 100_000)
-    ]
-    several = replace(spans[0], details={"of": 7})
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table([several, spans[1]], (0, 1_000_000), 1))
-    cells = console.export_text().splitlines()[-2].split()
-    assert "8" in cells and "4.000" in cells and cells[-3:-1] == ["≥", "60%"], cells
-    figure, ax = plt.subplots()
-    _draw_lane(ax, [several, spans[1]], (0, 1_000_000), {"request": (0, 0, 0)})
-    assert max(y for path in ax.collections[0].get_paths() for _, y in path.vertices) == 8
-    plt.close(figure)
-    figure, ax = plt.subplots()
-    assert _draw_lane(ax, [several], (0, 1_000_000), {"request": (0, 0, 0)}) == {"request"}
-    assert max(y for path in ax.collections[0].get_paths() for _, y in path.vertices) == 7, "no bar for one alone"
-    plt.close(figure)

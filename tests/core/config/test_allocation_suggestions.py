@@ -36,8 +36,8 @@ def test_the_layout_that_the_tutorials_file_is_given_for_other_degrees_suits_its
 
 
 TEXTS = (
-    "mock.d4m2p1+d3m2p1", "mock.d2+d5", "mock.d3", "mock.d4m4p1+d2m2p2", "mock.d6m1p1|d3m2p1", "manual",
-    "mock.d3m1p1+actor_train:d2m1p1,ref_inf:d1m3p1", "mock.d4+d2m4", "d3m4p1", "mock.d2m1p2+d4m1p4",
+    "mock.d4m2p1+d3m2p1", "mock.d3", "mock.d6m1p1|d3m2p1", "manual", "mock.d3m1p1+actor_train:d2m1p1,ref_inf:d1m3p1",
+    "d3m4p1",
 )  # fmt: skip
 CLUSTERS = ((1, 4), (1, 7), (2, 6), (3, 4))
 

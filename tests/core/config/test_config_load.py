@@ -12,7 +12,7 @@ from core.checks.rules import load_config
 from core.config.experiments import PPOMATHConfig
 from core.config.parsing.problems import ConfigError
 from core.placement import resolve_allocation
-from helpers.config_inputs import SMALLEST_PPO, write_run
+from helpers.config_inputs import SMALLEST_PPO
 
 
 def load(tmp_path: Path, text: str = SMALLEST_PPO, *overrides: str, experiment: str = "ppo-math") -> PPOMATHConfig:
@@ -87,12 +87,6 @@ def test_an_unknown_key_is_answered_with_the_nearest_known_one(tmp_path: Path, l
     (message,) = errors(tmp_path, f"{SMALLEST_PPO}{line}\n")
     assert message.startswith("x.yaml:9: ")
     assert message.endswith(f"unknown key; {suggestion}")
-
-
-def test_of_very_many_unknown_keys_all_are_named_and_the_first_with_the_nearest(tmp_path: Path) -> None:
-    found = errors(tmp_path, SMALLEST_PPO + "".join(f"gruop_size{number}: 1\n" for number in range(150)))
-    assert len(found) == 150
-    assert "did you mean 'group_size'?" in found[99] and found[100].endswith(": gruop_size100: unknown key")
 
 
 @pytest.mark.parametrize(
@@ -375,11 +369,6 @@ def test_servers_of_several_pipeline_stages_abort(tmp_path: Path, override: str)
     load(tmp_path, SMALLEST_PPO, *placed, override)
 
 
-def test_a_device_mapping_needs_no_allocation_mode(tmp_path: Path) -> None:
-    config = load(tmp_path, SMALLEST_PPO, "actor_gen.device_mapping=[0]", "actor_train.device_mapping=[1]")
-    assert str(resolve_allocation(config)).endswith(".d1m1p1+d1m1p1")
-
-
 def test_sft_has_one_section_for_its_place_and_no_generator(tmp_path: Path) -> None:
     text = "experiment_name: s\ntrial_name: t\nmodel: {path: m}\ndataset: {train_path: d, train_bs_n_seqs: 8}\n"
     options = {"experiment": "sft"}
@@ -393,13 +382,6 @@ def test_sft_has_one_section_for_its_place_and_no_generator(tmp_path: Path) -> N
         with pytest.raises(ConfigError) as caught:
             load(tmp_path, text, "n_gpus_per_node=2", override, **options)
         assert message in str(caught.value)
-
-
-def test_keys_that_only_a_run_with_that_role_uses_are_not_checked_without_it(tmp_path: Path) -> None:
-    assert load(tmp_path, SMALLEST_PPO, "critic_train.mb_spec.max_tokens_per_mb=1").roles.keys() == {
-        "actor_train",
-        "actor_inf",
-    }
 
 
 def test_what_null_stands_for_is_said_by_the_config(tmp_path: Path) -> None:
@@ -446,12 +428,6 @@ def test_numeric_options_are_taken_where_there_are_gpus(tmp_path: Path) -> None:
         assert load(tmp_path, SMALLEST_PPO, overrides[0], f"actor.fp8={text}", GPUS).actor.fp8_recipe == recipe
     # What no part of the run uses is not looked at.
     assert not load(tmp_path, SMALLEST_PPO, "critic.fp8=true", "ref.optimizer.offload=true").uses_critic
-
-
-def test_the_critic_is_a_critic_whatever_else_is_said_about_it(tmp_path: Path) -> None:
-    assert load(tmp_path).critic.type.is_critic
-    assert load(tmp_path, SMALLEST_PPO, "critic.type._class=qwen2").critic.type.is_critic
-    assert not load(tmp_path).actor.type.is_critic
 
 
 WORDS = ["ppo", "gen", "actor", "path", "seed", "${seed}", "${oc.env:", "1e9", "null", "<<", "*a", "&a", "!x"]
@@ -512,30 +488,6 @@ EMPTY_MERGES = "x0: &a0 {}\n" + "".join(
 def test_a_text_that_stands_for_too_much_ends_with_few_errors(tmp_path, text: str, count: int, message: str) -> None:
     found = errors(tmp_path, SMALLEST_PPO + text)
     assert len(found) == count and message in found[-1]
-
-
-def test_a_name_that_is_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
-    (message,) = errors(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 129}")
-    assert message.endswith("trial_name: must have at most 128 characters")
-    load(tmp_path, SMALLEST_PPO, f"trial_name={'a' * 128}")
-
-
-@pytest.mark.parametrize("key", ["external_configs.cluster_config.fileroot", "experience.path", "synchronizer.folder"])
-def test_a_home_folder_that_is_none_is_no_place_for_output(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: there is no such home folder; write the path in full"):
-        load_config("ppo-math", write_run(tmp_path), [f"{key}=~nobody99/x"])
-
-
-def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, f"{SMALLEST_PPO}staleness:\n").staleness.max_staleness == 1
-
-
-def test_an_environment_variable_that_is_empty_is_an_empty_text(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("EMPTY", "")
-    config = load(
-        tmp_path, SMALLEST_PPO, "wandb.name=${oc.env:EMPTY,other}", "wandb.project=a${oc.env:EMPTY}b", "wandb.group=x"
-    )
-    assert (config.wandb.name, config.wandb.project) == ("", "ab")
 
 
 def test_a_training_step_has_answers_of_its_own_number_and_jobs_synchronize_by_explored_prompts(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,7 @@ from core.launch import remote as launch_wait
 from core.launch.cluster import Cluster
 from core.launch.remote import Waiter, as_driver_sees
 from core.monitoring.logs import LineFormatter
-from core.processes import signals
-from core.processes.signals import SIGNALS, EndNow, Interrupts
+from core.processes.signals import Interrupts
 from core.weight_sync.push import PushError
 from rollout.errors import GeneratorCallError, GeneratorGone, GeneratorStartError
 from rollout.inference.router import NoGeneratorError
@@ -110,48 +108,6 @@ def test_sigterm_while_ray_starts_is_an_interrupt_and_ends_the_watchdog(tmp_path
     )
 
 
-@pytest.mark.parametrize(("seconds", "last"), [(9.0, None), (11.0, EndNow)], ids=["ends", "hangs"])
-def test_a_second_signal_while_ray_ends_waits_for_the_watchdog_and_one_to_a_ray_that_hangs_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, last: type[BaseException] | None
-) -> None:
-    now, ended, raised = 0.0, [], None
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
-
-    def shutdown() -> None:
-        nonlocal now
-        for moment in (1.0, seconds):
-            now = moment
-            os.kill(os.getpid(), signal.SIGINT)
-        ended.append("ray")
-
-    def end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        ended.append("watchdog")
-
-    def start_own(*common: object, **options: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
-
-    fakes = {"ray": SimpleNamespace(shutdown=shutdown), "start_own": start_own}
-    fakes["start_watchdog"] = lambda names: SimpleNamespace(end=end)
-    for name, fake in fakes.items():
-        monkeypatch.setattr(launch_cluster, name, fake)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    with suppress(EndNow):
-        try:
-            with Cluster(
-                joined=None, envs={}, num_actors=1, startup_timeout_seconds=1.0, deadlines=DeadlineConfig(),
-                log_folder=tmp_path,
-            ) as cluster:  # fmt: skip
-                with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(signal.SIGTERM)
-                assert cluster
-        except BaseException as error:
-            raised = type(error)
-            raise
-    assert raised is last and ended == (["watchdog"] if last else ["ray", "watchdog"])
-    assert {number: signal.getsignal(number) for number in before} == before
-
-
 def test_results_are_in_the_order_of_the_calls_whichever_comes_first(tmp_path, monkeypatch) -> None:
     def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         return pending[-1:], pending[:-1]  # the last one first
@@ -161,23 +117,6 @@ def test_results_are_in_the_order_of_the_calls_whichever_comes_first(tmp_path, m
         ["a", "b", "c"], names=["rank0", "rank1", "rank2"], phase="train_step", timeout_seconds=60.0, key="deadlines.x"
     )
     assert results == ["A", "B", "C"]
-
-
-def test_an_error_names_the_worker_whose_call_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(ref: str) -> str:
-        if ref == "b":
-            raise RayTaskError("train_step", "", ValueError("bad row"))
-        return ref
-
-    def wait(pending: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        return pending[-1:], pending[:-1]
-
-    monkeypatch.setattr(launch_wait, "ray", SimpleNamespace(wait=wait, get=get))
-    with pytest.raises(ValueError, match="bad row") as raised:
-        Waiter(tmp_path).gather(
-            ["a", "b", "c"], names=["rank0", "rank1", "rank2"], phase="train_step", timeout_seconds=60.0, key="x"
-        )
-    assert any("in rank1" in note for note in raised.value.__notes__)
 
 
 def test_a_call_beside_others_need_not_end_but_its_failure_ends_the_wait(tmp_path, monkeypatch) -> None:

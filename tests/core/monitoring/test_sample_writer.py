@@ -1,13 +1,12 @@
 """Samples are in their file before what depends on them goes on."""
 
 import asyncio
-import threading
 from pathlib import Path
 
 import numpy as np
 
 from core.config.runtime import SamplesConfig
-from core.monitoring.samples import SampleWriter, read_samples
+from core.monitoring.samples import SampleWriter
 from rollout.types import PROMPT_VERSION, Trajectory
 
 CONFIG = SamplesConfig(share=1.0, max_file_mib=1, keep_files=2)
@@ -19,34 +18,6 @@ def trajectory() -> Trajectory:
         rollout_logprobs=np.zeros(2, np.float32), versions=np.array([PROMPT_VERSION, 0], np.int32), reward=1.0,
         finish_reason="stop",
     )  # fmt: skip
-
-
-def test_everyone_who_waits_for_samples_waits_until_they_are_written(tmp_path: Path) -> None:
-    """A checkpoint and the next batch may wait at the same time; one that is cancelled does not end the writing."""
-    may_go_on = threading.Event()
-
-    def decode(tokens: np.ndarray) -> str:
-        assert may_go_on.wait(60)
-        return "text"
-
-    async def run() -> list[int]:
-        writer = SampleWriter(CONFIG, tmp_path, decode)
-        writer.begin(0)
-        await writer.write([[trajectory()]], ["prompts/q/0"], step=1)
-        cancelled, *waiting = [asyncio.create_task(writer.written()) for _ in range(3)]
-        notable = asyncio.create_task(writer.notable())
-        await asyncio.sleep(0.05)
-        cancelled.cancel()
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in (*waiting, notable))
-        may_go_on.set()
-        await asyncio.gather(*waiting)
-        steps = [sample.step for sample in await notable]
-        await writer.close()
-        return steps
-
-    assert asyncio.run(run()) == [1]
-    assert [row.step for row in read_samples(tmp_path)] == [1]
 
 
 async def test_a_failed_write_is_an_error_of_everyone_who_waits_and_of_nobody_later(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """Processes that hang say where, whatever they hang in."""
 
-import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +10,7 @@ import psutil
 import pytest
 
 from core.processes import stacks
-from core.processes.stacks import EARLIER, FOLDER, collect_stacks, kill_process
+from core.processes.stacks import FOLDER, collect_stacks, kill_process
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEPER = """
@@ -86,19 +83,6 @@ def test_a_process_that_does_not_answer_is_said_to_be_silent(tmp_path: Path) -> 
         process.communicate()
 
 
-def test_a_process_that_got_the_id_of_an_ended_one_is_not_signalled(tmp_path: Path) -> None:
-    stranger = subprocess.Popen(["sleep", "60"])  # SIGRTMIN would end it
-    try:
-        said = {"pid": stranger.pid, "started": psutil.Process(stranger.pid).create_time() - 100}
-        (tmp_path / FOLDER).mkdir()
-        (tmp_path / FOLDER / "rank-0.txt").write_text(json.dumps(said | {"host": socket.gethostname()}) + "\n")
-        assert collect_stacks(tmp_path, why="the test asks") == {"rank-0": "gone"}
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
-
-
 def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_left_alone(tmp_path: Path) -> None:
     stacks = tmp_path / "child.txt"
     answers = f"import faulthandler, signal, time; f = open({str(stacks)!r}, 'w')"
@@ -117,18 +101,3 @@ def test_children_that_can_answer_are_asked_with_their_parent_and_others_are_lef
         for one in (process, *children):
             one.kill()
         process.communicate()
-
-
-def test_the_stacks_of_the_last_few_processes_of_a_name_are_kept_and_do_not_count_as_processes(tmp_path: Path) -> None:
-    for number in range(6):
-        process = start("rank-0", tmp_path)
-        try:
-            if number != 4:  # nobody asked that one
-                assert collect_stacks(tmp_path, why=f"hang {number}") == {"rank-0": "running"}
-                file = tmp_path / FOLDER / "rank-0.txt"
-                os.utime(file, (1e9 + number, 1e9 + number))
-        finally:
-            process.kill()
-            process.communicate()
-    kept = sorted((tmp_path / FOLDER / EARLIER).iterdir())
-    assert [f"hang {n}" in file.read_text() for n, file in zip((1, 2, 3), kept, strict=True)] == [True] * 3

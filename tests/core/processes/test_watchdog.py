@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from core.processes import watchdog
-from core.processes.watchdog import shared_inodes, state_of, unused_shared_memory
+from core.processes.watchdog import state_of, unused_shared_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -36,33 +36,6 @@ def test_what_a_living_process_uses_is_no_leftover() -> None:
         leftover.unlink()
         segment.close()
         segment.unlink()
-
-
-OPENS_AND_CLOSES = """
-import os
-passing = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
-held = os.open(input(), os.O_RDONLY)
-print("open", flush=True)
-while True:
-    for descriptor in passing:
-        os.close(descriptor)
-    passing = [os.open(os.devnull, os.O_RDONLY) for _ in passing]
-"""
-
-
-def test_a_file_is_seen_in_use_while_its_process_closes_others() -> None:
-    held = SHARED_MEMORY / f"psm_held-{os.getpid()}"
-    held.touch()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", OPENS_AND_CLOSES], **pipes) as process:
-        try:
-            print(held, file=process.stdin, flush=True)
-            process.stdout.readline()
-            for _ in range(50):
-                assert held.stat().st_ino in set(shared_inodes(Path(f"/proc/{process.pid}")))
-        finally:
-            process.kill()
-            held.unlink()
 
 
 HOLDS_A_FILE = """

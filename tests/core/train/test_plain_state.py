@@ -1,6 +1,5 @@
 """The rollout's state on disk: equal after a round trip, and data only."""
 
-import dataclasses
 import json
 import os
 import pickle
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.runs.checkpoints import RunIdentity, read_run, seal
+from core.runs.checkpoints import RunIdentity, seal
 from core.train.recover import RecoverError, RecoverStore, RunState, read_state, write_state
 
 IDENTITY = RunIdentity(train_bs_n_seqs=8, group_size=4, n_nodes=1)
@@ -124,25 +123,6 @@ def test_a_structure_that_fits_no_array_is_refused(tmp_path: Path, tree: object)
         read_state(tmp_path, "state")
 
 
-def test_structure_that_is_too_deep_is_refused(tmp_path: Path) -> None:
-    write_state(tmp_path, "state", [])
-    (tmp_path / "state.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(RecoverError, match="nested more than 400 deep"):
-        read_state(tmp_path, "state")
-
-
-def test_compressed_arrays_and_pipes_are_refused(tmp_path: Path) -> None:
-    write_state(tmp_path, "state", [np.arange(3, dtype=np.int32)])
-    np.savez_compressed(tmp_path / "state.npz", **{"<i4": np.zeros(1 << 20, dtype=np.int32)})
-    with pytest.raises(RecoverError, match="compressed"):
-        read_state(tmp_path, "state")
-    for name in ("state.npz", "state.json"):
-        (tmp_path / name).unlink()
-        os.mkfifo(tmp_path / name)
-        with pytest.raises(RecoverError, match="a pipe or a device"):
-            read_state(tmp_path, "state")
-
-
 HOSTILE = ["[" * 100_000, "[]", "{}", '{"files": {}}', '{"size": "1"}', ""]
 
 
@@ -168,11 +148,3 @@ def test_a_checkpoint_that_holds_anything_else_is_passed_over_for_the_one_before
         seal(newest)
     passed_over = name != "rollout.json" or content not in (*HOSTILE[1:5], "6")
     assert store.newest() == (tmp_path / "globalstep1" if passed_over else newest)
-
-
-@pytest.mark.parametrize("step", [-5, 10**30, "6", True, None, 1.5])
-def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: object) -> None:
-    identity = dataclasses.asdict(IDENTITY)
-    (tmp_path / "run.json").write_text(json.dumps({"identity": identity, "state": {"step": step, "version": 0}}))
-    with pytest.raises(ValueError, match="step=.* is no number of steps"):
-        read_run(tmp_path)

@@ -95,9 +95,8 @@ def test_a_checkpoint_is_written_as_a_layout_would_and_any_layout_loads_it(
     assert_same_bytes(tensors_of(source), tensors_of(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_output_has_the_format_that_is_asked_for(ranks, model_folders, tmp_path, flag, dtype) -> None:
-    source, _ = model_folders["deepseek_v3"]
+def test_the_output_has_the_format_that_is_asked_for(ranks, model_folders, tmp_path) -> None:
+    (source, _), flag, dtype = model_folders["deepseek_v3"], "bf16", torch.bfloat16
     assert convert(ranks, source, tmp_path / "mg", "--to-megatron", "--check", "--dtype", flag)[0] == 0
     ranks.run(write_checkpoint, 1, ParallelLayout(), source, tmp_path / "checkpoint", {})
     assert convert(ranks, tmp_path / "checkpoint", tmp_path / "hf", "--check", "--dtype", flag)[0] == 0

@@ -15,7 +15,7 @@ from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
-from rollout.tools import McpServer, ToolError, function_tool
+from rollout.tools import function_tool
 from rollout.types import Prompt, SamplingParams, Trajectory
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
 from rollout.workflows.tools import ToolsWorkflow
@@ -206,40 +206,6 @@ def test_calls_after_the_end_of_an_mcp_server_reach_a_new_one(tmp_path: Path) ->
     t, shown = converse(*answers, tools=[spec], tool_seconds=60)
     assert "<tool_response>\n2\n" in shown and "<tool_response>\n42\n" in shown
     assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
-
-
-async def test_a_prompt_after_a_failed_start_of_an_mcp_server_starts_it_again(tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
-    (tmp_path / "server.py").write_text(SERVER.replace("import os", "import os\nopen('ready').close()"))
-    spec = f"mcp:sh -c 'cd {tmp_path} && exec {sys.executable} server.py'"
-    workflow: Any = make_workflow(
-        WorkflowChoice(type="tools", options={"tools": {"tools": [spec]}}),
-        tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=600), group_size=1, seed=1,
-    )  # fmt: skip
-    generator = Scripted(TOKENIZER, lambda _: "42<|im_end|>")
-    with pytest.raises(ToolError, match="MCP server"):
-        await workflow.run(PROMPT, generator)
-    (tmp_path / "ready").touch()
-    [t] = await workflow.run(PROMPT, generator)
-    assert t.reward == 2.0
-    await close_workflow(workflow)
-
-
-async def test_the_error_of_an_mcp_server_that_is_not_there_is_that_of_the_network() -> None:
-    pytest.importorskip("mcp")
-
-    server = McpServer("http://127.0.0.1:9/mcp")
-    with pytest.raises(ToolError, match="http://127.0.0.1:9/mcp.*: ConnectError: "):
-        await server.tools()
-    await server.close()
-
-
-async def test_a_server_that_never_answers_is_left_at_the_end() -> None:
-    pytest.importorskip("mcp")
-
-    server = McpServer(f"{sys.executable} -c 'import time; time.sleep(1000)'")
-    await asyncio.sleep(0.5)
-    await asyncio.wait_for(server.close(), 60)
 
 
 @pytest.mark.parametrize(

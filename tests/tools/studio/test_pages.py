@@ -130,6 +130,7 @@ def test_why_the_reward_stopped_rising_stands_in_the_list_of_runs(page: Any, bas
     assert sorted(texts(page, "section:first-child .chart .mark")) == marks
 
 
+@pytest.mark.nightly
 def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:
     page.goto(base)
     page.get_by_role("link", name="sums/second").click()
@@ -147,6 +148,7 @@ def test_a_star_and_a_note_stay_with_an_answer(page: Any, base: str) -> None:
     wait(page, lambda: page.get_by_role("textbox", name="note").input_value() == "<b>ünsure</b>")
 
 
+@pytest.mark.nightly
 def test_the_key_that_differs_between_two_runs_is_found_by_clicks_alone(page: Any, base: str) -> None:
     compare(page, base, "sums/good", "sums/second", by="Compare configurations")
     page.locator("dialog td code").first.wait_for()
@@ -156,6 +158,7 @@ def test_the_key_that_differs_between_two_runs_is_found_by_clicks_alone(page: An
     assert page.get_by_label("choose sums/second").is_checked(), "the list is as it was"
 
 
+@pytest.mark.nightly
 def test_the_configuration_of_a_run_is_checked_from_its_first_change_on(page: Any, base: str) -> None:
     page.goto(base + "#/configure")
     page.get_by_label("open").select_option(label="run: sums/good")
@@ -211,6 +214,7 @@ def test_an_agent_has_a_tree_of_turns_and_each_token_its_figures(page: Any, base
     assert page.locator(".tokens .given").count() == 4
 
 
+@pytest.mark.nightly
 def test_two_checkpoints_stand_side_by_side_on_the_same_prompts(page: Any, base: str) -> None:
     open_page(page, base, "sums/good", "Side by side")
     page.locator(".pairs tbody tr").nth(7).wait_for()
@@ -241,6 +245,7 @@ def test_a_step_is_explained_by_the_tokens_that_moved_its_loss_most(page: Any, b
     wait(page, lambda: page.locator(".samples tbody tr").count() == 2)
 
 
+@pytest.mark.nightly
 def test_slots_of_prompts_are_a_chart_and_logs_and_stacks_of_processes_text(page: Any, allowed: str) -> None:
     open_page(page, allowed, "sums/agent", "Timeline")
 
@@ -257,6 +262,7 @@ def test_slots_of_prompts_are_a_chart_and_logs_and_stacks_of_processes_text(page
     page.get_by_text("monitor.questions=true is under way").wait_for()
 
 
+@pytest.mark.nightly
 def test_a_recipe_of_another_system_is_migrated_and_its_keys_are_listed(page: Any, base: str) -> None:
     page.goto(base + "#/configure")
     page.get_by_label("configuration as YAML").fill(

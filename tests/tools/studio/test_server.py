@@ -1,6 +1,5 @@
 """What the studio answers, and what it refuses."""
 
-import asyncio
 import json
 import os
 import time
@@ -19,7 +18,7 @@ from tools.studio.folders import Folders
 from tools.studio.guard import same_user
 from tools.studio.sampled import Query, SampleIndex
 from tools.studio.series import Series, downsampled, smoothed
-from tools.studio.server import Indices, rendered
+from tools.studio.server import rendered
 
 
 def get(base: str, path: str, **headers: str) -> Any:
@@ -165,23 +164,6 @@ def test_damaged_lines_are_left_out_and_counted_and_a_half_line_waits(tmp_path: 
     assert series.status()["last_step"] == 3
 
 
-def test_a_line_without_end_is_left_out_and_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.studio.table.PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr("tools.studio.table.MOST_LINE_BYTES", 1 << 12)
-    file = make_run(tmp_path, steps=2).logs / "metrics.jsonl"
-    with open(file, "a") as end:
-        end.write('{"step": 3, "x": "' + "x" * 50_000 + '"}\n{"step": 4, "time/step": 1}\n' + "y" * 50_000)
-    (run,) = Folders([tmp_path]).runs()
-    series = Series(run)
-    for _ in range(2):
-        series.refresh()
-        found = series.status()
-        assert (found["rows"], found["last_step"]) == (3, 4)
-        assert found["notes"] == [
-            "metrics.jsonl: 1 line of 4 cannot be read, the first is line 3; the others are shown"
-        ]
-
-
 def test_a_pipe_in_the_place_of_a_file_stops_no_answer(start: Callable[..., str], tmp_path: Path) -> None:
     names = (".running", "config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "notes.jsonl", "driver.log")
     for i, name in enumerate(names):
@@ -193,18 +175,6 @@ def test_a_pipe_in_the_place_of_a_file_stops_no_answer(start: Callable[..., str]
     for run in ids(base).values():
         for page in ("", "/health", "/samples", "/config", "/processes", "/notes", "/log?name=driver.log"):
             assert status(base, f"api/run/{run}{page}") in (200, 400, 404)
-
-
-def test_rows_with_other_keys_keep_their_values_and_one_with_a_huge_number_is_left_out(tmp_path: Path) -> None:
-    file = make_run(tmp_path, steps=1).logs / "metrics.jsonl"
-    file.write_text('{"step": 1, "a": 1, "h": {"0": 4}}\n{"step": 2, "a": 2, "b": 5}\n')
-    with open(file, "a") as end:
-        end.write(f'{{"step": 2, "a": {10**400}, "b": 5}}\n')
-    (run,) = Folders([tmp_path]).runs()
-    series = Series(run)
-    series.refresh()
-    assert [values.tolist() for values in series.curve("b", "step")] == [[2.0], [5.0]]
-    assert series.status()["histograms"] == ["h"]
 
 
 def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(tmp_path, monkeypatch) -> None:
@@ -231,23 +201,6 @@ def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_t
     assert again.heat("staleness/ages")["labels"] == ["0", "1", "2"]
 
 
-def test_an_index_stays_as_it_was_read_when_another_studio_writes_it_anew(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
-    file = make_run(tmp_path / "runs").logs / "metrics.jsonl"
-    (run,) = Folders([tmp_path / "runs"]).runs()
-    one, other = Series(run), Series(run)
-    one.refresh()
-    other.refresh()  # from the index
-    before = one.curve("reward/mean", "step")[1].tolist()
-    rows = file.read_text().splitlines(keepends=True)
-    file.rename(file.with_name("old"))
-    file.write_text("".join(rows[:3]))  # a recovery
-    one.refresh()
-    assert one.curve("reward/mean", "step")[1].tolist() == before[:3]
-    assert other.curve("reward/mean", "step")[1].tolist() == before
-
-
 def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() -> None:
     y = np.random.default_rng(0).normal(size=100_003)
     y[777], y[99_000] = 50, -50
@@ -259,20 +212,6 @@ def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() ->
     assert np.array_equal(y[shown_x], shown_y)
     assert smoothed(np.full(20, 3.0), 5).tolist() == [3.0] * 20
     assert smoothed(np.array([0.0, 3.0, 6.0]), 3)[1] == 3.0
-
-
-def test_a_request_waits_for_the_first_rows_of_a_file(tmp_path: Path) -> None:
-    class Slow(SampleIndex):
-        def refresh(self, *, stop: Callable[[], bool] = lambda: False) -> None:
-            time.sleep(0.5)
-            super().refresh(stop=stop)
-
-    make_run(tmp_path, steps=2)
-    (run,) = Folders([tmp_path]).runs()
-    index, indices = Slow(run), Indices()
-    asyncio.run(indices.fresh(index))
-    indices.close()
-    assert index.status()["samples"] == 16
 
 
 def test_a_text_is_searched_page_by_page_without_losing_an_answer(tmp_path: Path) -> None:
@@ -385,20 +324,6 @@ def test_a_log_is_filtered_and_no_other_file_is_read_as_one(base: str, root: Pat
     assert {r["name"]: r["warning"] for r in get(base, "api/runs")["runs"]}["sums/good"] == "b"
 
 
-def test_rows_of_samples_with_unexpected_types_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    logs = make_run(tmp_path / "runs").logs
-    with open(logs / "samples.jsonl", "a") as file:
-        file.write('{"step": 50, "answer_tokens": 1e30, "notable": 5, "turns": 3, "answer": {"a": 1}}\n')
-        file.write('{"step": 51, "reward": 1, "answer": "last"}\n')
-    (run,) = Folders([tmp_path / "runs"]).runs()
-    samples = SampleIndex(run)
-    samples.refresh()
-    rows = samples.find(Query(first_step=50))["rows"]
-    assert samples.status()["samples"] == 322 and {row["step"] for row in rows} == {50, 51}
-    assert samples.sample(rows[0]["at"])["group"]
-
-
 def test_one_run_that_is_damaged_does_not_hide_the_others(start: Callable[..., str], tmp_path: Path) -> None:
     make_run(tmp_path, "sums/good", steps=4)
     logs = make_run(tmp_path, "sums/odd", steps=4).logs
@@ -412,9 +337,3 @@ def test_one_run_that_is_damaged_does_not_hide_the_others(start: Callable[..., s
     assert (runs["sums/good"]["step"], runs["sums/odd?"]["step"], runs["sums/odd?"]["reward"]) == (4, 5, 1e30)
     (row,) = samples(base, f"api/run/{runs['sums/odd?']['id']}/samples?first_step=5")["rows"]
     assert (row["reward"], row["answer"]) == (None, "half ?")
-
-
-def test_numbers_out_of_range_are_no_errors_of_the_server(base: str) -> None:
-    run = ids(base)["sums/good"]
-    assert status(base, f"api/run/{run}/samples?start=-9999") == 200
-    assert status(base, f"api/series?run={run}&metric=reward/mean&smooth=inf") == 200

@@ -16,8 +16,7 @@ from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
 from rollout.inference.sglang.client import ExpertsOfTokens
 from rollout.inference.sglang.server import SGLangServer
-from rollout.types import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
-from rollout.workflows import TrajectoryBuilder
+from rollout.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 SHAPE = dict(
     vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
@@ -61,19 +60,6 @@ def test_experts_that_are_not_told_are_unknown_after_an_abort_and_else_an_error(
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"actor.moe_routing_replay=true, but .* 'qwen2' has no experts; write false"):
         ExpertsOfTokens(parse_config({**SHAPE, "model_type": "qwen2"}))
-
-
-def test_a_trajectory_has_experts_for_every_token_unknown_ones_for_the_last() -> None:
-    prompt = Prompt(
-        query_id="q", index=0, task="math", text="", token_ids=np.arange(3, dtype=np.int32), solutions=()
-    )  # fmt: skip
-    completion = Completion(
-        token_ids=np.arange(2, dtype=np.int32), logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32),
-        finish_reason="stop", routed_experts=EXPERTS[:4].astype(np.int16),
-    )  # fmt: skip
-    experts = TrajectoryBuilder(prompt, number=0).sampled(completion).build(1.0).routed_experts
-    assert experts is not None and experts.shape == (5, 3, 2) and experts.dtype == np.int16
-    assert np.array_equal(experts[:4], EXPERTS[:4]) and (experts[4] == -1).all()
 
 
 class ExpertModels:
