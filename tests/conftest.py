@@ -18,7 +18,6 @@ LONGEST = (
     "test_ppo_end_to_end",
     "test_modes",
     "test_lint",
-    "test_model",
     "test_recover_run",
     "test_eval",
     "test_checkpoint",

@@ -144,17 +144,17 @@ def steps_of(engine: Any) -> list[dict[str, float]]:
     ]
 
 
-def actor_run(rank: Rank, layout: ParallelLayout, model: str, **settings: Any) -> dict[str, Any]:
+def actor_run(rank: Rank, layout: ParallelLayout, model: str, *, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
     with rank.joined(layout) as (parallel, device):
         engine = make_engine(parallel, device, model, **settings)
         batch = random_batch()
         shard = engine.logprobs(batch, max_tokens_per_mb=MAX_TOKENS, temperature=0.8)
-        steps = [
+        taken = [
             engine.train_step(batch, policy_loss, max_tokens_per_mb=MAX_TOKENS, temperature=0.8, with_entropy=True)
-            for _ in range(STEPS)
+            for _ in range(steps)
         ]
         owner = parallel.tp_rank == 0 and parallel.cp_rank == 0 and parallel.is_last_stage
-        return {"steps": steps, "shard": shard, "owner": owner}
+        return {"steps": taken, "shard": shard, "owner": owner}
 
 
 def whole(results: list[dict[str, Any]]) -> torch.Tensor:

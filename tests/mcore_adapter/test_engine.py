@@ -1,6 +1,7 @@
 """The engine on real gloo ranks: every layout computes what one process does, and that is what transformers does."""
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,14 @@ from helpers.engine_cases import (
     value_loss,
     whole,
 )
-from helpers.mcore_ranks import Rank, RankPool
+from helpers.mcore_ranks import LAYOUTS as MEGATRON_LAYOUTS
+from helpers.mcore_ranks import Rank, RankPool, build, cases
 from helpers.saved_models import save
-from helpers.tiny_models import write_model
+from helpers.tiny_models import MODELS, write_model
 from mcore_adapter.data.batch import shape_of
 from mcore_adapter.data.planner import BatchShard
 
-LAYOUTS = {
-    "tp2": ParallelLayout(tp=2),
-    "pp2": ParallelLayout(pp=2),
-    "dp2": ParallelLayout(dp=2),
-    "cp2": ParallelLayout(cp=2),
-    "pp2_vpp2": ParallelLayout(pp=2, vpp=2),
-    "tp2_pp2": ParallelLayout(tp=2, pp=2),
-}
+LAYOUTS = {"dp2": ParallelLayout(dp=2), **MEGATRON_LAYOUTS}
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +60,24 @@ def one_process(ranks: RankPool, folder: Path) -> dict[str, list[dict[str, Any]]
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@cases(MODELS, LAYOUTS, also={("glm4", "cp2"), ("deepseek_v3", "cp2 ep2")})
+def test_a_first_step_is_that_of_transformers(ranks, model_folders, name, layout):
+    """Each sequence on its own through the Hugging Face model: loss, gradient norm and log-probabilities."""
+    folder, model = model_folders[name]
+    loss, grad_norm, logprobs = transformers_step(model)
+    results = ranks.run(partial(actor_run, steps=1), layout.world_size, layout, str(folder))
+    (first,) = results[0]["steps"]
+    assert first["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+    torch.testing.assert_close(whole(results), logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "tp2 pp2"])  # at night: test_layout_products
 def test_a_layout_trains_as_one_process_does(ranks, folder, one_process, layout):
     """Tied embeddings: the first and the last stage share a weight and its gradient."""
     results = ranks.run(actor_run, LAYOUTS[layout].world_size, LAYOUTS[layout], str(folder / "qwen2_tied"))
     assert_same_steps(results, one_process["qwen2_tied"])
     assert [r["shard"] is not None for r in results] == [r["owner"] for r in results]
-    torch.testing.assert_close(whole(results), whole(one_process["qwen2_tied"]), rtol=1e-5, atol=1e-5)
 
 
 def test_the_first_step_in_bfloat16_is_that_of_float32_to_its_rounding(ranks, folder, one_process):
@@ -84,21 +90,55 @@ def test_the_first_step_in_bfloat16_is_that_of_float32_to_its_rounding(ranks, fo
 
 
 def test_a_critic_learns_the_same_values_in_tensor_and_pipeline_parallel_ranks(ranks, folder, one_process):
-    results = ranks.run(critic_run, 4, LAYOUTS["tp2_pp2"], str(folder / "qwen3"))
+    results = ranks.run(critic_run, 4, LAYOUTS["tp2 pp2"], str(folder / "qwen3"))
     assert_same_steps(results, one_process["critic"])
     torch.testing.assert_close(whole(results), whole(one_process["critic"]), rtol=1e-5, atol=1e-5)
 
 
-def test_one_process_computes_what_transformers_computes(folder, one_process):
-    """Each sequence on its own through the Hugging Face model: loss, gradient norm and log-probabilities."""
+def value_run(rank: Rank, layout: ParallelLayout, model: str) -> Any:
+    with rank.joined(layout) as (parallel, device):
+        return {
+            "shard": make_engine(parallel, device, model, is_critic=True).values(random_batch(), max_tokens_per_mb=64)
+        }
+
+
+def test_a_critic_values_the_state_before_every_token_with_its_head(ranks, folder, tmp_path):
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2_tied").float()
-    loss, grad_norm, logprobs = transformers_step(model)
-    first = one_process["qwen2_tied"][0]["steps"][0]
-    assert first["loss"] == pytest.approx(loss, rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
-    torch.testing.assert_close(whole(one_process["qwen2_tied"]), logprobs, rtol=1e-5, atol=1e-5)
+    config = transformers.AutoConfig.from_pretrained(folder / "qwen3", num_labels=1)
+    critic = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(tmp_path)
+    values = whole(ranks.run(value_run, 4, LAYOUTS["tp2 pp2"], str(tmp_path)))
+    batch = random_batch()
+    with torch.no_grad():
+        hidden = [critic.model(batch.select([i]).token_ids[None]) for i in range(batch.num_sequences)]
+        theirs = torch.cat([critic.score(one.last_hidden_state[0])[:, 0].roll(1) for one in hidden])
+    torch.testing.assert_close(values, theirs * batch.loss_mask, rtol=1e-5, atol=1e-5)
+
+
+def build_error(rank: Rank, layout: ParallelLayout, folder: Path) -> str:
+    from model_specs.untrusted import ModelConfigError
+
+    with rank.joined(layout) as (parallel, device), pytest.raises(ModelConfigError) as error:
+        build(folder, parallel, device)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "words"),
+    [
+        ({"vocab_size": 97}, ParallelLayout(tp=2), ("vocab_size=97", "tensor parallel size, 2")),
+        ({"num_key_value_heads": 1}, ParallelLayout(tp=2), ("num_key_value_heads=1", "tensor parallel size, 2")),
+        ({"num_hidden_layers": 3}, ParallelLayout(pp=2, vpp=2), ("num_hidden_layers=3", "pipeline stages", "4")),
+        ({}, ParallelLayout(dp=2, ep=2), ("ep=2", "mixture-of-experts")),
+    ],
+)
+def test_a_model_that_the_layout_cannot_cut_is_an_error(ranks, folder, tmp_path, settings, layout, words):
+    config = json.loads((folder / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **settings}))
+    for message in ranks.run(build_error, layout.world_size, layout, tmp_path):
+        assert all(word in message for word in words), message
 
 
 def packing_run(rank: Rank, model: str) -> dict[str, Any]:
