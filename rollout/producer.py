@@ -12,7 +12,6 @@ import logging
 import math
 import pickle
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -85,7 +84,7 @@ class RolloutProducer:
         self._errors = errors or ErrorPolicy(on_error="fail")
         self._stats_sources = (dataset.stats, *stats_sources)
         self._version = self._num_finished = 0
-        self._again: deque[Tags] = deque()  # in flight in the store that this run started with
+        self._again: list[Tags] = []  # in flight in the store without a process that samples them, as opened
         self._journals: dict[str, JournaledSampler] = {}  # by id, of the episodes that run
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by id
         self._running = False
@@ -233,8 +232,8 @@ class RolloutProducer:
     def _start_prompts(self) -> None:
         self._is_refused = False
         while self._running and (self._max_in_flight is None or self._load.requests < self._max_in_flight):
-            if self._again:
-                tags = self._again.popleft()
+            if (left := self._take_left()) is not None:
+                tags = left
                 prompt = self._dataset.find(tags.task_set, tags.row, tags.epoch)
             else:
                 if not self._dataset.is_fixed and self._is_full():  # a curriculum decides as late as possible
@@ -255,6 +254,14 @@ class RolloutProducer:
             self._tasks[tags.id] = task
             self._began[tags.id] = asyncio.get_running_loop().time()
             task.add_done_callback(partial(self._on_task_end, tags.id))
+
+    def _take_left(self) -> Tags | None:
+        """Return an episode in flight that another process has left, if one can be continued. Those that newer weights
+        have begun wait for these: a token of older weights would be due before the episode."""
+        for place, tags in enumerate(self._again):
+            if tags.version <= self._version:
+                return self._again.pop(place)
+        return None
 
     def _is_full(self) -> bool:
         store = self._experience.status()

@@ -50,7 +50,7 @@ ORDER = {
         "inference.backend",
         "inference.router",
         "inference.sglang inference.embedded inference.mock",
-        "inference.registry",
+        "inference.receiver inference.registry",
         "sessions environments tools",
         "workflows",
         "producer evaluation",

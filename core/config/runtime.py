@@ -18,6 +18,8 @@ from rollout.inference.backend import FlagValue
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]
+Method = Literal["folder", "nccl"]
+"""How weights come from a train job to other jobs."""
 
 
 class PushConfig(Section):
@@ -536,6 +538,13 @@ class ExperienceConfig(Section):
 class SynchronizerConfig(Section):
     """Weights between a train job and explore jobs."""
 
+    method: Method = key(
+        "folder",
+        "folder: the train job writes published weights to `folder`. nccl: it broadcasts them (gloo on the CPU) to the "
+        "generators of the jobs that are up, and writes the folder for others: the first and the last version, those "
+        "of recover checkpoints, and all of them while a job follows the folder. Of jobs of one host",
+        needs=equals("mode", *APART, "serve"),
+    )
     folder: OutputPath = key(
         "",
         "Folder that every job sees, with the published weights and LATEST. Default: the folder `weights` beside "
@@ -562,6 +571,11 @@ class SynchronizerConfig(Section):
         ge=0,
         needs=_APART & equals("synchronizer.style", "fixed"),
     )
+
+    @property
+    def broadcasts(self) -> bool:
+        """True if the train job sends weights to the jobs that are connected."""
+        return self.method == "nccl"
 
     @property
     def steps_ahead(self) -> int | None:

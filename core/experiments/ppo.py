@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from rich.table import Table
 
+from allocation import Allocation
 from core.algorithms.build import build_algorithm
 from core.config.common import Job
 from core.config.experiments import PPOMATHConfig
 from core.experiments.context import RunContext, wait_facts
 from core.experiments.workers import TrainerSide, build_ppo_engines, make_push, start_generators, start_trainer
 from core.explore.data import DataFacts
+from core.launch.cluster import Cluster
 from core.launch.generators import GeneratorPool
 from core.launch.remote import has_ended
 from core.launch.rollout_client import BatchActor, RolloutActor, RolloutClient
-from core.launch.trainer_group import PublishedWeights
+from core.launch.trainer_group import PublishedWeights, TrainerGroup
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.monitoring.screen import Screen
@@ -35,10 +37,12 @@ from core.runs.paths import RunPaths
 from core.train.periodic import DueTimer, Evaluations, Frequency
 from core.train.step_batch import SavedSteps
 from core.trainer import PPOTrainer, WeightUpdates
-from core.weight_sync.folder import FolderSubscription, Published, Publisher, VersionFolder
+from core.weight_sync.folder import FOLDER_ALONE, Published, VersionFolder, name_of_process
+from core.weight_sync.jobs import JobServers, TrainerLink
+from core.weight_sync.publisher import Group, Publisher
 from core.weight_sync.push import PUSHED, WeightPush
 from rollout.experience import Schedule
-from rollout.inference.registry import BACKENDS, choose_transport
+from rollout.inference.registry import BACKENDS, BROADCAST, choose_transport
 
 if TYPE_CHECKING:
     from core.processes.supervise import Attempt
@@ -53,15 +57,52 @@ def load(model: str, version: int, weights: PublishedWeights, push: WeightPush) 
     push.push(version)
 
 
-def follow(subscription: FolderSubscription, weights: PublishedWeights, push: WeightPush) -> int | None:
-    """Bring the generators to the latest version and return it; None where they have it already."""
-    published = subscription.claim()
-    if published is None:
+class Follower:
+    """Brings the generators of a job to the newest version that a train job has published: through its group where the
+    two are connected, else from its folder."""
+
+    def __init__(self, config: PPOMATHConfig, context: RunContext, weights: PublishedWeights, push: WeightPush) -> None:
+        self.folder = VersionFolder(config.weights_folder)
+        self.version: int | None = None
+        """The version of the generators."""
+        self._weights, self._push = weights, push
+        name = name_of_process(context.paths.logs.name)
+        self._link = TrainerLink(
+            self.folder,
+            name,
+            push,
+            joins=config.synchronizer.broadcasts,
+            timeout_seconds=config.push.timeout_seconds,
+        )
+        self._link.connect()  # first: the train job writes the folder for a job that follows it unconnected
+        self._subscription = self.folder.subscribe(name)
+        logger.info("Following the weights in %s.", self.folder.path)
+
+    def look(self) -> int | None:
+        """Return the version that the generators have from now on, if it is a new one; None after a moment without."""
+        if (pushed := self._link.look(self.version, wait_seconds=_LOOK_EVERY_SECONDS)) is not None:
+            self._weights.current = None
+            return self._hold(pushed)
+        if (published := self._subscription.claim()) is not None:
+            self._weights.current = published
+            self._push.push(published.version)
+            return self._hold(published.version)
+        if self._weights.current is not None:
+            self._push.sync_rejoined()
+        else:  # the group has the weights of a generator that was started again
+            self._push.generators.raise_if_all_gone()
         return None
-    weights.current = published
-    push.push(published.version)
-    subscription.hold(published.version)
-    return published.version
+
+    def _hold(self, version: int) -> int | None:
+        self._subscription.hold(version)
+        is_new, self.version = version != self.version, version
+        return version if is_new else None
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._subscription.close()
 
 
 @contextmanager
@@ -111,23 +152,20 @@ def _explore_alone(config: PPOMATHConfig, context: RunContext) -> None:
 
 
 def _explore(config: PPOMATHConfig, context: RunContext) -> None:
-    screen, weights, folder = context.screen, PublishedWeights(), VersionFolder(config.weights_folder)
-    with sampling(config, context, weights, folder.path) as (push, rollout, schedule):
+    screen, weights = context.screen, PublishedWeights()
+    with sampling(config, context, weights, Path(config.weights_folder)) as (push, rollout, schedule):
         screen.begin("waiting for the first weights")
-        logger.info("Following the weights in %s.", folder.path)
-        with folder.subscribe_process(context.paths.logs.name) as subscription:
+        with Follower(config, context, weights, push) as follower:
             version = None
             evaluations = _Evaluations(config, context, schedule, rollout, push)
             while version is None or version < schedule.total_steps:
                 rollout.call(RolloutActor.check)
                 evaluations.look()
-                if (newer := follow(subscription, weights, push)) is None:
-                    push.sync_rejoined()
+                if (newer := follower.look()) is None:
                     if config.synchronizer.on_request and version is not None:
                         wanted = config.synchronizer.interval * config.dataset.train_bs_n_seqs
                         if rollout.call(RolloutActor.has_explored, wanted):
-                            folder.request(version)
-                    time.sleep(_LOOK_EVERY_SECONDS)
+                            follower.folder.request(version)
                     continue
                 if version is None:
                     screen.end_phase()
@@ -156,7 +194,7 @@ class _Evaluations:
         self._last = 0
         self._running = Evaluations(
             rollout,
-            push.generators if config.evaluation.beside else None,
+            cast(GeneratorPool, push.generators) if config.evaluation.beside else None,
             report=self._report,
             is_done=has_ended,
             meanwhile=push.sync_rejoined,
@@ -224,13 +262,12 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         sampling(config, context, weights, context.paths.checkpoints / "push") as (push, rollout, _),
         ExitStack() as stack,
     ):
-        subscription = None
+        follower = None
         if config.serve.follow:
-            folder = VersionFolder(config.weights_folder)
-            subscription = stack.enter_context(folder.subscribe_process(context.paths.logs.name))
+            follower = stack.enter_context(Follower(config, context, weights, push))
             context.screen.begin("waiting for the first weights")
-            while (version := follow(subscription, weights, push)) is None:
-                time.sleep(_LOOK_EVERY_SECONDS)
+            while (version := follower.look()) is None:
+                rollout.call(RolloutActor.check)
         else:
             version = 0
             load(config.serve.model or config.model_folder, version, weights, push)
@@ -238,10 +275,11 @@ def serve(config: PPOMATHConfig, context: RunContext) -> None:
         context.screen.end_phase()
         logger.info("Serving version %d at %s/v1", version, url, extra=NOTICE)
         while True:
-            time.sleep(_LOOK_EVERY_SECONDS)
             rollout.call(RolloutActor.check)
-            push.sync_rejoined()
-            if subscription is not None and (newer := follow(subscription, weights, push)) is not None:
+            if follower is None:
+                push.sync_rejoined()
+                time.sleep(_LOOK_EVERY_SECONDS)
+            elif (newer := follower.look()) is not None:
                 logger.info("Serving version %d.", newer, extra=NOTICE)
 
 
@@ -280,7 +318,7 @@ def both(config: PPOMATHConfig, context: RunContext) -> None:
 
 
 def train(config: PPOMATHConfig, context: RunContext) -> None:
-    """Train on what explore jobs put into the store, and publish weights in a folder that they follow."""
+    """Train on what explore jobs put into the store, and publish weights that they follow."""
     allocation, screen = resolve_allocation(config), context.screen
     ranks = allocation.only(*config.roles)
     screen.begin("starting Ray")
@@ -289,19 +327,42 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         cluster.reserve(ranks)
         rollout = RolloutClient(cluster, BatchActor, config)
         trainer = start_trainer(config, allocation, cluster)
+        versions = VersionFolder(config.weights_folder)
+        group = _group(config, allocation, cluster, trainer.actor.group, rollout, versions)
         trainer.groups.wait_started()
         facts, schedule = wait_facts(config, rollout)
         context = context.fitted_to(schedule)
         _load(config, trainer, context, schedule)
         weights = Publisher(
             lambda folder: trainer.actor.group.save_hf(PUSHED, str(folder), config.model_folder),
-            VersionFolder(config.weights_folder),
+            versions,
             interval=config.synchronized.interval,
             on_request=config.synchronizer.on_request,
             last_step=schedule.total_steps,
+            group=group,
         )
-        _train(config, context, trainer, rollout, weights, schedule, facts)
+        _train(config, context, trainer, rollout, weights, schedule, facts, before_checkpoint=weights.before_checkpoint)
         rollout.close()
+
+
+def _group(
+    config: PPOMATHConfig,
+    allocation: Allocation,
+    cluster: Cluster,
+    ranks: TrainerGroup,
+    rollout: RolloutClient,
+    versions: VersionFolder,
+) -> Group | None:
+    """Return the group of the train job and the jobs that connect to it, where weights are broadcast; announce in the
+    folder where it is."""
+    if not config.synchronizer.broadcasts:
+        versions.announce(FOLDER_ALONE)
+        return None
+    jobs = JobServers(versions, cluster.address, timeout_seconds=config.push.timeout_seconds)
+    push = make_push(
+        config, allocation, ranks, jobs, rollout, transport=BROADCAST, folder=versions.path
+    )  # fmt: skip
+    return Group(jobs=jobs, push=push)
 
 
 JOBS: Mapping[Job, Callable[[PPOMATHConfig, RunContext], None]] = {
@@ -355,9 +416,10 @@ def _train(
     schedule: Schedule,
     facts: DataFacts,
     generators: GeneratorPool | None = None,
+    before_checkpoint: Callable[[], None] = lambda: None,
 ) -> None:
     """Connect loop, monitor and periodic actions, give the generators their first weights, and train. `generators`:
-    those of this job."""
+    those of this job. `before_checkpoint`: is called before a recover checkpoint begins."""
     forget_modules()
     sample_steps = config.samples.shown_every
     context.screen.begin("sampling and training the first step")
@@ -391,13 +453,18 @@ def _train(
         meanwhile=weights.sync_rejoined,
     )
     evaluates = config.evaluates and config.job != "train"
+
+    def driver_state() -> tuple[float, dict[str, object]]:
+        before_checkpoint()
+        return monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}
+
     periodic = context.periodic(
         schedule,
         engines=workers.trained,
         tokenizer_from=config.model_folder,
         evaluations=evaluations if evaluates else None,
         rollout_state=rollout.state_dict,
-        driver_state=lambda: (monitor.elapsed_seconds, {**trainer.state, "evaluating": evaluations.step}),
+        driver_state=driver_state,
     )
     is_due = start.checkpoint is None and config.exp_ctrl.eval_at_start
     continues = start.checkpoint is not None and start.state.extra.get("evaluating") == start.state.step

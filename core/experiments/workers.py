@@ -15,7 +15,7 @@ from core.launch.trainer_group import TrainerGroup
 from core.launch.trainer_rank import TrainerRank
 from core.train.recover import MemoryLimits, WaitWritten
 from core.trainer import EngineRef
-from core.weight_sync.push import SenderSettings, Trainer, WeightPush
+from core.weight_sync.push import Replicas, SenderSettings, Trainer, WeightPush
 from mcore_adapter.checkpoint.outcome import wait_for_outcome
 from rollout.inference.backend import BackendSettings
 from rollout.inference.registry import BACKENDS, Transport
@@ -193,13 +193,14 @@ def make_push(
     config: PPOMATHConfig,
     allocation: Allocation,
     trainer: Trainer,
-    generators: GeneratorPool,
+    generators: Replicas,
     rollout: RolloutClient,
     *,
     transport: Transport,
     folder: Path,
 ) -> WeightPush:
     """Return the push by this transport, not yet connected. `folder`: of pushes through files."""
+    has_checksums = "local" not in BACKENDS[allocation.generator.backend].capabilities.transports
     logger.info("Weight updates: push.type=%s", transport.name)
     plan = SenderSettings(
         type=transport.name,
@@ -218,7 +219,7 @@ def make_push(
         plan=plan,
         slots=allocation.trainer,
         shares_gpus=allocation.shares_gpus,
-        verify=config.push.verify,
+        verify=config.push.verify if has_checksums else "never",
         patience_seconds=config.generator.patience_seconds,
     )
 

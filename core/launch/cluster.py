@@ -286,6 +286,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         else:  # one bundle, or bundles of a cluster that is this machine alone
             self.host = LOOPBACK
 
+    @property
+    def address(self) -> str:
+        """The address at which other processes reach this one."""
+        return self.host or ray.util.get_node_ip_address()
+
     def _ask_nodes(self, why: str) -> dict[str, str]:
         """Request stacks as collect_stacks, on every node; one that does not answer at once is skipped."""
         collect: Any = ray.remote(num_cpus=0)(collect_stacks)  # type: ignore[arg-type]

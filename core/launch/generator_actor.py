@@ -25,6 +25,8 @@ from tracing import spanned
 
 if TYPE_CHECKING:
     from core.data.stored_batch import Ref
+    from rollout.bucket import FlatBucket
+    from rollout.inference.receiver import BroadcastReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class GeneratorActor:
             host=settings.host or ray.util.get_node_ip_address(),
         )
         self._receiving = asyncio.Lock()
+        self._receiver: BroadcastReceiver | None = None
+        """Of a backend without servers, in the group of a train job."""
         self._handed_out: dict[str, Completion | Exception] = {}
 
     async def start(self) -> None:
@@ -93,7 +97,9 @@ class GeneratorActor:
 
     async def receive(self, handles: list[Ref], version: int) -> float:
         """Fetch the buckets first, then stop for no longer than the copy takes. Returns the pause in seconds."""
-        buckets = await asyncio.gather(*handles) if self._holds_weights else []
+        return await self._load(await asyncio.gather(*handles) if self._holds_weights else [], version)
+
+    async def _load(self, buckets: Sequence[FlatBucket], version: int) -> float:
         async with self._receiving:  # a push is repeated when another generator has failed in it
             start = time.perf_counter()
             await self._generator.pause()
@@ -103,15 +109,29 @@ class GeneratorActor:
             return time.perf_counter() - start
 
     async def endpoint(self) -> WeightEndpoint:
-        """Return the endpoint of a backend whose weights do not come through receive()."""
-        return cast(ServedReplica, self._generator).endpoint
+        """Return the endpoint of a replica whose weights do not come through receive()."""
+        if "local" not in self._backend.capabilities.transports:
+            return cast(ServedReplica, self._generator).endpoint
+        from rollout.inference.receiver import BroadcastReceiver
+
+        if self._receiver is None:
+            assert self._settings.host is not None, "filled in by the constructor"
+            self._receiver = BroadcastReceiver(self._settings.name, self._settings.host)
+            self._endpoint = await self._receiver.start()
+        return self._endpoint
 
     async def pause(self) -> None:
+        """Stop sampling; where buckets are kept until resume(), continue until then."""
+        if self._receiver is not None:
+            self._receiver.take()  # what an update has brought that failed
+            return
         self._paused_at = time.perf_counter()
         await self._generator.pause()
 
     async def resume(self, version: int) -> float:
-        """Resume sampling; return the seconds since pause()."""
+        """Resume sampling; return the seconds for which it had stopped."""
+        if self._receiver is not None:
+            return await self._load(self._receiver.take(), version)
         await self._generator.resume(version)
         return time.perf_counter() - self._paused_at
 

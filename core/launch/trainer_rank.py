@@ -55,6 +55,7 @@ class TrainerRank:
         torch.set_num_threads(threads)
         self._rank, self._world, self._seed, self._kind = rank, world, seed, device
         self._engines: dict[str, MegatronEngine] = {}
+        self._sender: Sender | None = None
         self._scope = ExitStack()
 
     def rendezvous(self, host: str | None, port: int) -> MeetingPoint:
@@ -177,18 +178,26 @@ class TrainerRank:
             device=str(self._device.torch_device),
             host=host or ray.util.get_node_ip_address(),
         )
-        self._sender: Sender = make_sender(settings)
+        self._sender = make_sender(settings)
         self._sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool) -> None:
         buckets = self._engines[engine].iter_hf_weights(bucket_bytes, to=self._receivers)
-        self._sender.prepare(buckets, verify=verify)
+        self._connected.prepare(buckets, verify=verify)
 
     def push_send(self) -> SendReport | None:
-        return self._sender.send()
+        return self._connected.send()
 
     def push_close(self) -> None:
-        self._sender.close()
+        """Leave the servers, if this rank has joined some."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+    @property
+    def _connected(self) -> Sender:
+        assert self._sender is not None, "push_connect() comes first"
+        return self._sender
 
     def offload(self, keep: str) -> None:
         """Leave the device to the generators: the weights of the engine `keep`, which the next push reads, stay there

@@ -20,6 +20,7 @@ from allocation.checks import nearest_layouts_of
 from allocation.plan import SAME_WEIGHTS
 from config_schema.section import Violation
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
+from core.config.runtime import APART
 from core.placement import on_devices, resolve_allocation, transport_of
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -120,6 +121,22 @@ def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
         transport_of(config, allocation)
     except ValueError as impossible:
         yield Violation(("push.type", "allocation_mode", "n_nodes", "n_gpus_per_node"), str(impossible))
+
+
+def _group_of_jobs(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    """Check that the generators of explore jobs can be in one group with the trainer."""
+    if not config.synchronizer.broadcasts or config.job not in APART:
+        return
+    generator, trainer = allocation.generator, allocation.trainer
+    why = "servers and trainer share GPUs" if allocation.shares_gpus else ""
+    if generator.layout.pp > 1:
+        why = f"servers of {generator.layout.pp} pipeline stages cannot join one group with the trainer"
+    elif generator.device != trainer.device:
+        why = f"the generators compute on {generator.device}, the trainer on {trainer.device}"
+    if why:
+        yield Violation(
+            ("synchronizer.method", "allocation_mode"), f"{config.synchronizer.method}: {why}; write folder"
+        )
 
 
 def _shared_ranks(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
@@ -273,6 +290,7 @@ def _dynamic_timeout(config: PPOMATHConfig, allocation: Allocation) -> Iterator[
 _Rule = Callable[[PPOMATHConfig, Allocation], Iterator[Violation]]
 _OF_LAYOUTS: tuple[_Rule, ...] = (
     _transport,
+    _group_of_jobs,
     _shared_ranks,
     _colocation,
     _interrupt,

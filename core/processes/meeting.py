@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
@@ -74,14 +75,15 @@ def join_store(point: MeetingPoint, world_size: int, *, timeout_seconds: float) 
     )
 
 
-class Gate:
-    """Listens for other nodes and passes on what the check admits, to a port of the loopback address."""
+class Door:
+    """Listens, and hands over the connections that the check admits."""
 
-    def __init__(self, host: str, port: int, target_port: int, *, check: Check) -> None:
-        """`port`: 0 for a free one. Raises OSError where it is in use."""
-        self._listener, self._target, self._check = listen(host, port), target_port, check
+    def __init__(self, host: str, port: int, *, check: Check, admitted: Callable[[socket.socket], None]) -> None:
+        """`port`: 0 for a free one. `admitted`: is called in a thread of each connection; what it raises as OSError
+        closes the connection. Raises OSError where the port is in use."""
+        self._listener, self._check, self._admitted = listen(host, port), check, admitted
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, name="gate", daemon=True).start()
+        threading.Thread(target=self._serve, name="door", daemon=True).start()
 
     def close(self) -> None:
         """Admit no further connections; those that passed stay."""
@@ -93,18 +95,51 @@ class Gate:
         with suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._pass_on, args=(connection,), name="gate", daemon=True).start()
+                threading.Thread(target=self._look_at, args=(connection,), name="door", daemon=True).start()
 
-    def _pass_on(self, connection: socket.socket) -> None:
+    def _look_at(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(_HANDSHAKE_SECONDS)
             if not self._check(connection):
                 raise ConnectionError("refused")
-            inside = socket.create_connection((LOOPBACK, self._target), timeout=_HANDSHAKE_SECONDS)
+            self._admitted(connection)
         except OSError:
             connection.close()
-            return
+
+
+class Gate(Door):
+    """Listens for other nodes and passes on what the check admits, to a port of the loopback address."""
+
+    def __init__(self, host: str, port: int, target_port: int, *, check: Check) -> None:
+        """`port`: 0 for a free one. Raises OSError where it is in use."""
+        self._target = target_port
+        super().__init__(host, port, check=check, admitted=self._pass_on)
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        inside = socket.create_connection((LOOPBACK, self._target), timeout=_HANDSHAKE_SECONDS)
         _splice(connection, inside)
+
+
+def open_door(host: str, key: bytes, admitted: Callable[[Connection], None]) -> MeetingPoint:
+    """Hand over the connections of processes that have the key, for as long as this one lives; return where they
+    knock()."""
+    door = Door(host, 0, check=lambda s: _admit(s, key), admitted=lambda s: admitted(_messages(s)))
+    return MeetingPoint(host=host, port=door.port, key=key)
+
+
+def knock(point: MeetingPoint) -> Connection:
+    """Return a connection to the process that has opened this door. Raises OSError where it does not answer, or has
+    another key."""
+    outside = socket.create_connection((point.host, point.port), timeout=_HANDSHAKE_SECONDS)
+    _introduce(outside, point.key or b"")
+    return _messages(outside)
+
+
+def _messages(connection: socket.socket) -> Connection:
+    """Return a connection for whole objects, which are pickled: of processes that have the key alone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(connection.detach())
 
 
 def from_hosts(hosts: Collection[str]) -> Check:

@@ -3,6 +3,7 @@
     FOLDER/LATEST              {"version": 12, "where": "FOLDER/version-12-..."}, replaced as a whole
     FOLDER/version-12-.../     a Hugging Face folder
     FOLDER/WANTED              {"newer_than": 11}: a replica asks for newer weights
+    FOLDER/TRAINER             where the publisher listens, if it also sends weights itself (jobs.py)
     FOLDER/replicas/NAME       the version that a replica holds, and the folders that it needs; touched while it lives
 
 One process publishes. A folder gets its name when it is complete and on the disk, and LATEST names it after that, so a
@@ -19,7 +20,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from core.runs.checkpoints import sync
-from core.weight_sync.push import PushReport
 
 logger = logging.getLogger(__name__)
 
 
 LATEST = "LATEST"
-_WANTED = "WANTED"
+_WANTED, _TRAINER = "WANTED", "TRAINER"
 _PREFIX, _WRITING, _REMOVED = "version-", "writing-", "removed-"
 LEASE_SECONDS = 60.0
 """A replica whose file was not touched for so long is lost."""
@@ -48,6 +47,23 @@ class Published:
     version: int
     where: str
     """What it is loaded from: a Hugging Face folder. Empty: the trainer sends it to the replicas itself."""
+
+
+class Meeting(TypedDict):
+    """Where a publisher listens for the jobs that it sends weights to itself."""
+
+    id: str
+    """Of the publishing process."""
+    node: str
+    """Name of its host."""
+    host: str
+    port: int
+    key: str
+    """In hexadecimal. Empty: all weights come through the folder."""
+
+
+FOLDER_ALONE = Meeting(id="", node="", host="", port=0, key="")
+"""Of a publisher that sends nothing itself."""
 
 
 class ReplicaLost(RuntimeError):
@@ -112,10 +128,19 @@ class VersionFolder:
         if found is None or found["newer_than"] < newer_than:
             _replace(self.path / _WANTED, {"newer_than": newer_than})
 
-    def wanted(self) -> bool:
-        """Return whether a replica has asked for newer weights than the latest ones."""
-        found, latest = _read(self.path / _WANTED), self.latest()
-        return found is not None and (latest is None or found["newer_than"] >= latest.version)
+    def wanted(self, newest: int | None) -> bool:
+        """Return whether a replica has asked for newer weights than those of version `newest`."""
+        found = _read(self.path / _WANTED)
+        return found is not None and (newest is None or found["newer_than"] >= newest)
+
+    def announce(self, meeting: Meeting) -> None:
+        """Let replicas know where the publisher listens. Only this user can read it."""
+        _replace(self.path / _TRAINER, meeting, mode=0o600)
+
+    def meeting(self) -> Meeting | None:
+        """Return where the last publisher listens, or has listened. Raises PermissionError for another user."""
+        found = _read(self.path / _TRAINER)
+        return None if found is None else cast(Meeting, found)
 
     def latest(self) -> Published | None:
         """Return the newest version; None before the first."""
@@ -144,10 +169,6 @@ class VersionFolder:
         if replica in self.holders():
             raise ValueError(f"{self.path}: a replica named {replica!r} is subscribed already; names must differ")
         return FolderSubscription(self, self._replicas / replica, touch_seconds=self._lease / _TOUCHES_PER_LEASE)
-
-    def subscribe_process(self, trial: str) -> FolderSubscription:
-        """Subscribe this process, of a trial, by a name that no other one has."""
-        return self.subscribe(f"{trial}-{socket.gethostname()}-{os.getpid()}")
 
     def _entries(self) -> dict[str, _Entry]:
         """Return what every replica has written, by name, with `why` it is lost or an empty string."""
@@ -187,6 +208,11 @@ class VersionFolder:
                 removed.rename(self.path / name)
             else:
                 shutil.rmtree(removed, ignore_errors=True)
+
+
+def name_of_process(trial: str) -> str:
+    """Return the name of this process, of a trial, among replicas: no other one has it."""
+    return f"{trial}-{socket.gethostname()}-{os.getpid()}"
 
 
 class FolderSubscription:
@@ -257,10 +283,10 @@ class FolderSubscription:
                 os.utime(self._path)
 
 
-def _replace(path: Path, content: Mapping[str, object]) -> None:
+def _replace(path: Path, content: Mapping[str, object], *, mode: int = 0o666) -> None:
     """Write a file whole or not at all."""
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    with new.open("w", encoding="utf-8") as file:
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -272,55 +298,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-
-
-class Publisher:
-    """Publishes the actor's weights every `interval` steps, and after the last one; with `on_request` when a replica
-    asks for newer ones instead."""
-
-    def __init__(
-        self,
-        save: Callable[[Path], None],
-        versions: VersionFolder,
-        *,
-        interval: int,
-        last_step: int,
-        on_request: bool = False,
-    ) -> None:
-        """`save`: write a Hugging Face folder."""
-        self._save, self._versions = save, versions
-        self._interval, self._last_step, self._on_request = interval, last_step, on_request
-        self._version: int | None = None
-
-    def push(self, version: int) -> PushReport:
-        """Publish a version that is due. One that a killed attempt has published already stays as it is: replicas may
-        sample with it, and it has the same number of updates."""
-        began, self._version = time.perf_counter(), version
-        latest = self._versions.latest()
-        num_bytes = 0
-        if (latest is None or latest.version < version) and self._is_due(version, latest):
-            written = self._versions.write(version, self._save)
-            num_bytes = sum(file.stat().st_size for file in Path(written.where).iterdir())
-            logger.info("Published version %d in %s", version, written.where)
-        seconds = time.perf_counter() - began
-        return PushReport(
-            seconds=seconds, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=seconds, num_bytes=num_bytes
-        )
-
-    def _is_due(self, version: int, latest: Published | None) -> bool:
-        if version == self._last_step:
-            return True
-        if self._on_request:
-            return latest is None or self._versions.wanted()
-        return version % self._interval == 0
-
-    def offload_generators(self) -> None:
-        """Do nothing: the job has no generators."""
-
-    def sync_rejoined(self) -> None:
-        """Publish what a replica has asked for; the trainer waits for it then."""
-        if self._on_request and self._version is not None and self._versions.wanted():
-            self.push(self._version)
-
-    def close(self) -> None:
-        """Do nothing: the folder stays."""

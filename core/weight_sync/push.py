@@ -221,7 +221,8 @@ class Trainer(Protocol):
 
 
 class Replicas(Protocol):
-    """The generators of a run, with their failures and restarts (core/launch/generators.py)."""
+    """The generators of a run, with their failures and restarts (core/launch/generators.py), or those of other jobs
+    (jobs.py)."""
 
     @property
     def waiting(self) -> bool: ...
@@ -237,9 +238,6 @@ class Replicas(Protocol):
     def lose_named(self, names: Collection[str], why: str) -> bool: ...
     def participated(self) -> Sequence[tuple[str, object]]: ...
     def joined(self, name: str) -> None: ...
-    def pin(self) -> str | None: ...
-    def unpin(self, name: str) -> None: ...
-    def has_current_weights(self, name: str) -> bool: ...
     def raise_if_all_gone(self) -> None: ...
     def failures(self) -> str: ...
     def look(self) -> None: ...
@@ -275,10 +273,19 @@ class WeightPush:
         """Pushes since generators joined for the last time. The first finds parameters by names, later ones copy."""
         self._version: int | None = None
 
+    @property
+    def is_local(self) -> bool:
+        """True if the generators keep complete weights until they have got all of the next ones."""
+        return self._plan.type == "local"
+
     def connect(self) -> None:
         """Make a sender in each of the trainer's ranks, and let it join the generators, which are up."""
         if self._plan.type != "local":
-            self._trainer.push_connect(self._plan, self.generators.endpoints(self._slots))
+            self._trainer.push_connect(self._plan, self.endpoints())
+
+    def endpoints(self) -> list[WeightEndpoint]:
+        """Return the servers that take part."""
+        return self.generators.endpoints(self._slots)
 
     def close(self) -> None:
         """Leave the generators, and remove what a push left on disk."""
@@ -325,11 +332,16 @@ class WeightPush:
                     )
                     continue
                 repeated = self._repeat(error, version, repeated)
+        self.use_generators(version)
+        logger.debug("Pushed version %d: %s", version, report)
+        return report
+
+    def use_generators(self, version: int) -> None:
+        """Let the rollout process use the generators that got their first weights by the push of `version`."""
+        self._version = version
         for name, actor in self.generators.participated():
             self._rollout.replace_generator(name, actor)
             self.generators.joined(name)
-        logger.debug("Pushed version %d: %s", version, report)
-        return report
 
     def _push_once(self, version: int) -> PushReport:
         if self._plan.type == "local":

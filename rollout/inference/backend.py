@@ -269,6 +269,10 @@ class WeightEndpoint(Protocol):
         """Return the same endpoint with these `trainer_ranks`."""
         ...
 
+    def named(self, name: str) -> WeightEndpoint:
+        """Return the same endpoint under another name."""
+        ...
+
     def join_group(self, group: GroupMembership, *, timeout_seconds: float) -> None: ...
 
     def receive_bucket(self, bucket: FlatBucket, *, group: str, timeout_seconds: float) -> None:

@@ -87,6 +87,8 @@ TRANSPORTS: Mapping[str, Transport] = {
     )
 }
 """Transports by name, the best one first."""
+BROADCAST = TRANSPORTS["nccl"]
+"""The one into the generators of other jobs."""
 
 
 def choose_transport(requested: str, allocation: Allocation) -> Transport:

@@ -18,6 +18,7 @@ from helpers.virtual_clock import run_virtual, settle
 from rollout.data.task_sets import TaskSets
 from rollout.errors import ErrorPolicy, OnError, ServiceFailureError, WorkflowFailureError, evaluation_failure
 from rollout.experience import Patience, Tags
+from rollout.experience.stores.sqlite import SQLiteExperience
 from rollout.types import Completion, GenerateRequest, Generator, Prompt, SamplingParams, Trajectory
 
 pytestmark = pytest.mark.virtual_clock
@@ -88,6 +89,27 @@ async def test_prompts_start_as_far_ahead_as_the_bound_allows_and_no_further() -
         producer.set_version(1)
         await settle()
         assert workflow.running == 4
+
+
+async def test_episodes_that_newer_weights_have_begun_wait_for_such_weights_after_a_restart(tmp_path) -> None:
+    """A token of older weights would make them due before their turn."""
+    before = CallWorkflow(seconds=1e6)
+    store = SQLiteExperience(tmp_path / "e.db")
+    async with make_producer(before, batch_size=4, max_staleness=2, experience=store) as producer:
+        producer.set_version(1)
+        await settle()
+        assert before.running == 16
+    store.close()
+    after = CallWorkflow(seconds=1e6)
+    store = SQLiteExperience(tmp_path / "e.db")
+    async with make_producer(after, batch_size=4, max_staleness=2, experience=store) as producer:
+        await settle()
+        assert after.running == 12
+        producer.set_version(1)
+        await settle()
+        assert after.running == 16
+    assert after.order == before.order
+    store.close()
 
 
 async def test_max_in_flight_caps_what_runs_at_once() -> None:

@@ -4,6 +4,7 @@
     python -m tools.chaos --kills 3 --algorithm dapo      # a preset of algorithm.name (ppo: with a critic), sft or dpo
     python -m tools.chaos --kills 12 --mode split         # a train job and an explore job, which share a SQLite store
     python -m tools.chaos --kills 12 --mode split --postgres    # on a PostgreSQL server, which is killed as well
+    python -m tools.chaos --kills 12 --mode split --method nccl  # weights by broadcast
     python -m tools.chaos --kills 12 --workflow agent     # turns of an environment, a tool with effects
 
 SIGKILL hits the command itself, its driver, a trainer rank, a generator, the producer, Ray's raylet, the server of the
@@ -28,13 +29,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from core.config.presets import PRESETS
+from core.config.runtime import Method
 from tools import arguments
 from tools.chaos.agent import is_under_way
 from tools.chaos.postgres import NoServerError, PostgresServer
@@ -143,6 +145,9 @@ def main() -> int:
         action="store_true",
         help="keep the stores of --mode split on a PostgreSQL server of the distribution, and kill it, too",
     )
+    parser.add_argument(
+        "--method", choices=get_args(Method), default="folder", help="synchronizer.method of --mode split"
+    )
     parser.add_argument("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
     parser.add_argument(
         "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
@@ -153,6 +158,8 @@ def main() -> int:
         parser.error(f"{option} does not work with --algorithm {given.algorithm}, which samples nothing")
     if given.postgres and given.mode != "split":
         parser.error("--postgres needs --mode split: one job has its store in memory")
+    if given.method != "folder" and given.mode != "split":
+        parser.error("--method needs --mode split: weights of one job go by push.type")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left running
     try:
         server = PostgresServer() if given.postgres else None
@@ -167,7 +174,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         verdict = chaos(
             folder, given.kills, given.seed, report, given.algorithm, split=given.mode == "split",
-            agent=given.workflow == "agent", server=server,
+            agent=given.workflow == "agent", server=server, method=given.method,
         )  # fmt: skip
     for problem in verdict.problems:
         print(problem)
@@ -187,9 +194,10 @@ def chaos(
     split: bool = False,
     agent: bool = False,
     server: PostgresServer | None = None,
+    method: Method = "folder",
 ) -> Verdict:
     """Run as many killed runs as necessary, some at once, each compared with an undisturbed one of the same length.
-    `server`: has the stores, and is killed as well."""
+    `server`: has the stores, and is killed as well. `method`: of the weights of two jobs."""
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
@@ -198,7 +206,7 @@ def chaos(
     plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
     undisturbed = Trial(folder=folder, name="undisturbed", steps=steps, algorithm=algorithm, agent=agent)
-    killed = replace(undisturbed, mode="train") if split else undisturbed
+    killed = replace(undisturbed, mode="train", method=method) if split else undisturbed
     trials = [replace(killed, name=f"killed{number}") for number in range(len(plans))]
     if server is not None:
         for trial in trials:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
+from core.config.runtime import Method
 from core.monitoring.metrics import read_rows
 from core.processes.watchdog import shared_inodes, unused_shared_memory
 from tools.chaos.agent import effects_of, num_executions
@@ -68,6 +69,8 @@ class Trial:
     """Of the job; train: an explore job fills its store."""
     postgres: str = ""
     """Address of the store of two jobs on a server. Empty: it is a SQLite file."""
+    method: Method = "folder"
+    """How weights come from one of two jobs to the other."""
     agent: bool = False
     """Whether its workflow has turns, an environment, and a tool with effects."""
 
@@ -219,12 +222,13 @@ def _job(trial: Trial) -> dict:
         return {"experience": batch}
     run = trial.name.removesuffix("-explore")
     shared = trial.folder / "shared" / run
-    if not trial.postgres:
-        return {"mode": trial.mode, "experience": {**batch, "store": "sqlite", "path": str(shared / "experience.db")}}
+    store = {"store": "sqlite", "path": str(shared / "experience.db")}
+    if trial.postgres:
+        store = {"store": "postgres", "path": trial.postgres}
     return {
         "mode": trial.mode,
-        "experience": {**batch, "store": "postgres", "path": trial.postgres},
-        "synchronizer": {"folder": str(shared / "weights")},
+        "experience": {**batch, **store},
+        "synchronizer": {"folder": str(shared / "weights"), "method": trial.method},
     }
 
 

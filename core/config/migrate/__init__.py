@@ -368,7 +368,7 @@ HINTS: Mapping[str, str] = {
     "stats_logger": "write wandb.* and monitor.*",
     "stop_sequences": "write ppo.gen.stop",
     "stop_strings": "write ppo.gen.stop",
-    "sync_method": "write push.type",
+    "sync_method": "write synchronizer.method, or push.type for one job",
     "system_envs": "write external_configs.envs",
     "system_prompt": "write prompt.system",
     "tensor_parallel_size": "write allocation_mode, where m is tensor parallelism",

@@ -67,6 +67,9 @@ class SGLangEndpoint:
     def beside(self, trainer_ranks: tuple[int, ...]) -> Self:
         return replace(self, trainer_ranks=trainer_ranks)
 
+    def named(self, name: str) -> Self:
+        return replace(self, name=name)
+
     def join_group(self, group: GroupMembership, *, timeout_seconds: float) -> None:
         body = {
             "master_address": group.host,

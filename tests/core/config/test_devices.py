@@ -175,6 +175,17 @@ def test_memory_of_different_devices_is_not_shared(tmp_path: Path, monkeypatch: 
     assert f"push.type: {asked} needs both sides on one kind of device" in message
 
 
+def test_jobs_whose_generators_cannot_join_one_group_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
+    job = ("mode=explore", "experience.store=sqlite", "experience.path=e.db", "synchronizer.method=nccl")
+    assert "nccl: the generators compute on cuda, the trainer on cpu; write folder" in refused(
+        tmp_path, *job, SERVERS, "launch.trainer_device=cpu"
+    )
+    assert "nccl: servers and trainer share GPUs; write folder" in refused(
+        tmp_path, *job, "allocation_mode=sglang.d2m1p1|d2m1p1"
+    )
+
+
 def test_training_on_gpus_has_the_numbers_of_gpus_whatever_samples(tmp_path, monkeypatch) -> None:
     fake_gpus(tmp_path, monkeypatch, *TWO_GPUS)
     allocated(tmp_path, "allocation_mode=mock.d1m1p1+d1m1p1", "launch.trainer_device=cuda", "actor.fp8=true")

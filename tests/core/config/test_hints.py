@@ -54,7 +54,7 @@ def test_what_a_hint_names_exists(key: str) -> None:
         ("trainer.total_epochs=1", "exp_ctrl.total_train_epochs"),
         ("trainer.nnodes=2", "n_nodes at the top level"),
         ("explorer.eval_interval=5", "exp_ctrl.eval_freq_steps"),
-        ("synchronizer.sync_method=nccl", "push.type"),
+        ("synchronizer.sync_method=nccl", "synchronizer.method"),
         ("loss_agg_mode=token-mean", "algorithm.aggregation"),
         ("async_train=true", "staleness.max_staleness"),
         ("reward_weights=[1]", "reward.weights"),

@@ -238,3 +238,30 @@ def test_a_train_and_an_explore_job_learn_what_one_job_learns(tmp_path: Path) ->
     both, apart = last("both"), last("train")
     print(f"held-out accuracy: {before:.1%} before, {both:.1%} by one job, {apart:.1%} by two")
     assert both > before + 0.1 and apart > before + 0.1 and apart > both - 0.1
+
+
+@pytest.mark.nightly
+def test_jobs_in_one_group_are_killed_and_join_again_and_every_prompt_is_trained_once(start, tmp_path) -> None:
+    """Weights by broadcast, into two generators of which one is started again, too."""
+    changes = {
+        "synchronizer": {"method": "nccl"},
+        "exp_ctrl": {"total_train_steps": NUM_STEPS, "ckpt_freq_steps": 3},
+        "allocation_mode": "embedded.d2m1p1+d1m1p1",
+        "n_gpus_per_node": 3,
+    }
+    train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
+    train.wait_for("step 1/")
+    explore.remember_family()
+    generator = next(p for p in explore._family.values() if "GeneratorActor" in " ".join(p.cmdline()))
+    generator.kill()
+    train.wait_for("step 2/")
+    kill(explore)
+    explore = start("explore", "explore", **changes)
+    train.wait_for("step 4/")
+    kill(train)
+    train = start("train", "train", **changes)
+    assert train.finish() == 0, train.output()[-4000:]
+    assert explore.finish() == 0, explore.output()[-4000:]
+    check_all_trained_once(train, tmp_path / "shared" / "experience.db")
+    assert explore.output().count("Joined the group of the weights") >= 2
+    assert "Pushed version 1:" in train.output()

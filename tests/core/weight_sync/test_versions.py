@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.weight_sync import folder as weight_folder
-from core.weight_sync.folder import LATEST, Publisher, ReplicaLost, VersionFolder
+from core.weight_sync.folder import LATEST, ReplicaLost, VersionFolder
+from core.weight_sync.publisher import Publisher
 from helpers.mcore_ranks import warm_context
 
 LEASE = 12.0
@@ -216,7 +217,7 @@ def test_on_request_a_train_job_publishes_the_first_version_what_is_asked_for_an
 def test_a_request_of_a_replica_that_is_behind_hides_no_other(folder: VersionFolder) -> None:
     write(folder, 5)
     folder.request(newer_than=4)
-    assert not folder.wanted()
+    assert not folder.wanted(5)
     folder.request(newer_than=5)
     folder.request(newer_than=4)
-    assert folder.wanted()
+    assert folder.wanted(5)

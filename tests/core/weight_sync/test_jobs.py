@@ -1,0 +1,293 @@
+"""A train job and explore jobs in one group: real connections, folders, broadcasts and kills; the generators are
+doubles that hold what their receiver gets."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from core.errors import LaunchError, PushFailure
+from core.processes.meeting import LOOPBACK
+from core.weight_sync.folder import FOLDER_ALONE, VersionFolder
+from core.weight_sync.jobs import JobServers, TrainerLink
+from core.weight_sync.publisher import Group, Publisher
+from core.weight_sync.push import PushError, SenderSettings, SendReport, WeightPush
+from helpers.mcore_ranks import warm_context
+from helpers.push_doubles import sender_of
+from rollout.inference.receiver import BroadcastReceiver
+
+LAST = 6
+SECONDS = 60.0
+"""Time limit of pushes, which no test waits for."""
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    return {f"layer.{i}": torch.full((50,), 10.0 * version + i) for i in range(3)}
+
+
+def buckets(version: int, before: Callable[[int], None]) -> Iterator[Mapping[str, Tensor]]:
+    for number, (name, tensor) in enumerate(weights(version).items()):
+        before(number)
+        yield {name: tensor}
+
+
+def save(version: int, into: Path) -> None:
+    save_file(weights(version), into / "model.safetensors")
+
+
+class Ranks:
+    """The trainer's ranks: one, with a real sender."""
+
+    def __init__(self, before: Callable[[int, int], None] = lambda version, bucket: None) -> None:
+        """`before(version, bucket)`: is called before a bucket is gathered, of which one is ahead."""
+        self.version, self._before = 0, before
+        self._sender: Any = None
+
+    def push_connect(self, plan: SenderSettings, servers: list[Any]) -> None:
+        self._sender = sender_of("nccl", Path(), timeout_seconds=SECONDS, staged_bytes=0)
+        self._sender.connect(servers)
+
+    def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
+        version = self.version
+        self._sender.prepare(buckets(version, lambda bucket: self._before(version, bucket)), verify=verify)
+
+    def push_send(self, timeout_seconds: float) -> SendReport:
+        try:
+            return self._sender.send()
+        except PushError as error:
+            raise PushFailure(str(error), servers=error.servers) from error
+
+    def push_close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+
+class TrainJob:
+    def __init__(self, folder: Path, ranks: Ranks, *, interval: int = 1) -> None:
+        versions = VersionFolder(folder)
+        self.jobs, self.ranks = JobServers(versions, LOOPBACK, timeout_seconds=SECONDS), ranks
+        plan = SenderSettings(type="nccl", dtype="float32", bucket_bytes=1 << 20, timeout_seconds=SECONDS)
+        push = WeightPush(
+            ranks, self.jobs, SimpleNamespace(), plan=plan, slots=None, shares_gpus=False, verify="never",  # type: ignore[arg-type]
+            patience_seconds=0.0,
+        )  # fmt: skip
+        self.written: list[int] = []
+        group = Group(jobs=self.jobs, push=push)
+        self.publisher = Publisher(self._save, versions, interval=interval, last_step=LAST, group=group)
+
+    def _save(self, into: Path) -> None:
+        self.written.append(self.ranks.version)
+        save(self.ranks.version, into)
+
+    def publish(self, version: int) -> None:
+        self.ranks.version = version
+        self.publisher.push(version)
+
+    def wait_for(self, num_jobs: int) -> None:
+        """As the loop does while it waits for a batch, until so many jobs have what they need."""
+        wait_until(lambda: not self.publisher.sync_rejoined() and len(self.jobs.names) == num_jobs)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+class Servers:
+    """The generators of an explore job: one double."""
+
+    waiting = False
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        """`dies_at`: the version in whose second bucket this process is killed."""
+        self.version: int | None = None
+        self.held: dict[str, Tensor] = {}
+        self.receiver = BroadcastReceiver("generator-0", LOOPBACK)
+        self._dies_at = dies_at
+        receive = self.receiver._receive
+        self.receiver._receive = lambda body: self._receive(receive, body)  # type: ignore[method-assign]
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        self.endpoint = asyncio.run_coroutine_threadsafe(self.receiver.start(), loop).result()
+
+    def _receive(self, receive: Callable[[dict[str, Any]], None], body: dict[str, Any]) -> None:
+        if self._dies_at is not None and (self.version or 0) + 1 == self._dies_at and "layer.1" in body["names"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        receive(body)
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self.held, self.version = dict(tensors), version
+
+    def admit(self) -> int:
+        return 1
+
+    def failures(self) -> str:
+        return ""
+
+    def mark_dead_generators(self) -> bool:
+        return False
+
+    def pause(self, timeout_seconds: float) -> None:
+        self.receiver.take()
+
+    def resume(self, version: int, timeout_seconds: float) -> list[float]:
+        self.load({name: t for bucket in self.receiver.take() for name, t in bucket.tensors().items()}, version)
+        return [0.0]
+
+
+class ExploreJob:
+    def __init__(self, folder: Path, name: str, *, dies_at: int | None = None, joins=True, local=True) -> None:
+        self.servers, self.versions = Servers(dies_at), VersionFolder(folder)
+        push = SimpleNamespace(
+            generators=self.servers, endpoints=lambda: [self.servers.endpoint], is_local=local,
+            use_generators=lambda version: None,
+        )  # fmt: skip
+        self.link = TrainerLink(self.versions, name, push, joins=joins, timeout_seconds=SECONDS)  # type: ignore[arg-type]
+        self.link.connect()
+        self.subscription = self.versions.subscribe(name)
+
+    def look(self) -> None:
+        pushed = self.link.look(self.servers.version, wait_seconds=0.05)
+        if pushed is None and (published := self.subscription.claim()) is not None:
+            self.servers.load(load_file(Path(published.where) / "model.safetensors"), published.version)
+            pushed = published.version
+        if pushed is not None:
+            self.subscription.hold(pushed)
+
+    def holds(self, version: int) -> bool:
+        expected = weights(version)
+        return self.servers.version == version and all(torch.equal(self.servers.held[n], expected[n]) for n in expected)
+
+
+def explore(folder: Path, name: str, dies_at: int | None, out: Any) -> None:
+    torch.set_num_threads(1)
+    job = ExploreJob(folder, name, dies_at=dies_at)
+    known = None
+    while known != LAST:
+        job.look()
+        if job.servers.version != known:
+            known = job.servers.version
+            out.put((name, known, job.holds(known)))
+
+
+def train_until_killed(folder: Path, first: int, dies_at: int) -> None:
+    """Publish from `first` on; this process is killed while the last bucket of `dies_at` is sent."""
+    torch.set_num_threads(1)
+
+    def before(version: int, bucket: int) -> None:
+        if version == dies_at and bucket == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = TrainJob(folder, Ranks(before))
+    for version in range(first, LAST):
+        job.publish(version)
+        job.wait_for(1)
+
+
+@contextmanager
+def process(function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    started = warm_context().Process(target=function, args=arguments)
+    started.start()
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.join()
+
+
+def test_versions_reach_the_jobs_that_are_up_and_a_kill_in_a_broadcast_stops_neither_the_trainer_nor_the_others(
+    tmp_path: Path,
+) -> None:
+    """The folder gets the first and the last version, that of a checkpoint, and none in between."""
+    out = warm_context().Queue()
+    train = TrainJob(tmp_path, Ranks())
+    train.publish(0)
+    with process(explore, tmp_path, "a", None, out), process(explore, tmp_path, "b", 2, out) as killed:
+        train.wait_for(2)
+        train.publish(1)
+        train.publish(2)
+        killed.join(SECONDS)
+        assert killed.exitcode == -signal.SIGKILL and train.jobs.names == {"a"}
+        train.publisher.before_checkpoint()
+        train.publish(3)
+        with process(explore, tmp_path, "c", None, out):
+            train.wait_for(2)
+            for version in range(4, LAST + 1):
+                train.publish(version)
+            seen = [out.get(timeout=SECONDS)]
+            while sum(version == LAST for _, version, _ in seen) < 2:
+                seen.append(out.get(timeout=SECONDS))
+    assert train.written == [0, 2, LAST]
+    assert all(is_right for _, _, is_right in seen)
+    of = {name: [version for job, version, _ in seen if job == name] for name in "abc"}
+    assert of["a"] == [*range(LAST + 1)] and of["b"] == [0, 1]
+    assert of["c"][0] in (2, 3) and of["c"][-4:] == [*range(3, LAST + 1)], "from LATEST, or at once from the group"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_an_explore_job_outlives_a_train_job_that_is_killed_in_a_broadcast_and_joins_the_next(tmp_path, local) -> None:
+    explore = ExploreJob(tmp_path, "a", local=local)
+    with process(train_until_killed, tmp_path, 0, 2):
+        wait_until(lambda: not explore.look() and explore.servers.version == 1)
+        if not local:
+            with pytest.raises(LaunchError, match="unfinished .it has ended.: the servers hold parts of two versions"):
+                wait_until(lambda: not explore.look() and explore.link._connection is None)
+            return
+        wait_until(lambda: not explore.look() and explore.link._connection is None)
+    assert explore.holds(1)
+    with process(train_until_killed, tmp_path, 1, 4):  # from its checkpoint: version 1 again
+        wait_until(lambda: not explore.look() and explore.servers.version == 3)
+    assert explore.holds(3)
+
+
+def test_jobs_with_different_settings_say_so_and_use_the_folder(tmp_path: Path, caplog) -> None:
+    """A train job of one method, explore jobs of the other; and one that nobody reaches."""
+    caplog.set_level(logging.WARNING)
+    train = TrainJob(tmp_path / "group", Ranks())
+    explore = ExploreJob(tmp_path / "group", "a", joins=False)
+    for version in range(3):
+        train.publish(version)
+        explore.look()
+        assert explore.holds(version)
+    assert train.written == [0, 1, 2]
+    (said,) = caplog.messages
+    assert said.startswith("synchronizer.method=folder, and nccl in the train job; write the same in both")
+    caplog.clear()
+    versions = VersionFolder(tmp_path / "alone")
+    versions.announce(FOLDER_ALONE)
+    explore = ExploreJob(tmp_path / "alone", "a")
+    for version in range(2):
+        versions.write(version, partial(save, version))
+        explore.look()
+        assert explore.holds(version)
+    (said,) = caplog.messages
+    assert said.startswith("synchronizer.method=nccl, and folder in the train job; write the same in both")
+    caplog.clear()
+    with socket.socket() as nobody:
+        nobody.bind((LOOPBACK, 0))
+        port = nobody.getsockname()[1]
+        versions.announce({"id": "1", "node": socket.gethostname(), "host": LOOPBACK, "port": port, "key": "00" * 32})
+        for _ in range(3):
+            explore.look()
+    (said,) = caplog.messages
+    assert f"127.0.0.1:{port}" in said and "does not answer ([Errno 111] Connection refused)" in said
+    versions.announce({"id": "2", "node": "elsewhere", "host": LOOPBACK, "port": port, "key": "00" * 32})
+    explore.look()
+    assert "nccl connects jobs of one host, and the train job is on elsewhere" in caplog.messages[-1]
