@@ -5,8 +5,8 @@
     python examples/calculator.py allocation_mode=sglang.d1m1p1 n_gpus_per_node=1      # a GPU
 
 A warm-up on both ways to answer, half of the rows each, teaches to write a call and to copy its result:
-"12345+56789=" -> "12345+56789*", the calculator adds "69134=", -> "69134"; or "69134" at once. The numbers are too long
-for so small a model and so short a warm-up. Reinforcement learning then finds out which way is right.
+"12345+56789=" -> "12345+56789*", the calculator adds "69134=", -> "69134"; or "69134" at once. The numbers (six digits)
+are too long for so small a model and so short a warm-up. Reinforcement learning then finds out which way is right.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/calculator"), help="folder to write to")
     parser.add_argument("--without-tool", action="store_true", help="leave calls without an answer")
-    parser.add_argument("--digits", type=int, default=5, help="of the numbers")
+    parser.add_argument("--digits", type=int, default=6, help="of the numbers")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="supervised steps")
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the run after the warm-up")

@@ -37,8 +37,8 @@ def test_a_program_that_uses_the_openai_package_raises_the_reward(tmp_path: Path
 
 @pytest.mark.nightly
 def test_a_model_learns_to_call_the_calculator_where_it_cannot_add(tmp_path: Path) -> None:
-    """Minutes: with the tool it is right, and without the tool it is often not (docs/agents.md)."""
-    for options, holds in (([], lambda share: share >= 0.95), (["--without-tool"], lambda share: share < 0.7)):
+    """Minutes: with the tool it is right, and without the tool it is mostly not (docs/agents.md)."""
+    for options, holds in (([], lambda share: share >= 0.95), (["--without-tool"], lambda share: share < 0.6)):
         output = run("calculator.py", tmp_path / "".join(["with", *options]), *options)
         last = re.findall(r"^\d+ \{'eval/reward': ([\d.]+)\}", output, re.MULTILINE)[-1]
         assert holds(float(last)), output[-2000:]
