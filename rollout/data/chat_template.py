@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.data.source import DatasetError, parsed
@@ -182,6 +181,8 @@ class ChatTemplate:
         self._now = datetime.now()
         self._options = {"strftime_now": self._now.strftime, **options}  # one date for all rows
         self._calls: Callable[[Message], Message] | None = None
+        self._opened: dict[str, str] = {}
+        """Tools: what the template writes before the answer to a question."""
         self._warned: set[tuple[str, str]] = set()
 
     def prepare(self, messages: Messages, tools: Tools = None, *, place: str) -> Messages:
@@ -234,7 +235,8 @@ class ChatTemplate:
         turn = {**turn, "role": "assistant", "content": _ANSWER}
         question, turn, *prepared = self.prepare((question, turn, *new), tools, place=place)
         new = tuple(prepared)
-        opened = self._render((question,), tools, place=place)
+        if (opened := self._opened.get(repr(tools))) is None:
+            opened = self._opened[repr(tools)] = self._render((question,), tools, place=place)
         text = self._render((question, turn, *new), tools, place=place)
         self._check_written(new, text, place)
         before = os.path.commonprefix((opened, text))
@@ -488,7 +490,8 @@ def _limits() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"it takes more than {_SECONDS} s")
 
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        used_bytes = int(file.read(32).split()[0]) * resource.getpagesize()
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     lowest = min(each for each in (used_bytes + _BYTES, limit, hard_limit) if each != resource.RLIM_INFINITY)
     started, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)

@@ -40,6 +40,7 @@ MEASUREMENTS = {
         "store": "cpu:store",
         "evaluation": "cpu:evaluation",
         "agents": "agents:agents",
+        "sandbox": "agents:sandbox",
         "convert": "cpu:convert_both_ways",
     },
     "gpu": {

@@ -1,5 +1,7 @@
-"""Measurements of `python -m tools.bench cpu --only agents`: what the journal of episodes and the session server cost a
-generator, which has a process and a core of its own.
+"""Measurements of agents on the CPU.
+
+`--only agents`: what the journal of episodes and the session server cost a generator, which has a process and a core of
+its own. `--only sandbox`: calls of a short program at each level of the sandbox. Rounds alternate, medians count.
 
 A conversation has NUM_TURNS answers of 16 to 48 tokens, with a question of a user between two. All ways sample the same
 numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too.
@@ -7,8 +9,10 @@ numbers of tokens; the requests of the session server travel over HTTP, and its 
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import aiohttp
@@ -29,6 +33,7 @@ from rollout.inference.backend import BackendSettings, GeneratorConfig
 from rollout.inference.router import Router
 from rollout.journal import JournaledSampler, recorded
 from rollout.producer import RolloutProducer
+from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.server import SessionServer
 from rollout.sessions.session import Limits, Session
@@ -52,6 +57,29 @@ def _length(number: int, turn: int) -> int:
 
 def _sampling(number: int, turn: int) -> SamplingParams:
     return SAMPLING.at_most(_length(number, turn))
+
+
+CODE = "def f(n):\n    return f(n - 1) * n if n else 1\nprint(f(20))\nsum(x * x for x in range(100))"
+NUM_CALLS = 500
+
+
+def sandbox(scene: Scene) -> Iterator[Figure]:
+    """Yield calls/s of each level of the sandbox, with two workers for each core."""
+    num_workers = 2 * len(os.sched_getaffinity(0))
+    sandboxes = {level: Sandbox(SandboxSettings(level=level, num_workers=num_workers)) for level in LEVELS}
+    rates: dict[str, list[float]] = {level: [] for level in LEVELS}
+    with ThreadPoolExecutor(num_workers) as pool:
+        for _ in range(ROUNDS + 1):
+            for level, one in sandboxes.items():
+                began = time.perf_counter()
+                assert all(ran.status == "ok" for ran in pool.map(one.run, [CODE] * NUM_CALLS))
+                rates[level].append(NUM_CALLS / (time.perf_counter() - began))
+    for level, one in sandboxes.items():
+        one.close()
+        print(f"{level}:", ", ".join(f"{rate:,.0f}" for rate in rates[level][1:]), flush=True)
+        yield Figure(
+            f"sandbox.calls_per_second_{level}", float(np.median(rates[level][1:])), "calls/s", target=">= 500"
+        )
 
 
 def agents(scene: Scene) -> Iterator[Figure]:
