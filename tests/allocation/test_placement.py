@@ -105,15 +105,3 @@ def test_a_colocated_role_crosses_no_more_than_the_nodes_force(layout: ParallelL
     assert sorted(order) == list(range(layout.world_size))
     whole_groups = n_nodes * (per_node // layout.tp)
     assert crossings(order, layout.tp, per_node) == layout.dp * layout.pp - whole_groups
-
-
-@settings(deadline=None)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
-def test_colocated_replicas_cross_no_more_than_the_nodes_force(dp: int, tp: int, cp: int, per_node: int) -> None:
-    layout = ParallelLayout(dp=dp, tp=tp, cp=cp)
-    n_nodes = layout.world_size // per_node
-    if n_nodes * per_node != layout.world_size:
-        n_nodes, per_node = 1, layout.world_size
-    order = Cluster(n_nodes, per_node).whole().order(layout, generator=False)
-    assert sorted(order) == list(range(layout.world_size))
-    assert crossings(order, tp * cp, per_node) == dp - n_nodes * (per_node // (tp * cp))

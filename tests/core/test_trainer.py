@@ -355,21 +355,6 @@ def test_a_repeated_step_has_the_same_minibatches(tmp_path: Path) -> None:
     assert [u.sequences for u in continued.of("actor", 2)] == [u.sequences for u in whole.of("actor", 2)]
 
 
-def test_every_sequence_takes_its_own_fields_into_its_minibatch() -> None:
-    run = train(seven(), ppo_n_minibatches=3, disable_value=False)
-    values = [0.125 * i for i in range(7)]
-    expected = [[r - v] * n for r, v, n in zip(REWARDS, values, LENGTHS, strict=True)]
-    assert_close(run.trained_on("advantages"), expected)
-    assert_close(run.trained_on("old_logprobs"), [[-1.0 - i] * n for i, n in enumerate(LENGTHS)])
-    assert len(run.of("critic")) == 3 and sorted(i for u in run.of("critic") for i in u.sequences) == list(range(7))
-    assert_close(run.trained_on("returns", engine="critic"), [[r] * n for r, n in zip(REWARDS, LENGTHS, strict=True)])
-    assert_close(run.trained_on("old_values", engine="critic"), [[v] * n for v, n in zip(values, LENGTHS, strict=True)])
-    for update in run.of("actor"):
-        num_trained = sum(LENGTHS[i] for i in update.sequences)
-        for i in update.sequences:
-            assert update.gradient[i] == pytest.approx([-(REWARDS[i] - values[i]) / num_trained] * LENGTHS[i])
-
-
 def test_actor_and_critic_pass_over_the_minibatches_of_a_batch_as_often_as_their_samples_are_reused() -> None:
     run = train(
         seven(), ppo_n_minibatches=3, disable_value=False, actor_sample_reuse=2, critic_sample_reuse=3
@@ -390,18 +375,6 @@ def test_the_loglinear_proximal_policy_counts_ages_from_the_version_that_is_trai
         proximal="loglinear",
     )
     assert_close(run.trained_on("proximal_share", step=2), [[2 / 3, 1 / 2, 0.0]])
-
-
-def test_metrics_are_means_over_the_minibatches() -> None:
-    run = train(seven(), ppo_n_minibatches=3)
-    losses = []
-    for update in run.of("actor"):
-        num_trained = sum(LENGTHS[i] for i in update.sequences)
-        losses.append(-sum(LENGTHS[i] * REWARDS[i] for i in update.sequences) / num_trained)
-    assert len(set(losses)) == 3
-    # The learning rates of the three updates are 0.001, 0.002, 0.003.
-    assert_metrics(run, {"actor_loss": sum(losses) / 3, "loss": sum(losses) / 3, "lr": 0.002})
-    assert [update.loss for update in run.of("actor")] == pytest.approx(losses)
 
 
 # ---- versions, order, reports

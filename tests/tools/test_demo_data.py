@@ -50,15 +50,6 @@ def test_every_answer_is_the_sum_and_the_reward_says_so(files: DemoFiles) -> Non
         assert math_reward(prompt, str(int(a) + int(b) + 1)) == WRONG
 
 
-def test_the_tokenizer_has_one_token_per_character_and_survives_the_disk(files: DemoFiles) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(files.model)
-    ids = tokenizer("47+58=")["input_ids"]
-    assert len(ids) == 6
-    assert tokenizer.decode(ids) == "47+58="
-    assert tokenizer.decode([*tokenizer("105")["input_ids"], tokenizer.eos_token_id], skip_special_tokens=True) == "105"
-    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, *ids}) == 2 + len(set("47+58="))
-
-
 def test_the_model_is_small_and_a_function_of_the_seed(files: DemoFiles, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(files.model)
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6

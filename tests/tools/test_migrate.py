@@ -296,25 +296,6 @@ def test_each_kl_divergence_keeps_its_coefficient(name, keys, in_loss, in_reward
         assert {key.rpartition(".")[2]: value for key, value in values.items()} == ours
 
 
-@pytest.mark.parametrize(
-    ("name", "switch", "off", "on", "other"),
-    [
-        ("verl", "actor_rollout_ref.model.lora_rank", 0, 8, "actor_rollout_ref.model.target_modules"),
-        ("ROLL", "actor_train.model_args.lora_target", None, "all", "actor_train.model_args.lora_alpha"),
-        ("NeMo-RL", "policy.dtensor_cfg.lora_cfg.enabled", False, True, "policy.dtensor_cfg.lora_cfg.alpha"),
-        ("AReaL", "actor.use_lora", False, True, "actor.lora_rank"),
-        ("SkyRL", "trainer.policy.model.lora.rank", 0, 8, "trainer.policy.model.lora.alpha"),
-        ("OpenRLHF", "lora_rank", 0, 8, "lora_alpha"),
-        ("TRL (GRPOConfig)", "use_peft", False, True, "lora_r"),
-    ],
-)
-def test_lora_that_is_off_needs_no_equivalent(name: str, switch: str, off: object, on: object, other: str) -> None:
-    system = next(system for system in systems() if system.name == name)
-    for value, fate in ((off, "no meaning here"), (on, "no equivalent")):
-        _, rows = translate(system, {switch: value, other: 16})
-        assert {row.fate for row in rows} == {fate}, rows
-
-
 def test_every_target_of_every_table_is_a_key() -> None:
     known = set(all_keys(PPOMATHConfig)) | {"evaluation.sets"}
     for system in systems():

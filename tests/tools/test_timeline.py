@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tools.timeline import Span, chrome_trace, clipped, covered, main, read_spans, rows, table
+from tools.timeline import Span, clipped, covered, main, read_spans, table
 
 
 def write(run: Path, process: str, *spans: tuple[str, str, int, int, dict[str, Any]], suffix: str = ".jsonl") -> None:
@@ -63,13 +63,6 @@ def test_steps_are_chosen_by_number_and_a_wrong_one_is_one_line(run: Path, capsy
 
 def span(begin: int, end: int, *, lane: str = "", name: str = "x", process: str = "p") -> Span:
     return Span(process=process, lane=lane, name=name, begin=begin, end=end)
-
-
-def test_spans_that_overlap_get_rows_and_spans_inside_others_do_not() -> None:
-    spans = [span(0, 10), span(1, 4), span(2, 3), span(5, 12), span(10, 11), span(12, 13)]
-    assert [row for _, row in rows(spans)] == [0, 0, 0, 1, 0, 0]
-    trace = chrome_trace(spans)
-    assert {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"} == {1, 2}  # type: ignore[attr-defined]
 
 
 def test_busy_is_the_share_of_the_time_in_which_one_or_more_run(run: Path) -> None:

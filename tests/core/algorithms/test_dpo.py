@@ -72,17 +72,6 @@ def test_dpo_is_the_logistic_loss_of_the_difference_of_sums(smoothing: float) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("order", [[1, 0, 3, 2], [2, 0, 3, 1]])
-def test_the_order_of_sequences_does_not_matter(kind: str, order: list[int]) -> None:
-    objective, given = DPO(beta=0.4, kind=kind), batch()  # type: ignore[arg-type]
-    loss, grad, metrics = loss_of(objective, given, CHANGES)
-    index = given.token_index(order)
-    moved_loss, moved_grad, moved_metrics = loss_of(objective, given.select(order), CHANGES[index])
-    assert moved_loss == pytest.approx(loss, abs=1e-12) and moved_metrics == pytest.approx(metrics, abs=1e-12)
-    assert torch.allclose(moved_grad, grad[index], atol=1e-12)
-
-
 def test_an_empty_microbatch_has_no_loss() -> None:
     nothing = torch.zeros(0)
     fields = {"loss_mask": nothing.bool(), PAIR: nothing.long(), "ref_logprobs": nothing, "token_weights": nothing}

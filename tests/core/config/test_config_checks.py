@@ -12,14 +12,12 @@ import pytest
 from core import placement, quickstart
 from core.config.parsing.problems import ConfigError
 from helpers.config_inputs import (
-    SMALLEST_PPO,
     TINY_CONFIG,
     TOKENIZER,
     fake_gpus,
     problems,
     tensors_of,
     write_model,
-    write_prompts,
     write_run,
     write_safetensors,
 )
@@ -286,19 +284,6 @@ def test_rows_that_the_maths_reward_cannot_score_need_a_reward_of_their_own(tmp_
     assert problems(path, "reward.function=judge:score") == []
 
 
-FLOWS = """
-class Base:
-    def __init__(self, **settings): ...
-class Right(Base):
-    async def run(self, prompt, generator): ...
-class Blocking(Base):
-    def run(self, prompt, generator): ...
-class Alone(Base):
-    async def run(self, prompt): ...
-def build(**settings): ...
-"""
-
-
 REWARDS_OF_A_USER = """
 def score(prompt, text):
     return 0.0
@@ -314,52 +299,40 @@ judge = Judge()
 """
 
 
-def test_rewards_and_workflows_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reward.function=mine:scored", "mine:scored: module mine has no 'scored'; did you mean 'score'?"),
+        ("reward.function=maths", "use one of math, or package.module:function; did you mean 'math'?"),
+        ("algorithm.name=gspoo", "or package.module:Class; did you mean 'gspo'?"),
+        ("reward.function=mine.py:score", "a module is written without .py: did you mean 'mine:score'?"),
+        ("reward.function=./rewards/mine.py:score", "as package.module:Name; did you mean 'rewards.mine:score'?"),
+        (
+            "reward.function=mine:ask",
+            "is `async def`, and what it returns would not be awaited; write `def`, with asyncio.run(",
+        ),
+        ("reward.function=mine:judge", "reward function mine:judge: is `async def`"),
+        (
+            "workflow.type=dialogue",
+            "unknown workflow 'dialogue'; use one of endpoint, environment, math, tools, or",
+        ),
+        ("workflow.type=mine.Dialogue", "or package.module:Class; did you mean 'mine:Dialogue'?"),
+        ("workflow.type=mine:score", "workflow mine:score: is called as (tokenizer=, reward_pool=, sampling="),
+    ],
+)
+def test_a_reward_or_workflow_that_is_not_there_is_named(tmp_path, monkeypatch, override: str, said: str) -> None:
     path = write_run(tmp_path)
     (tmp_path / "mine.py").write_text(REWARDS_OF_A_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("mine", None)
     assert problems(path, "reward.function=mine:score") == []
-    (message,) = problems(path, "reward.function=mine:scored")
-    assert "reward.function: reward function mine:scored: module mine has no 'scored'; did you mean 'score'?" in message
-    (message,) = problems(path, "reward.function=maths")
-    unknown = "reward.function: unknown reward 'maths'; use one of math, or package.module:function"
-    assert message.endswith(f"{unknown}; did you mean 'math'?")
-    (message,) = problems(path, "algorithm.name=gspoo", "group_size=4")
-    assert message.endswith("or package.module:Class; did you mean 'gspo'?")
-    (message,) = problems(path, "reward.function=mine.py:score")
-    assert message.endswith("no module 'mine.py'; a module is written without .py: did you mean 'mine:score'?")
-    (message,) = problems(path, "reward.function=./rewards/mine.py:score")
-    assert message.endswith("write it as package.module:Name; did you mean 'rewards.mine:score'?")
-    (message,) = problems(path, "reward.function=my-reward.py:score")
-    assert message.endswith("write it as package.module:Name")
-    (message,) = problems(path, "reward.function=mine:ask")
-    assert "reward function mine:ask: is `async def`" in message and "write `def`, with asyncio.run(...)" in message
-    (message,) = problems(path, "reward.function=mine:judge")
-    assert "reward function mine:judge: is `async def`" in message
-    (message,) = problems(path, "reward.function=mine.rewards.score")
-    assert message.endswith("or package.module:function; did you mean 'mine.rewards:score'?")
-    (message,) = problems(path, "reward.function=mine.py")
-    assert message.endswith("or package.module:function")
-    (message,) = problems(path, "workflow.type=dialogue")
-    ways = "use one of endpoint, environment, math, tools, or package.module:Class"
-    assert message.endswith(f"workflow.type: unknown workflow 'dialogue'; {ways}")
-    (message,) = problems(path, "workflow.type=mine.Dialogue")
-    assert message.endswith("or package.module:Class; did you mean 'mine:Dialogue'?")
-    (message,) = problems(path, "workflow.type=no_such_package:Dialogue")
-    assert "workflow.type: workflow no_such_package:Dialogue: there is no module 'no_such_package'" in message
-    (message,) = problems(path, "workflow.type=mine:score")
-    assert "workflow.type: workflow mine:score: is called as (tokenizer=, reward_pool=, sampling=" in message
-    (tmp_path / "flows.py").write_text(FLOWS)
-    assert problems(path, "workflow.type=flows:Right") == [] == problems(path, "workflow.type=flows:build")
-    (message,) = problems(path, "workflow.type=flows:Blocking")
-    needed = "needs a method `async def run(self, prompt, generator)`"
-    assert message.endswith(f"workflow.type: workflow flows:Blocking: {needed}; its run is not async")
-    (message,) = problems(path, "workflow.type=flows:Base")
-    assert message.endswith(f"workflow.type: workflow flows:Base: {needed}")
-    (message,) = problems(path, "workflow.type=flows:Alone")
-    assert "workflow flows:Alone.run: is called as (self, prompt, generator)" in message
-    for module in ("mine", "flows"):
-        sys.modules.pop(module, None)
+    (message,) = problems(path, override, "group_size=4")
+    assert said in message and f"{override.partition('=')[0]}: " in message
+
+
+def test_plugins_that_end_the_process_are_reported_with_the_other_problems(tmp_path, monkeypatch) -> None:
+    path = write_run(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
     found = problems(path, "reward.function=script:score", "workflow.type=script:Flow", "actor.path=/no/model")
     assert [message.split(": ")[1] for message in found] == ["actor.path", "reward.function", "workflow.type"]
@@ -451,18 +424,6 @@ def test_several_nodes_with_gpus_need_a_ray_cluster(tmp_path: Path, monkeypatch:
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1", "external_configs.envs.RAY_ADDRESS=head:6379") == []
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert problems(path, *nodes, "allocation_mode=sglang.d1+d1") == []
-
-
-def test_all_problems_are_found_together(tmp_path: Path) -> None:
-    path = write_run(tmp_path, SMALLEST_PPO.replace("MODEL", "/no/model"))
-    write_prompts(tmp_path / "prompts.jsonl", num_rows=0)
-    found = problems(path, "reward.function=maths", "external_configs.cluster_config.fileroot=/proc/x")
-    assert [line.split(": ")[1] for line in found] == [
-        "actor.path",
-        "dataset.path",
-        "reward.function",
-        "external_configs.cluster_config.fileroot",
-    ]
 
 
 def test_a_tokenizer_file_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:

@@ -138,11 +138,6 @@ def test_a_backend_is_suggested_with_the_layout_that_needs_one(tmp_path: Path) -
     assert message.endswith("nearest: sglang.d4m1p1 or embedded.d4m1p1")
 
 
-def test_a_named_backend_is_no_choice_of_the_machine(tmp_path: Path) -> None:
-    row = allocated(tmp_path, "allocation_mode=embedded.d1m1p1+d1m1p1").table()[0]
-    assert row.why == "embedded generators run on the CPU"
-
-
 @pytest.mark.parametrize(
     "joined", ["launch.ray_address=head:6379", "external_configs.envs.RAY_ADDRESS=head:6379", "environment"]
 )

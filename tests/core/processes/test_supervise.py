@@ -111,17 +111,6 @@ def attempt(self):
     assert code == DONE and f"attempt 2 works in {tmp_path}\n" in said and "working folder was removed" in said
 
 
-def test_what_an_attempt_learnt_about_memory_reaches_the_next_one() -> None:
-    body = """
-def attempt(self):
-    if self.number == 1:
-        self.report(memory={"actor_train": 512})
-        os._exit(1)
-    return self.memory["actor_train"] - 512
-"""
-    assert run(body, retries=1)[0] == DONE
-
-
 @pytest.mark.parametrize("child", ["sleep 2 & echo $!; wait", "sleep 2 & echo $!"], ids=["waits", "is gone"])
 def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_begins(tmp_path: Path, child: str) -> None:
     """Not even what a process of the attempt has started, whether that one still waits for it or is gone."""

@@ -51,24 +51,6 @@ def test_other_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch, a: torc
     assert product.dtype == a.dtype and torch.equal(product, torch.full((len(a), b.shape[1]), float(a.shape[1])))
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (torch.ones(300, 192), torch.ones(193, 128)),
-        (torch.ones(300, 192), torch.ones(192, 128, dtype=torch.bfloat16)),
-        (torch.ones(192), torch.ones(192, 300)),
-        (torch.ones(3, 300, 192), torch.ones(192, 128)),
-    ],
-    ids=["other sizes", "other types", "a vector", "three dimensions"],
-)
-def test_what_is_no_product_is_refused_as_by_torch(a: torch.Tensor, b: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError) as expected:
-        torch.mm(a, b, out=a.new_empty(0))
-    with pytest.raises(RuntimeError) as found:
-        products.mm(a, b)
-    assert str(found.value) == str(expected.value)
-
-
 def compute_by_torch() -> None:
     warnings.simplefilter("error")
     products.use_onednn()

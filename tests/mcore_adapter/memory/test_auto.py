@@ -148,55 +148,10 @@ def test_a_choice_that_exceeded_the_limit_is_not_made_again(ranks: RankPool, mod
     assert afresh <= first, "after microbatches of another size, all is chosen anew"
 
 
-def exceeded_on_one_stage(rank: Rank, layout: ParallelLayout, model: str) -> list[bool]:
-    """Whether updates are measured, as the first stage exceeds its limit in the third."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(layout) as (parallel, device):
-        stats = Stats(patch)
-        engine = make_engine(parallel, device, model, recompute="auto")
-        found = []
-        for number in range(5):
-            stats.used = partial(float, 1000.0 if rank.rank == 0 and number == 2 else 0.0)
-            step(engine)
-            found.append(engine._recompute._measures)
-        return found
-
-
-def test_stages_agree_on_what_is_measured(ranks: RankPool, model_folders: Any) -> None:
-    model = str(model_folders["qwen3"][0])
-    layout = LAYOUTS["pp2"]
-    first, second = ranks.run(exceeded_on_one_stage, layout.world_size, layout, model)
-    assert first == second == [True, True, True, False, False]
-
-
 def test_the_documents_name_the_share_that_is_left_free() -> None:
     left = f"{100 * SPARE:.0f} %"
     assert f"less {left}" in str(EngineConfig.model_fields["gradient_checkpointing_limit_gib"].description)
     assert f"all but {left} of the device" in (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-
-
-def failed(rank: Rank, model: str) -> list[float]:
-    """Estimates, as shares of the limit: of a choice, after it failed, and of one for larger microbatches."""
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
-        Stats(patch)
-        auto, size = limited(parallel, device, model, share=1.0001)
-        auto.prepare(200, 1)
-        shares = [auto.choice.activation_bytes / size / 2**30]
-        assert auto.retreat()
-        shares.append(auto.choice.activation_bytes / size / 2**30)
-        auto.prepare(240, 1)
-        shares.append(auto.choice.activation_bytes / size / 2**30)
-        while auto.retreat():
-            pass
-        auto.prepare(100, 1)
-        return [*shares, auto.choice.activation_bytes / size / 2**30, sum(map(LEVELS.index, auto.choice.levels))]
-
-
-def test_after_a_failure_less_of_the_limit_is_used(ranks: RankPool, model_folders: Any) -> None:
-    model = str(model_folders["qwen3"][0])
-    ((before, after, larger, other, levels),) = ranks.run(failed, 1, model)
-    assert before == pytest.approx(1.0)
-    assert after <= 0.92 and larger <= 0.92
-    assert levels == 0 and other <= 1.0, "microbatches of another size have the whole limit"
 
 
 def squeezed(rank: Rank, layout: ParallelLayout, model: str) -> list[int]:

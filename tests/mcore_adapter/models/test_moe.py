@@ -32,19 +32,6 @@ def one_process(ranks: RankPool, model_folders: Any) -> dict[str, Any]:
     return {name: ranks.run(run, 1, ParallelLayout(), str(model_folders[name][0])) for name in EXPERT_MODELS}
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [("qwen3_moe", ParallelLayout(pp=2, vpp=2)), ("deepseek_v3", EXPERT_LAYOUTS["dp2 pp2 ep2"])],
-    ids=str,
-)
-def test_a_layout_trains_as_one_process_does(ranks, model_folders, one_process, name, where) -> None:
-    """Loss, gradient norm, auxiliary loss and correction bias: none of them depends on where a token passes. Stacked
-    experts do so in more layouts (test_stacked_experts.py), and both in all of them (test_layout_products.py)."""
-    results = ranks.run(partial(actor_run, **BALANCED), where.world_size, where, str(model_folders[name][0]))
-    assert_same_steps(results, one_process[name])
-    torch.testing.assert_close(whole(results), whole(one_process[name]), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_the_auxiliary_loss_is_the_mean_imbalance_of_the_sequences(model_folders, one_process, name) -> None:
     """Recomputed from the router logits of transformers, sequence by sequence."""
@@ -262,9 +249,3 @@ def test_a_skipped_update_leaves_the_correction_biases_where_they_are(ranks: Ran
     ((skipped, kept, kept_by_the_next),) = ranks.run(skipped_run, 1, str(model_folders["deepseek_v3"][0]))
     assert skipped["update_skipped"] == 1.0
     assert kept and not kept_by_the_next
-
-
-def test_the_auxiliary_loss_evens_the_load(ranks: RankPool, model_folders: Any) -> None:
-    run = partial(balance_run, moe_aux_loss_coeff=1.0, optimizer={"lr": 1e-2})
-    steps = ranks.run(run, 1, ParallelLayout(), str(model_folders["qwen3_moe"][0]), 8)[0]["steps"]
-    assert steps[-1]["moe_aux_loss"] < steps[0]["moe_aux_loss"] - 0.01

@@ -4,10 +4,8 @@ import bz2
 import csv
 import gzip
 import json
-import logging
 import lzma
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,26 +247,6 @@ def test_a_hub_id_without_network_says_how_to_get_the_data(monkeypatch: pytest.M
         scan_rows("slipstream-tests/nothing")
     assert "hf download slipstream-tests/nothing --repo-type dataset --local-dir FOLDER" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("is_silent", "said"), [(False, "refused"), (True, "no answer within 0.5 s")])
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path, caplog, is_silent: bool, said: str) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.chdir(tmp_path)
-    server = socket.create_server(("127.0.0.1", 0))
-    nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
-    if not is_silent:
-        server.close()
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", nobody)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", nobody)
-    monkeypatch.setattr("rollout.data.files._HUB_SECONDS", 0.5)
-    for module in ("datasets.config", "huggingface_hub.constants"):
-        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    with server, pytest.raises(DatasetError, match=f"{said}.*hf download slipstream-tests/nothing"):
-        scan_rows("slipstream-tests/nothing")
-    assert "Retry" not in caplog.text
-    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_columns_are_named_and_those_that_have_no_use_are_reported(tmp_path, caplog) -> None:

@@ -177,30 +177,6 @@ def test_a_pipe_in_the_place_of_a_file_stops_no_answer(start: Callable[..., str]
             assert status(base, f"api/run/{run}{page}") in (200, 400, 404)
 
 
-def test_an_index_is_kept_and_continued_and_files_that_are_closed_are_not_read_twice(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tools.studio.series.CACHED_BYTES", 0)
-    monkeypatch.setattr("tools.studio.sampled.CACHED_BYTES", 0)
-    logs = make_run(tmp_path / "runs").logs
-    (run,) = Folders([tmp_path / "runs"]).runs()
-    first, samples = Series(run), SampleIndex(run)
-    first.refresh()
-    samples.refresh()
-    assert samples.status()["samples"] == 320
-    with open(logs / "metrics.jsonl", "a") as file:
-        file.write("damaged\n" * 20 + '{"step": 41, "reward/mean": 9, "new": 1}\n')
-    again, samples = Series(run), SampleIndex(run)
-    monkeypatch.setattr("tools.studio.table.PIECE_BYTES", 64)  # pieces shorter than a line, and some damaged alone
-    again.refresh()
-    (logs / "samples.jsonl").rename(logs / "samples-000099.jsonl")
-    (logs / "samples.jsonl").touch()
-    samples.refresh()
-    assert samples.status()["samples"] == 320
-    assert again.curve("reward/mean", "step")[1].tolist() == [*first.curve("reward/mean", "step")[1], 9.0]
-    assert [values.tolist() for values in again.curve("new", "step")] == [[41.0], [1.0]]
-    assert again.heat("staleness/ages")["labels"] == ["0", "1", "2"]
-
-
 def test_a_downsampled_curve_keeps_its_extremes_and_a_smoothed_one_its_mean() -> None:
     y = np.random.default_rng(0).normal(size=100_003)
     y[777], y[99_000] = 50, -50

@@ -147,17 +147,6 @@ def test_a_usage_error_is_reported_whatever_follows_it_in_the_log(tmp_path: Path
         asyncio.run(SGLangServer(ending).start())
 
 
-def test_a_server_receives_at_its_start_the_process_that_it_ends_with(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    python, received = tmp_path / "python", tmp_path / "received.json"
-    python.write_text(f"#!/bin/sh\ncat > {received}\nexit 3\n")
-    python.chmod(0o755)
-    ending = settings(model_path=str(tmp_path), log_file=tmp_path / "log", gpus=(), python=str(python))
-    with pytest.raises(GeneratorStartError, match="exit code 3"):
-        asyncio.run(SGLangServer(ending).start())
-    assert json.loads(received.read_text())["parent"] == os.getpid()
-
-
 def test_a_server_that_cannot_be_used_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

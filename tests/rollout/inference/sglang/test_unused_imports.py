@@ -69,25 +69,12 @@ def test_all_but_the_modules_of_the_models_classes_are_skipped(models, tmp_path,
     assert os.environ.get(SKIPPED_MODELS) == skipped
 
 
-def test_an_override_of_the_architecture_counts(models: Path, tmp_path: Path) -> None:
-    override = json.dumps({"architectures": ["OtherForCausalLM"]})
-    given = flags(tmp_path, {"architectures": ["SmallForCausalLM"]}, **{"json-model-override-args": override})
-    skip_other_models(given, models)
-    assert os.environ[SKIPPED_MODELS] == "small,smaller"
-
-
 @pytest.mark.parametrize("key", ["speculative_algorithm", "speculative-draft-model-path", "model_impl"])
 def test_nothing_is_skipped_where_arguments_bring_other_classes_or_no_model_is_found(models, tmp_path, key) -> None:
     of_model = flags(tmp_path, {"architectures": ["SmallForCausalLM"]})
     for given in (of_model | {key: "x"}, {}, {"model_path": "nowhere"}):
         skip_other_models(given, models)
         assert SKIPPED_MODELS not in os.environ
-
-
-def test_the_users_own_choice_stays(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SKIPPED_MODELS, "small")
-    skip_other_models(flags(tmp_path, {"architectures": ["SmallForCausalLM"]}), models)
-    assert os.environ[SKIPPED_MODELS] == "small"
 
 
 def test_the_trainers_library_is_hidden_once_it_is_not_in_use() -> None:
