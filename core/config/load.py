@@ -90,11 +90,12 @@ def load(
 
 
 def tree_of(source: str | Path | Table | None) -> Table:
-    """Return the tree of a file, or a copy of a tree. Raises ConfigError as read_yaml."""
+    """Return the tree of a file, or a copy of one, with `algorithm` as a section. Raises ConfigError as read_yaml."""
     if source is None:
         return Table("")
     tree = copied(source) if isinstance(source, Table) else read_yaml(source)
     assert isinstance(tree, Table), "a copy is of the same type"
+    _name_algorithm(tree)  # so that overrides and stages may write other keys of the section
     return tree
 
 

@@ -450,6 +450,12 @@ def test_whatever_the_text_the_answer_is_a_configuration_or_a_list_of_problems(
 def test_the_name_of_a_preset_may_be_the_section_and_in_any_case(word: str, tmp_path: Path) -> None:
     assert load(tmp_path, SMALLEST_PPO, word).algorithm_name == "grpo"
     assert load(tmp_path, f"{SMALLEST_PPO}algorithm: Dr.GRPO\n").algorithm_name == "dr_grpo"
+    assert load(tmp_path, f"{SMALLEST_PPO}algorithm: rloo\n", word).algorithm_name == "grpo"
+
+
+def test_overrides_write_into_a_section_that_a_file_gives_as_its_name(tmp_path: Path) -> None:
+    config = load(tmp_path, f"{SMALLEST_PPO}algorithm: grpo\n", "algorithm.entropy_coeff=0.5")
+    assert (config.algorithm_name, config.algorithm.entropy_coeff) == ("grpo", 0.5)
 
 
 def test_missing_keys_are_named_all(tmp_path: Path) -> None:
