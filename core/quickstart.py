@@ -237,7 +237,7 @@ def _prepare(
     loaded, looks_only = checked.loaded, command is None
     paths = RunPaths.of(loaded.config)
     log_file = None if looks_only else paths.logs / DRIVER_LOG
-    in_full = looks_only or arguments.verbose or loaded.config.monitor.style == "areal"
+    in_full = arguments.verbose or loaded.config.monitor.style == "areal"
     screen = Screen(console, compact=not in_full)
     aside: RunPaths | None = None
     raise_at_signals()
@@ -248,7 +248,12 @@ def _prepare(
                 running.enter_context(sole_run(paths.logs))
                 if begins_anew(loaded.config, paths):
                     aside = set_aside(paths)
-            log_to_terminal(log_file, level=loaded.config.monitor.log_level, console=console, compact=screen.compact)
+            log_to_terminal(
+                log_file,
+                level=loaded.config.monitor.log_level,
+                console=console,
+                compact=screen.compact and not looks_only,
+            )
         except RunningError as error:
             return _refuse(str(error))
         except OSError as error:
@@ -338,7 +343,7 @@ def _start(
             "An earlier run of this trial is there; it is trial_name=%s from now on, with logs in %s. This run begins "
             "anew (%s).", aside.logs.name, aside.logs, config.recover_setting,
         )  # fmt: skip
-    if not screen.compact:
+    if command is None or not screen.compact:
         screen.console.print(allocation_table(config))
     for line in device_lines(config):
         logger.info(line)

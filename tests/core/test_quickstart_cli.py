@@ -42,8 +42,9 @@ def test_a_dry_run_says_what_would_happen_and_touches_nothing(tmp_path: Path) ->
     assert done.stderr == ""
     assert snapshot(tmp_path) == before
     lines = done.stdout.splitlines()
-    title = lines.index("│ Setting PPOMATHConfig with the Following Values │")
-    assert lines[title + 3] == "actor (ModelTrainEvalConfig)"
+    title = next(number for number, line in enumerate(lines) if line.startswith("run     slipstream "))
+    assert [line.split()[0] for line in lines[title : title + 5]] == ["run", "model", "data", "layout", "keys"]
+    assert "actor (ModelTrainEvalConfig)" not in lines, "--verbose lists every key"
     assert re.search(rf"^{LINE}INFO: Running ppo-math experiment\.$", done.stdout, re.MULTILINE)
     assert re.search(
         rf"^{LINE}INFO: Logs will be dumped to {tmp_path}/out/logs/\w+/small/one$", done.stdout, re.MULTILINE
@@ -263,7 +264,7 @@ def test_the_tutorials_file_needs_only_its_folders(tmp_path, capsys, monkeypatch
     overrides = [f"{name}.path={model}" for name in ("actor", "ref", "critic")]
     overrides += [f"dataset.path={tmp_path / 'prompts.jsonl'}", f"external_configs.cluster_config.fileroot={tmp_path}"]
     overrides.append("launch.ray_address=head:6379")  # of 16 machines
-    assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run", *overrides]) == 0
+    assert quickstart.main(["ppo-math", "--config", str(path), "--dry-run", "--verbose", *overrides]) == 0
     out = capsys.readouterr().out
     assert "actor.type._class (str) - qwen2\n" in out
     assert "nodes 0-7: 0-7" in out
