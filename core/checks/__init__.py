@@ -18,12 +18,12 @@ from core.checks.host import host_problems, is_elsewhere
 from core.checks.recipe import recipe_problems
 from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig
+from core.config.migrate import leaves
 from core.config.parsing.problems import MISSING, Problem
 from core.config.presets import PRESETS
 from core.config.reference import recorded
 from core.placement import resolve_allocation
 from core.runs.paths import RunPaths
-from core.runs.record import leaves
 from model_specs import hub
 from model_specs.model_folder import stored_parameters
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import yaml
 
 from core.config.common import CommonExperimentConfig
+from core.config.migrate import leaves
 from core.runs.checkpoints import State, is_checkpoint, recover_checkpoints
 from core.runs.paths import RunPaths
 from rollout.plugins import make_state_folder, state_folder
@@ -165,15 +166,6 @@ def _read(file: Path) -> State | None:
 def settings_of(logs: Path) -> dict[str, object]:
     """Return the configuration of the last start by dotted key; empty where it cannot be read."""
     return dict(leaves(_read(logs / CONFIG) or {}))
-
-
-def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every dotted key of a nested mapping with its value."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _start(command: Sequence[str]) -> dict[str, object]:

@@ -27,7 +27,7 @@ from config_schema.section import Section, default_of, fields_by_key, named_sect
 from core.checks.rules import check_rules, config_warnings
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
 from core.config.load import LoadedConfig, load
-from core.config.migrate import read, system_of
+from core.config.migrate import leaves, read, system_of
 from core.config.parsing.problems import ConfigError, Problem
 from core.config.presets import PRESETS
 from core.config.reference import choices_of, python_type
@@ -36,7 +36,6 @@ from core.planning.memory import plan_memory
 from core.planning.rates import usual_calibration
 from core.planning.scene import GPUS, PlanError, find_gpu, scene_of
 from core.planning.search import usual_lengths
-from core.runs.record import leaves
 from rollout.plugins import ROOT
 from tools.arguments import BadRequest
 from tools.migrate.__main__ import migrated

@@ -97,7 +97,7 @@ class Row:
 
 def flat(tree: Recipe) -> dict[str, object]:
     """Return the values of a recipe by dotted key, with ${...} replaced."""
-    found = _leaves(tree)
+    found = dict(leaves(tree))
     return {key: _resolved(value, found) for key, value in found.items()}
 
 
@@ -115,14 +115,13 @@ def nested(values: Recipe) -> dict[str, object]:
     return tree
 
 
-def _leaves(tree: Recipe, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every dotted key of a nested mapping with its value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            yield prefix + name, value
 
 
 def _resolved(value: object, recipe: Recipe, depth: int = 0) -> object:
@@ -162,7 +161,7 @@ def stages_of(system: System, recipe: Recipe) -> list[tuple[Recipe, Recipe]]:
     listed = recipe.get(system.stages)
     found, shared = list[tuple[Recipe, Recipe]](), {key: v for key, v in recipe.items() if key != system.stages}
     for stage in listed if isinstance(listed, list) else ():
-        own = {key: _number(_resolved(value, recipe)) for key, value in _leaves(stage or {}).items()}
+        own = {key: _number(_resolved(value, recipe)) for key, value in leaves(stage or {})}
         found.append((own, {**shared, **own}))
     return found
 
