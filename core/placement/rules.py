@@ -125,7 +125,7 @@ def _transport(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
 
 def _group_of_jobs(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
     """Check that the generators of explore jobs can be in one group with the trainer."""
-    if not config.synchronizer.broadcasts or config.job not in APART:
+    if not config.synchronizer.broadcasts or config.job not in (*APART, "serve"):
         return
     generator, trainer = allocation.generator, allocation.trainer
     why = "servers and trainer share GPUs" if allocation.shares_gpus else ""

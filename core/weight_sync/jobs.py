@@ -8,8 +8,8 @@ stands for them there, and `TrainerLink` is the other end, in the explore job.
     train -> explore   (call, arguments), answered by (whether it succeeded, result or reason)
 
 Invariant: a job gets newer versions than the one that it samples with, and no others. Where a process was killed, its
-connection ends, which the other side notices at once; where a host has vanished, it waits for no longer than the time
-limits of a push. The folder remains the way for jobs that are not connected.
+connection ends, which the other side notices at once; where a host has vanished, it waits for 2 x push.timeout_seconds
++ 60 s at most. The folder remains the way for jobs that are not connected.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class JobServers:
     def mark_dead_generators(self) -> bool:
         """Let each job check its servers after a push has failed; return whether one is lost since
         membership_changed()."""
-        self._ask_each("check", Deadline(self._timeout + SENDER_GRACE_SECONDS))
+        self._ask_each("check", Deadline(self._timeout))
         return self._changed
 
     def lose_named(self, names: Collection[str], why: str) -> bool:
@@ -327,8 +327,8 @@ class TrainerLink:
 
     @property
     def _push_seconds(self) -> float:
-        """Longest time between two calls of a push."""
-        return self._timeout + 2 * SENDER_GRACE_SECONDS
+        """Longest time between two calls of a push: sending, and closing a group that has failed."""
+        return 2 * self._timeout + SENDER_GRACE_SECONDS
 
     def _admit(self) -> bool:
         """Return whether servers have come or gone. Raises LaunchError when none is up."""

@@ -158,16 +158,17 @@ def test_a_bench_job_evaluates_each_model_on_each_set(assets, start: Callable[..
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("method", ["folder", "nccl"])
 @pytest.mark.parametrize(
     ("style", "versions"), [("fixed", {0, 2, 4, 6}), ("dynamic_by_explorer", {0, 1, 2, 3, 4, 5, 6})]
 )
-def test_weights_are_published_as_the_style_says_and_the_bound_holds(start, tmp_path, style, versions) -> None:
-    sync = {"interval": 2, "style": style, **({"offset": 1} if style == "fixed" else {})}
+def test_weights_are_published_as_the_style_says_and_the_bound_holds(start, tmp_path, style, versions, method) -> None:
+    sync = {"interval": 2, "style": style, "method": method, **({"offset": 1} if style == "fixed" else {})}
     changes = {"synchronizer": sync, "staleness": {"max_staleness": 2}}
     train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
     assert train.finish() == 0, train.output()[-4000:]
     assert explore.finish() == 0, explore.output()[-4000:]
-    published = {int(v) for v in re.findall(r"Published version (\d+) ", train.output())}
+    published = {int(v) for v in re.findall(r"(?:Published|Pushed) version (\d+)", train.output())}
     assert {0, NUM_STEPS} <= published <= versions and (style != "fixed" or published == versions)
     with sqlite3.connect(tmp_path / "shared" / "experience.db") as db:
         ages = list(db.execute("SELECT step - version FROM episodes WHERE fate = 'trained'"))

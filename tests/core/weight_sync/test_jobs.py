@@ -78,10 +78,11 @@ class Ranks:
 
 
 class TrainJob:
-    def __init__(self, folder: Path, ranks: Ranks, *, interval: int = 1) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, interval: int = 1, patience_seconds: float = SECONDS) -> None:
+        """`patience_seconds`: for answers of jobs."""
         versions = VersionFolder(folder)
-        self.jobs, self.ranks = JobServers(versions, LOOPBACK, timeout_seconds=SECONDS), ranks
-        plan = SenderSettings(type="nccl", dtype="float32", bucket_bytes=1 << 20, timeout_seconds=SECONDS)
+        self.jobs, self.ranks = JobServers(versions, LOOPBACK, timeout_seconds=patience_seconds), ranks
+        plan = SenderSettings(type="nccl", dtype="float32", bucket_bytes=1 << 20, timeout_seconds=patience_seconds)
         push = WeightPush(
             ranks, self.jobs, SimpleNamespace(), plan=plan, slots=None, shares_gpus=False, verify="never",  # type: ignore[arg-type]
             patience_seconds=0.0,
@@ -255,6 +256,37 @@ def test_an_explore_job_outlives_a_train_job_that_is_killed_in_a_broadcast_and_j
     with process(train_until_killed, tmp_path, 1, 4):  # from its checkpoint: version 1 again
         wait_until(lambda: not explore.look() and explore.servers.version == 3)
     assert explore.holds(3)
+
+
+def stop_responding(folder: Path, before: str) -> None:
+    """Be an explore job that stops before it answers this call; its connection does not end."""
+    job = ExploreJob(folder, "a")
+    job.subscription.hold(0)
+    job.link._calls[before] = lambda *arguments: time.sleep(2 * SECONDS)  # type: ignore[index]
+    job.link.look(0, wait_seconds=SECONDS)
+
+
+@pytest.mark.parametrize("call", ["admit", "pause"])
+def test_a_job_that_stops_responding_is_left_behind_and_its_weights_are_in_the_folder(tmp_path, call: str) -> None:
+    train = TrainJob(tmp_path, Ranks(), patience_seconds=1.0)
+    train.publish(0)
+    with process(stop_responding, tmp_path, call):
+        wait_until(lambda: not train.jobs.choose(0) and train.jobs.names == {"a"})
+        train.publish(1)
+        assert train.written == [0, 1] and not train.jobs.names and not train.jobs.ended
+
+
+def test_between_two_versions_that_are_due_a_job_that_is_behind_gets_the_weights_of_now(tmp_path: Path) -> None:
+    """Those of the last version are gone, and the trainer waits for prompts of the job."""
+    train, out = TrainJob(tmp_path, Ranks(), interval=2), warm_context().Queue()
+    for version in range(4):
+        train.publish(version)
+    with process(explore, tmp_path, "a", None, out):
+        train.wait_for(1)
+        seen = [out.get(timeout=SECONDS)]
+        while seen[-1] != ("a", 3, True):
+            seen.append(out.get(timeout=SECONDS))
+    assert {version for _, version, _ in seen} <= {0, 3} and train.written == [0]
 
 
 def test_jobs_with_different_settings_say_so_and_use_the_folder(tmp_path: Path, caplog) -> None:
