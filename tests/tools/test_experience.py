@@ -32,7 +32,14 @@ def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: p
     ]
     assert [len(row["trajectories"]) for row in rows] == [0, 0, 0, 0, 2, 0, 0]
     assert main(["import", "--path", str(new), str(file)]) == 0
-    assert capsys.readouterr().out == "1 episodes imported\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "1 episodes imported",
+        "6 left out, as the export has no tokens of them: not finished, dropped, or trained before the last "
+        "experience.keep_steps steps",
+    ]
+    assert main(["import", "--path", str(new), str(file)]) == 0
+    assert "0 episodes imported\n6 left" in (said := capsys.readouterr().out)
+    assert said.endswith("1 left out, as the store has episodes of the same ids\n")
     (before,), (after,) = (SQLiteExperience(path).values(["q4"]) for path in (old, new))
     for one, other in zip(before.trajectories, after.trajectories, strict=True):
         for name, value in vars(one).items():

@@ -133,16 +133,27 @@ def to_sft(store: Experience, arguments: argparse.Namespace) -> None:
 
 def import_rows(store: Experience, arguments: argparse.Namespace) -> None:
     """Put the episodes of a jsonl file into a store. Raises BadRequest for a row that export does not write."""
-    count = 0
+    count = without_tokens = known = 0
     for number, line in enumerate(arguments.file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             tags, trajectories = from_row(json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"{arguments.file}, line {number}: not a row of export ({error!r})") from None
-        if trajectories and store.open(replace(tags, fate="open", uses=0), EveryEpisode()) == "open":
+        if not trajectories:
+            without_tokens += 1
+        elif store.open(replace(tags, fate="open", uses=0), EveryEpisode()) == "open":
             store.put(Episode(tags=tags, trajectories=trajectories))
             count += 1
+        else:
+            known += 1
     print(f"{count} episodes imported")
+    if without_tokens:
+        print(
+            f"{without_tokens} left out, as the export has no tokens of them: not finished, dropped, or trained before "
+            "the last experience.keep_steps steps"
+        )
+    if known:
+        print(f"{known} left out, as the store has episodes of the same ids")
 
 
 def prune(store: Experience, arguments: argparse.Namespace) -> None:
