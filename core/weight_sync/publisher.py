@@ -94,7 +94,7 @@ class Publisher:
             return group.push.push(version)
         except LaunchError as error:
             group.jobs.lose_all(error)
-            logger.warning("Version %d comes through the folder, as its push has failed: %s", version, error)
+            logger.warning("The push of version %d failed: %s", version, error)
             return None
 
     def _is_read(self, group: Group, behind: int) -> bool:
