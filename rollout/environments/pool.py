@@ -129,7 +129,8 @@ class _Worker:
                     f"environment {self._spec}: its process ended in {method}(), exit code {code}; it is replaced"
                 ) from None
             if error is not None:
-                raise EnvironmentFailure(f"environment {self._spec}: {method}() failed:\n{error}")
+                last = error.strip().rpartition("\n")[2]
+                raise EnvironmentFailure(f"environment {self._spec}: {method}() failed: {last}\n{error}")
             return result
 
     async def _exchange(self, number: int, method: str, arguments: tuple[object, ...]) -> tuple[Result, str | None]:

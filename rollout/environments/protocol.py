@@ -109,8 +109,12 @@ def make_environment(spec: str) -> Environment:
             raise
         except Exception as error:
             raise PluginError(f"environment {spec}: {type(error).__name__}: {error}") from error
-    made = find_plugin(spec, kind="environment")()
-    if lacking := [method for method in ("reset", "step", "close") if not callable(getattr(made, method, None))]:
-        raise PluginError(f"environment {spec}: has no method {', '.join(lacking)}")
-    environment: Environment = made
+    environment: Environment = find_plugin(spec, kind="environment")()
+    check_methods(spec, environment)
     return environment
+
+
+def check_methods(spec: str, environment: object) -> None:
+    """Raise PluginError where an environment, or a class of environments, lacks a method."""
+    if lacking := [method for method in ("reset", "step", "close") if not callable(getattr(environment, method, None))]:
+        raise PluginError(f"environment {spec}: has no method {', '.join(lacking)}")

@@ -7,7 +7,7 @@ from pydantic import field_validator
 from config_schema.section import Section, key
 from rollout.data.encoder import Encoder
 from rollout.environments.pool import EnvironmentPool
-from rollout.environments.protocol import ADAPTERS, LIBRARIES
+from rollout.environments.protocol import ADAPTERS, LIBRARIES, check_methods
 from rollout.plugins import find_plugin
 from rollout.programs import row_of
 from rollout.rewards.pool import RewardPool
@@ -38,7 +38,9 @@ class EnvironmentWorkflow:
         def _check_environment(cls, environment: str) -> str:
             library = environment.partition(":")[0]
             if library not in ADAPTERS:
-                find_plugin(environment, kind="environment")
+                found = find_plugin(environment, kind="environment")
+                if isinstance(found, type):
+                    check_methods(environment, found)
             elif library in LIBRARIES and find_spec(library) is None:
                 raise ValueError(f"{environment}: {library} is not installed; pip install {library.replace('_', '-')}")
             return environment

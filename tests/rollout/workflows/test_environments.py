@@ -101,6 +101,19 @@ def pool(num_workers: int = 1, step_seconds: float = 60.0) -> EnvironmentPool:
     return EnvironmentPool("own_games:Guess", num_workers=num_workers, setup_seconds=60.0, step_seconds=step_seconds)
 
 
+async def test_the_first_line_of_an_error_in_an_environment_has_its_reason() -> None:
+    games = pool()
+    try:
+        async with games.open() as game:
+            await game.reset({"prompt": "7"}, 1)
+            with pytest.raises(
+                EnvironmentFailure, match=r"^environment own_games:Guess: step\(\) failed: ValueE"
+            ):
+                await game.step("seven")
+    finally:
+        games.close()
+
+
 @pytest.mark.parametrize(
     ("action", "step_seconds", "said"),
     [
@@ -190,8 +203,9 @@ def test_an_episode_without_room_for_an_answer_is_refused() -> None:
 
 
 def test_what_is_no_environment_is_refused() -> None:
-    with pytest.raises(PluginError, match="environment own_games:NoStep: has no method step"):
-        make_environment("own_games:NoStep")
+    for make in (make_environment, lambda spec: EnvironmentWorkflow.Config(environment=spec)):
+        with pytest.raises((PluginError, ValueError), match="environment own_games:NoStep: has no method step"):
+            make("own_games:NoStep")
     with pytest.raises(PluginError, match="there is no module 'no_games'"):
         make_environment("no_games:Guess")
 
