@@ -106,9 +106,7 @@ async def test_the_first_line_of_an_error_in_an_environment_has_its_reason() -> 
     try:
         async with games.open() as game:
             await game.reset({"prompt": "7"}, 1)
-            with pytest.raises(
-                EnvironmentFailure, match=r"^environment own_games:Guess: step\(\) failed: ValueE"
-            ):
+            with pytest.raises(EnvironmentFailure, match=r"^environment own_games:Guess: step\(\) failed: ValueE"):
                 await game.step("seven")
     finally:
         games.close()
