@@ -23,6 +23,23 @@ def test_what_a_family_fixes_without_saying_so_is_known() -> None:
     assert (llama.qkv_bias, llama.qk_norm, llama.num_kv_heads) == (False, False, 4)
 
 
+def test_experts_and_latent_attention_are_read() -> None:
+    qwen = parse_config(
+        {**QWEN2, **QWEN3_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]}
+    )
+    assert qwen.moe is not None and qwen.moe.sparse_layers == (False, True, False, False, False)
+    assert (qwen.qk_norm, qwen.moe.score_function, qwen.moe.normalize) == (True, "softmax", True)
+    v2 = parse_config({**QWEN2, **DEEPSEEK_V2})
+    assert v2.moe is not None and v2.mla is not None
+    assert (v2.moe.sparse_layers, v2.moe.shared_intermediate_size) == ((False, True), 32)
+    assert (v2.mla.q_lora_rank, v2.mla.qk_head_dim, v2.moe.correction_bias) == (None, 12, False)
+    v3 = parse_config({**QWEN2, **DEEPSEEK_V3})
+    assert v3.moe is not None and v3.mla is not None
+    assert (v3.moe.score_function, v3.moe.group_score, v3.moe.scaling, v3.moe.correction_bias) == (
+        "sigmoid", "top2", 2.5, True,
+    )  # fmt: skip
+
+
 def test_a_fused_sandwiched_partly_rotated_decoder_is_read() -> None:
     glm4 = parse_config({**QWEN2, "model_type": "glm4", "head_dim": 16})
     assert (glm4.rotary_dim, glm4.rope_interleaved, glm4.post_norms, glm4.fused_gate_up) == (8, True, True, True)

@@ -249,7 +249,7 @@ def test_the_only_generator_comes_back_after_it_died_or_hung_while_the_run_waits
         assets,
         actor={"path": str(folder), "init_from_scratch": True},
         recover_mode="disabled",
-        generator={"health_interval_seconds": 0.5, "health_timeout_seconds": 4.0},
+        generator={"health_interval_seconds": 0.5, "health_timeout_seconds": 10.0},
         exp_ctrl={"total_train_epochs": 10000, "save_freq_epochs": None},
     )
     command = run_command("ppo-math", config)
@@ -260,7 +260,7 @@ def test_the_only_generator_comes_back_after_it_died_or_hung_while_the_run_waits
     back = came_back(command, 0)
     process_of(command, "generator-0").send_signal(signal.SIGSTOP)
     gone = wait_for_match(command, r"generator-0 failed: no answer to a health check within (.*) \(stopped\)", back)
-    assert gone[1] == "generator.health_timeout_seconds=4"
+    assert gone[1] == "generator.health_timeout_seconds=10"
     stacks = (command.logs / "stacks" / "generator-0.txt").read_text()
     assert "(stopped): no answer to a health check" in stacks and "Thread 0x" in stacks and "File " in stacks
     came_back(command, 0, start=gone.end())

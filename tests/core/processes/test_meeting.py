@@ -28,7 +28,7 @@ def addresses(port: int) -> set[str]:
 
 def reply(host: str, port: int, sent: bytes) -> bytes:
     """Everything that comes back after `sent`, until the other side closes."""
-    with socket.create_connection((host, port), timeout=20) as connection:
+    with socket.create_connection((host, port), timeout=60) as connection:
         connection.settimeout(20)
         connection.sendall(sent)
         received = b""
@@ -42,8 +42,8 @@ def reply(host: str, port: int, sent: bytes) -> bytes:
 
 def test_ranks_of_one_node_meet_where_no_other_node_comes() -> None:
     meeting = Meeting(LOOPBACK, 0)
-    store = meeting.store(2, timeout_seconds=30)
-    other = join_store(meeting.point, 2, timeout_seconds=30)
+    store = meeting.store(2, timeout_seconds=60)
+    other = join_store(meeting.point, 2, timeout_seconds=60)
     store.set("who", "rank 0")
     assert other.get("who") == b"rank 0"
     assert addresses(meeting.point.port) == {LOOPBACK}
@@ -51,8 +51,8 @@ def test_ranks_of_one_node_meet_where_no_other_node_comes() -> None:
 
 def test_ranks_of_several_nodes_meet_with_the_key_of_the_run() -> None:
     meeting = Meeting(ELSEWHERE, 0, key=KEY)
-    store = meeting.store(2, timeout_seconds=30)
-    others = [join_store(meeting.point, 2, timeout_seconds=30) for _ in range(3)]
+    store = meeting.store(2, timeout_seconds=60)
+    others = [join_store(meeting.point, 2, timeout_seconds=60) for _ in range(3)]
     store.set("big", os.urandom(1 << 20))
     for other in others:
         assert other.get("big") == store.get("big")
@@ -64,7 +64,7 @@ def test_ranks_of_several_nodes_meet_with_the_key_of_the_run() -> None:
 @pytest.mark.parametrize("key", [bytes(32), KEY[::-1]])
 def test_with_another_key_no_store_is_reached(key: bytes) -> None:
     meeting = Meeting(ELSEWHERE, 0, key=KEY)
-    meeting.store(2, timeout_seconds=30)
+    meeting.store(2, timeout_seconds=60)
     stranger = MeetingPoint(host=meeting.point.host, port=meeting.point.port, key=key)
     with pytest.raises(dist.DistError):
         join_store(stranger, 2, timeout_seconds=1).get("anything")
@@ -72,7 +72,7 @@ def test_with_another_key_no_store_is_reached(key: bytes) -> None:
 
 def test_a_gate_says_nothing_to_whoever_cannot_prove_the_key() -> None:
     meeting = Meeting(ELSEWHERE, 0, key=KEY)
-    meeting.store(2, timeout_seconds=30)
+    meeting.store(2, timeout_seconds=60)
     for sent in (bytes(64), b"\x00" * 32 + bytes(32) + b"GET", os.urandom(4096)):
         assert len(reply(ELSEWHERE, meeting.point.port, sent)) == 32, "the challenge and no more"
 
@@ -80,7 +80,7 @@ def test_a_gate_says_nothing_to_whoever_cannot_prove_the_key() -> None:
 def test_a_proof_that_was_overheard_does_not_open_the_gate_again() -> None:
     said: list[bytes] = []
     meeting = Meeting(ELSEWHERE, 0, key=KEY)
-    meeting.store(2, timeout_seconds=30)
+    meeting.store(2, timeout_seconds=60)
     with closing(listen(LOOPBACK, 0)) as between, socket.socket() as gate:
         gate.connect((ELSEWHERE, meeting.point.port))
 

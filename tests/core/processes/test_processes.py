@@ -62,7 +62,7 @@ def test_running_and_stopped_processes_write_the_frame_that_they_hang_in_and_the
             assert "in hanging_here" in stacks and "Nothing was written" not in stacks
         assert "hanging_here" not in (tmp_path / FOLDER / "unasked-3.txt").read_text()
         kill_process(tmp_path, "stopped-1")
-        assert processes["stopped-1"].wait(timeout=10) == -signal.SIGKILL
+        assert processes["stopped-1"].wait() == -signal.SIGKILL
         assert processes["running-0"].poll() is None
     finally:
         for process in processes.values():

@@ -225,7 +225,7 @@ async def test_requests_of_a_generator_that_dies_keep_what_it_told_of_them(folde
 async def test_a_generator_that_answers_nothing_is_left_for_one_that_does(folder: Path, model: Any) -> None:
     generators = [Silent(), Recorded(folder)]
     router = Router(
-        generators, GeneratorConfig(health_interval_seconds=0.05, health_timeout_seconds=0.05, patience_seconds=0.0)
+        generators, GeneratorConfig(health_interval_seconds=0.05, health_timeout_seconds=2.0, patience_seconds=0.0)
     )
     requests = groups_of_four(2)
     completions = await asyncio.gather(*(router.generate(r) for r in requests))

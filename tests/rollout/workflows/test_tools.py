@@ -168,8 +168,8 @@ def test_functions_that_never_end_take_no_place_from_others() -> None:
 
 
 def test_a_call_of_python_has_its_time_from_its_beginning() -> None:
-    waits = call("python", code="import time; time.sleep(1)")
-    _, shown = converse(waits * 3, "Done.", tool_seconds=2.5, num_workers=1)
+    waits = call("python", code="import time; time.sleep(2)")
+    _, shown = converse(waits * 3, "Done.", tool_seconds=5.5, num_workers=1)
     assert "Error" not in shown
 
 

@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,6 +72,8 @@ def test_tensors_that_fill_one_piece_of_memory_make_a_bucket_of_it() -> None:
 
 
 KEY = "0123456789abcdef"
+RELEASED = threading.Event()
+"""For answers to /slow."""
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -81,7 +82,7 @@ class _Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path == "/slow":
-            time.sleep(3)
+            RELEASED.wait()
         status = {"/refused": 400, "/absent": 404}.get(self.path, 200)
         if self.headers["Authorization"] != f"Bearer {KEY}":
             status = 401
@@ -103,17 +104,19 @@ def answering() -> Iterator[SGLangEndpoint]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        RELEASED.clear()
         yield SGLangEndpoint(name="generator-3", url=f"http://127.0.0.1:{server.server_port}", tp=1, key=KEY)
+        RELEASED.set()
         server.shutdown()
         thread.join()
 
 
 def test_what_a_server_answers_becomes_an_error_that_names_it(answering: SGLangEndpoint) -> None:
-    assert answering.post(("/fine", {}), timeout_seconds=10) == {}
+    assert answering.post(("/fine", {}), timeout_seconds=60) == {}
     with pytest.raises(GeneratorCallError, match=r"generator-3: /refused failed \(HTTP 400\): wrong shape"):
-        answering.post(("/refused", {}), timeout_seconds=10)
+        answering.post(("/refused", {}), timeout_seconds=60)
     with pytest.raises(GeneratorCallError, match=r"generator-3: this SGLang has no /absent; .* SGLang 0\.5\.17"):
-        answering.post(("/absent", {}), timeout_seconds=10)
+        answering.post(("/absent", {}), timeout_seconds=60)
     with pytest.raises(GeneratorGone, match="generator-3 .* did not respond to /slow within 0.2 s"):
         answering.post(("/slow", {}), timeout_seconds=0.2)
 
@@ -127,12 +130,12 @@ def test_every_call_carries_the_key_of_the_run_which_is_not_shown(answering: SGL
         client = SGLangClient("generator-3", answering.url, key=key)
         try:
             await client.post(("/generate", {}))
-            return await client.answers("/model_info", timeout_seconds=10)
+            return await client.answers("/model_info", timeout_seconds=60)
         finally:
             await client.close()
 
-    assert server.endpoint.is_healthy(timeout_seconds=10) and asyncio.run(over_client(KEY))
-    assert not replace(server.endpoint, key="").is_healthy(timeout_seconds=10)
+    assert server.endpoint.is_healthy(timeout_seconds=60) and asyncio.run(over_client(KEY))
+    assert not replace(server.endpoint, key="").is_healthy(timeout_seconds=60)
     with pytest.raises(GeneratorCallError, match="401"):
         asyncio.run(over_client(""))
     assert KEY not in repr(settings) + repr(server.endpoint)

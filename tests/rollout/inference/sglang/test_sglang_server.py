@@ -181,7 +181,7 @@ def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     family = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=100)
     for survivor in alive:
         survivor.kill()
     assert not alive
