@@ -311,40 +311,35 @@ def _proposal_json(proposal: Proposal) -> dict[str, object]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("tools.plan", __doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "words",
         nargs="*",
         metavar="EXPERIMENT, X.yaml or a.b.c=value",
         help="ppo-math (default), sft or dpo, a configuration file, and keys to set",
     )
-    parser.add_argument("--config", metavar="X.yaml", help="configuration file")
-    parser.add_argument("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
-    parser.add_argument("--search", action="store_true", help="propose allocations")
-    parser.add_argument("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
-    parser.add_argument(
+    add("--config", metavar="X.yaml", help="configuration file")
+    add("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
+    add("--search", action="store_true", help="propose allocations")
+    add("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
+    add(
         "--metric",
         choices=METRICS,
         help="--search: rank by tokens/s (default), tokens/s of a GPU, or time from an answer to its last update",
     )
-    parser.add_argument(
-        "--fix", metavar="LAYOUT", help="--search: only with these servers or this trainer, as sglang.d4m2p1 or d8m1p2"
-    )
-    parser.add_argument(
-        "--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest"
-    )
-    parser.add_argument(
+    add("--fix", metavar="LAYOUT", help="--search: only with these servers or this trainer, as sglang.d4m2p1 or d8m1p2")
+    add("--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest")
+    add(
         "--spread",
         type=number(least=0.0, most=3.0),
         default=SPREAD,
         help="standard deviation of the logarithm of lengths",
     )
-    parser.add_argument(
-        "--simulate", type=integer(least=8, most=100_000), metavar="STEPS", help="run steps on a virtual clock"
-    )
-    parser.add_argument("--output", type=new_folder, metavar="FOLDER", help="--simulate: where to write pictures")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this host, write its rates")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="rates that --calibrate has written")
-    parser.add_argument("--json", action="store_true", help="print the plan for programs")
+    add("--simulate", type=integer(least=8, most=100_000), metavar="STEPS", help="run steps on a virtual clock")
+    add("--output", type=new_folder, metavar="FOLDER", help="--simulate: where to write pictures")
+    add("--calibrate", type=Path, metavar="FILE", help="measure this host, write its rates")
+    add("--calibration", type=Path, metavar="FILE", help="rates that --calibrate has written")
+    add("--json", action="store_true", help="print the plan for programs")
     return parser
 
 

@@ -79,26 +79,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("tools.samples", __doc__)
-    parser.add_argument("run", metavar="RUN", help="log folder of a run, or an experience store")
-    parser.add_argument("--store", action="store_true", help="read the run's experience store, not samples.jsonl")
-    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="folder of the model; default: the run's")
-    parser.add_argument("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")
-    parser.add_argument("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
-    parser.add_argument(
-        "--of", metavar="SET", help="training, evaluation, or the name of an evaluation set; default: all of them"
-    )
-    parser.add_argument("--reward", type=_reward, metavar="'>0.5'", help="keep answers with such a reward")
-    parser.add_argument("--finish", choices=("stop", "length"), help="keep answers that ended in this way")
-    parser.add_argument("--query", metavar="ID", help="keep answers to this prompt (query_id)")
-    parser.add_argument("--search", type=_pattern, metavar="REGEX", help="keep answers or prompts with a match")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="log folder of a run, or an experience store")
+    add("--store", action="store_true", help="read the run's experience store, not samples.jsonl")
+    add("--tokenizer", type=Path, metavar="MODEL", help="folder of the model; default: the run's")
+    add("--step", type=step_range, metavar="N[..M]", help="steps to show; default: the last one")
+    add("--against", metavar="N[..M] | RUN", help="show these steps, or another run, beside the first")
+    add("--of", metavar="SET", help="training, evaluation, or the name of an evaluation set; default: all of them")
+    add("--reward", type=_reward, metavar="'>0.5'", help="keep answers with such a reward")
+    add("--finish", choices=("stop", "length"), help="keep answers that ended in this way")
+    add("--query", metavar="ID", help="keep answers to this prompt (query_id)")
+    add("--search", type=_pattern, metavar="REGEX", help="keep answers or prompts with a match")
     for name in ("best", "worst", "longest"):
-        parser.add_argument(f"--{name}", action="store_true", help=f"keep the {name} answer of each step")
-    parser.add_argument("--sort", choices=("step", "reward", "length"), default="step", help="order; default: step")
-    parser.add_argument(
-        "--limit", type=integer(least=0), default=10, metavar="N", help="answers to show; 0: all; default: 10"
-    )
-    parser.add_argument("--full", action="store_true", help="show whole texts instead of their start and end")
-    parser.add_argument("--json", action="store_true", help="write rows instead of panels")
+        add(f"--{name}", action="store_true", help=f"keep the {name} answer of each step")
+    add("--sort", choices=("step", "reward", "length"), default="step", help="order; default: step")
+    add("--limit", type=integer(least=0), default=10, metavar="N", help="answers to show; 0: all; default: 10")
+    add("--full", action="store_true", help="show whole texts instead of their start and end")
+    add("--json", action="store_true", help="write rows instead of panels")
     return parser
 
 

@@ -131,27 +131,20 @@ class Report:
 
 def main() -> int:
     parser = arguments.parser_of("tools.chaos", __doc__)
-    parser.add_argument("--kills", type=arguments.integer(least=1), default=12, help="how many")
-    parser.add_argument("--seed", type=arguments.seed, default=1, help="of targets and moments")
+    add = parser.add_argument
+    add("--kills", type=arguments.integer(least=1), default=12, help="how many")
+    add("--seed", type=arguments.seed, default=1, help="of targets and moments")
     names = ("sft", "dpo", *PRESETS)
-    parser.add_argument(
-        "--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO without a critic)"
-    )
-    parser.add_argument(
-        "--mode", choices=("both", "split"), default="both", help="one job, or a train job and an explore job"
-    )
-    parser.add_argument(
+    add("--algorithm", choices=names, metavar="NAME", help=f"{', '.join(names)} (default: PPO without a critic)")
+    add("--mode", choices=("both", "split"), default="both", help="one job, or a train job and an explore job")
+    add(
         "--postgres",
         action="store_true",
         help="keep the stores of --mode split on a PostgreSQL server of the distribution, and kill it, too",
     )
-    parser.add_argument(
-        "--method", choices=get_args(Method), default="folder", help="synchronizer.method of --mode split"
-    )
-    parser.add_argument("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
-    parser.add_argument(
-        "--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)"
-    )
+    add("--method", choices=get_args(Method), default="folder", help="synchronizer.method of --mode split")
+    add("--workflow", choices=("math", "agent"), default="math", help="single turns, or with tools")
+    add("--folder", type=arguments.new_folder, help="keep everything here (default: a temporary folder)")
     given = parser.parse_args()
     if (given.mode == "split" or given.workflow == "agent") and given.algorithm in ("sft", "dpo"):
         option = "--mode split" if given.mode == "split" else "--workflow agent"

@@ -89,19 +89,14 @@ async def _serve(app: web.Application, host: str, port: int, token: str | None) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("tools.studio", __doc__)
-    parser.add_argument(
-        "folders", nargs="*", type=Path, default=[Path("runs")], metavar="FOLDER", help="where runs are"
-    )
-    parser.add_argument("--port", type=integer(least=1, most=65535), default=8080, help="default: 8080")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this host alone")
-    parser.add_argument("--token", action="store_true", help="require a token on this host, too")
-    parser.add_argument(
-        "--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; requires a token"
-    )
-    parser.add_argument(
-        "--configs", type=Path, default=Path(), metavar="FOLDER", help="where configurations are; default: this folder"
-    )
-    parser.add_argument("--rules", metavar="MODULE:NAME", help="rules of health to add, a list of Rule")
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, default=[Path("runs")], metavar="FOLDER", help="where runs are")
+    add("--port", type=integer(least=1, most=65535), default=8080, help="default: 8080")
+    add("--host", default="127.0.0.1", help="address to listen on; default: this host alone")
+    add("--token", action="store_true", help="require a token on this host, too")
+    add("--allow-run", action="store_true", help="let the pages start runs, dry runs and tools; requires a token")
+    add("--configs", type=Path, default=Path(), metavar="FOLDER", help="where configurations are; default: this folder")
+    add("--rules", metavar="MODULE:NAME", help="rules of health to add, a list of Rule")
     return parser
 
 
