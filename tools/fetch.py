@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 from tools import arguments
 
@@ -49,27 +49,8 @@ _BLOCK = 32
 _SPECIAL = 3
 """Type of a special token."""
 
-
-Values = TypedDict(
-    "Values",
-    {
-        "general.alignment": NotRequired[int],
-        "llama.vocab_size": int,
-        "llama.embedding_length": int,
-        "llama.feed_forward_length": int,
-        "llama.block_count": int,
-        "llama.attention.head_count": int,
-        "llama.attention.head_count_kv": int,
-        "llama.rope.dimension_count": int,
-        "llama.rope.freq_base": float,
-        "llama.context_length": int,
-        "tokenizer.ggml.tokens": list[str],
-        "tokenizer.ggml.token_type": list[int],
-        "tokenizer.ggml.merges": list[str],
-        "tokenizer.chat_template": str,
-    },
-)
-"""The values of the file that are used; SHA256 ensures that they are there."""
+Values = Mapping[str, Any]
+"""Values of the file by name; SHA256 ensures that those which are used are there."""
 
 
 class FetchError(RuntimeError):
@@ -222,7 +203,7 @@ class _Reader:
         """Return the values, and (name, shape, format, place in the file) of each tensor."""
         _, _, num_tensors, num_values = struct.unpack_from("<IIQQ", self._content)
         self._at = 24
-        values: dict[str, object] = {}
+        values: dict[str, Any] = {}
         for _ in range(num_values):
             name = self._text()
             values[name] = self._value()
@@ -231,10 +212,9 @@ class _Reader:
             name = self._text()
             shape = tuple(self._whole(10) for _ in range(self._whole(4)))[::-1]
             infos.append((name, shape, self._whole(4), self._whole(10)))
-        known = cast(Values, values)
-        align = known.get("general.alignment", 32)
+        align = values.get("general.alignment", 32)
         begin = (self._at + align - 1) // align * align
-        return known, [(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
+        return values, [(name, shape, kind, begin + offset) for name, shape, kind, offset in infos]
 
     def tensor(self, at: int, shape: tuple[int, ...], kind: int) -> np.ndarray:
         """Return a tensor as float32. Raises FetchError for another format."""
