@@ -23,6 +23,7 @@ from core.config.runtime import DeadlineConfig
 from core.launch.cluster import Cluster
 from core.launch.generator_actor import ActorGenerator
 from core.launch.generators import GeneratorPool
+from core.processes.stacks import forget_modules
 from core.train.recover import MemoryLimits
 from rollout.data.encoder import Encoder, PromptFormat
 from rollout.data.prompts import PromptDataset
@@ -105,6 +106,7 @@ def agents(scene: Scene) -> Iterator[Figure]:
 
 
 async def _agents(router: Router, bridge: Bridge) -> list[Figure]:
+    forget_modules()  # as the rollout process of a run does
     journal = await _medians(lambda: _journaled(router, is_kept=True), lambda: _journaled(router, is_kept=False))
     sessions = await _medians(lambda: _through_sessions(router, bridge), lambda: _bare(router, bridge))
     await router.close()
