@@ -68,11 +68,7 @@ class Follower:
         self._weights, self._push = weights, push
         name = name_of_process(context.paths.logs.name)
         self._link = TrainerLink(
-            self.folder,
-            name,
-            push,
-            joins=config.synchronizer.broadcasts,
-            timeout_seconds=config.push.timeout_seconds,
+            self.folder, name, push, joins=config.synchronizer.broadcasts, timeout_seconds=config.push.timeout_seconds
         )
         self._link.connect()  # first: the train job writes the folder for a job that follows it unconnected
         self._subscription = self.folder.subscribe(name)

@@ -11,7 +11,9 @@ from itertools import compress, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.config.runtime import ExperienceConfig
 from core.data.rollout_batch import RolloutBatch, pack_trajectories
+from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
 from core.explore.data import DataFacts, RunData
 from core.monitoring.metrics import ROLLOUT, peak_gib
 from core.monitoring.samples import Sample, SampleWriter
@@ -23,8 +25,6 @@ from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.runtime import ExperienceConfig
-    from core.data.stored_batch import Arrays, Ref, StoredBatch, StoredFields
 
 logger = logging.getLogger(__name__)
 

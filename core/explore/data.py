@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.config.ppo import SetConfig, TaskSetConfig
 from core.data.datasets import AnswerDataset, Demonstrations, PreferenceDataset, Rows
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import LeftOut, PromptDataset, first_prompt
+from rollout.data.source import DataSource
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
 from rollout.experience import Replay, Rules, make_priority, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
-    from core.config.ppo import SetConfig, TaskSetConfig
-    from rollout.data.source import DataSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,5 @@ class RunData:
         load: Callable[..., Rows] = AnswerDataset
         if config.algorithm.mixes_pairs:
             load = partial(PreferenceDataset, fields=config.demonstrations.pair_columns)
-        rows = load(
-            config.demonstrations.path,
-            self.encoder,
-            max_seqlen=config.max_seqlen,
-            **config.row_order,
-        )
+        rows = load(config.demonstrations.path, self.encoder, max_seqlen=config.max_seqlen, **config.row_order)
         return Demonstrations(rows, config.demonstrations_per_step)

@@ -166,10 +166,7 @@ class Questions:
         [(prompt, token_ids)] = self._encoder.encode([row])
         completion = await self._sampler.generate(
             GenerateRequest(
-                request_id=str(number),
-                prompt_ids=token_ids,
-                sampling=self._sampling,
-                seed=self._seed + number,
+                request_id=str(number), prompt_ids=token_ids, sampling=self._sampling, seed=self._seed + number
             )
         )
         self.num_answered += 1

@@ -6,10 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from core.config.experiments import PPOMATHConfig
+from core.config.ppo import TaskSetConfig
+from core.config.runtime import EvaluationSetConfig
 from core.explore.batches import BatchService, Fetch, Put
 from core.explore.data import DataFacts
 from core.explore.servers import AuxiliaryModel, Questions
@@ -25,14 +28,9 @@ from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
 from rollout.sessions.bridge import Bridge
 from rollout.sessions.server import PolicyServer
 from rollout.sessions.session import Limits
+from rollout.types import Workflow
 from rollout.workflow_calls import GroupLimits
 from rollout.workflows import by_task_set, close_workflow, make_workflow
-
-if TYPE_CHECKING:
-    from core.config.experiments import PPOMATHConfig
-    from core.config.ppo import TaskSetConfig
-    from core.config.runtime import EvaluationSetConfig
-    from rollout.types import Workflow
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """Which workflow a run has, with its options as their classes read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ differ from them (rollout/inference/changes.py). A server that cannot take chang
 all weights at once.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

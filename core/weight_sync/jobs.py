@@ -12,8 +12,6 @@ connection ends, which the other side notices at once; where a host has vanished
 + 60 s at most. The folder remains the way for jobs that are not connected.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket

@@ -5,8 +5,6 @@ is written as well where a job needs the folder: the first and the last version,
 and any version while a job follows the folder that is not connected.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -13,8 +13,6 @@ repetition. When push() returns, every replica that takes part samples with the 
 sends requests to all of them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

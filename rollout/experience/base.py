@@ -6,8 +6,6 @@ An episode is *outstanding* from open() until it is leased, *in flight* while it
 is there. The rules of admission and selection are arguments, which a store applies atomically.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Invariant: an id names the same prompt, in the same epoch, in every attempt of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict

@@ -3,8 +3,6 @@
 Invariant: no token that a step trains on is older than max_staleness steps.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

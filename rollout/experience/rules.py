@@ -1,7 +1,5 @@
 """The rules of an experience, put together from the settings of a run, and replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -37,8 +37,6 @@ keep their size and the staleness bound its proof. Nothing is dropped silently: 
 the one before, by reason, beside what the step trains on. Source: Yu et al. 2025 (DAPO), section 3.2.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

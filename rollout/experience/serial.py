@@ -9,8 +9,6 @@ Invariant: reading returns what was written, types and bits included, except tha
 and the arrays of one field share a dtype. Reading cannot run code.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -81,11 +79,7 @@ def event_from_plain(plain: Mapping[str, Any]) -> Event:
 
 def episode_to_plain(episode: Episode) -> dict[str, Any]:
     """Convert an episode to plain values and arrays."""
-    return {
-        "schema": SCHEMA,
-        "tags": asdict(episode.tags),
-        "trajectories": records_to_plain(episode.trajectories),
-    }
+    return {"schema": SCHEMA, "tags": asdict(episode.tags), "trajectories": records_to_plain(episode.trajectories)}
 
 
 def episode_from_plain(plain: Mapping[str, Any]) -> Episode:

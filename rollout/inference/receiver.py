@@ -5,8 +5,6 @@ The buckets are kept until take(), so the replica samples with its old weights m
 before the last bucket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import secrets

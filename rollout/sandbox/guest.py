@@ -1,8 +1,6 @@
 """How code runs in a locked process: what it prints, the value of a last expression, and the traceback of an error.
 Standard library only."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os

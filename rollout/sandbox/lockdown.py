@@ -5,8 +5,6 @@ calls work that compute, and in private namespaces those on files. Invariant: no
 opens a socket, sends a signal, reads another process, or undoes a limit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

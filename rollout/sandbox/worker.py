@@ -5,8 +5,6 @@ the child ended. Invariant: this process never reads code, nor output; a child s
 other calls is in it. Standard library only: every call copies this process.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Anthropic messages: requests, answers, streams and errors. Source: the reference of Anthropic's API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from rollout.data.chat_template import Message

@@ -11,8 +11,6 @@ forms cover the templates of the open model families:
     <function=NAME><parameter=KEY>VALUE</parameter></function>            tagged: one text for each argument
 """
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left

@@ -3,8 +3,6 @@
 Messages are {role, content, tool_calls?, tool_call_id?}: contents are texts, arguments of tool calls dictionaries.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

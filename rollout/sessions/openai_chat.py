@@ -1,7 +1,5 @@
 """OpenAI chat completions: requests, answers, streams and errors. Source: the OpenAPI description of OpenAI's API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from rollout.data.chat_template import Message

@@ -1,7 +1,5 @@
 """OpenAI responses: requests, answers, streams and errors. Source: the OpenAPI description of OpenAI's API."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Each session has a token, which clients send as their API key. Invariant: a requ
 token or refused; the server listens on the loopback interface.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The stores by name, and how a process opens one: by its name, or a user's class by its import path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rollout.experience.base import Experience

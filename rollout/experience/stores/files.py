@@ -5,8 +5,6 @@
 Each process appends to a file of its own. An episode that a file has is not sampled again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

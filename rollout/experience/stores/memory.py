@@ -4,8 +4,6 @@ Invariant: an episode is outstanding, leased, or gone; `_by_version` and `_ready
 A state holds everything that is not acknowledged, so a run that continues from it trains each episode once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

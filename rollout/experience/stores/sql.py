@@ -11,8 +11,6 @@ acknowledged are ready again for the next trainer. sqlite.py and postgres.py con
     success    view: finished episodes and mean reward of each prompt
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

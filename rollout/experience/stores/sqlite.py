@@ -1,7 +1,5 @@
 """Episodes in a SQLite file, for processes of one host: WAL lets readers and the one writer work at the same time."""
 
-from __future__ import annotations
-
 import fcntl
 import sqlite3
 from collections.abc import Sequence
