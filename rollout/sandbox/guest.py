@@ -68,7 +68,11 @@ def _run(source: str) -> int:
 def _shown(error: BaseException) -> list[str]:
     """Return the traceback of an error without the frames of this file."""
     found = traceback.TracebackException.from_exception(error, lookup_lines=False, limit=-20)
-    found.stack = traceback.StackSummary.from_list([f for f in found.stack if f.filename != __file__])
-    for frame in found.stack:
-        frame._line = ""  # type: ignore[attr-defined] # nothing is read from files
+    found.stack = traceback.StackSummary.from_list(
+        [
+            traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line="")  # nothing is read from files
+            for frame in found.stack
+            if frame.filename != __file__
+        ]
+    )
     return list(found.format(chain=False))
