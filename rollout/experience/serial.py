@@ -30,6 +30,7 @@ _PER_TOKEN: dict[type[Any], tuple[str, ...]] = {
     Trajectory: ("token_ids", "loss_mask", "rollout_logprobs", "versions"),
 }
 _OTHERS = {kind: tuple(f.name for f in fields(kind) if f.name not in names) for kind, names in _PER_TOKEN.items()}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _KINDS = "biuf"
 """Of arrays that can be stored: bool, int, unsigned int, float."""
 
@@ -139,19 +140,26 @@ class Arrays:
 def encode(value: Any, arrays: Arrays, place: str) -> Any:
     """Return what json.dumps writes for `value`: {"$array": [dtype, offset, shape]} in place of an array; tuples, bytes
     and dicts with keys other than text are marked likewise. Raises TypeError, with the place in the value."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int | float | str):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
         return {"$array": arrays.add(value)}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, list | tuple):
-        items = [encode(item, arrays, f"{place}[{i}]") for i, item in enumerate(value)]
+        items = [
+            item if type(item) in _PLAIN else encode(item, arrays, f"{place}[{i}]") for i, item in enumerate(value)
+        ]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        encoded = [(key, encode(item, arrays, f"{place}.{key}")) for key, item in value.items()]
+        encoded = [
+            (key, item if type(item) in _PLAIN else encode(item, arrays, f"{place}.{key}"))
+            for key, item in value.items()
+        ]
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(encoded)
         return {"$dict": [[encode(key, arrays, place), item] for key, item in encoded]}

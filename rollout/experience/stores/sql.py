@@ -18,7 +18,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from rollout.experience.base import (
@@ -510,4 +510,4 @@ class SQLExperience(ABC):
 
 
 def _tags_to_text(tags: Tags) -> str:
-    return json.dumps(asdict(tags))
+    return json.dumps(vars(tags), default=dict)
