@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.hf_configs import DEEPSEEK_V2, DEEPSEEK_V3, QWEN2, QWEN3_MOE
-from model_specs.config import Llama3RopeScaling, YarnRopeScaling
+from model_specs.config import YarnRopeScaling
 from model_specs.families import parse_config, read_config
 from model_specs.untrusted import ModelConfigError
 
@@ -50,32 +49,6 @@ def test_a_fused_sandwiched_partly_rotated_decoder_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 64}},
-    ],
-    ids=["as older files say it", "as newer files say it"],
-)
-def test_llama3_rope_is_read_from_old_and_new_files(rope: dict[str, Any]) -> None:
-    config = parse_config({**QWEN2, "model_type": "llama", **rope})
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
-
-
-def test_rope_scaling_wins_over_rope_parameters_as_a_whole() -> None:
-    both = {
-        "rope_scaling": {**LLAMA3, "factor": 4.0, "original_max_position_embeddings": 32},
-        "rope_parameters": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 64},
-    }
-    scaling = parse_config({**QWEN2, "model_type": "llama", **both}).rope_scaling
-    assert isinstance(scaling, Llama3RopeScaling)
-    assert (scaling.factor, scaling.original_max_position_embeddings) == (4.0, 32)
-
-
-@pytest.mark.parametrize(
     ("given", "mscale", "all_dim"),
     [({"mscale": 0.7, "mscale_all_dim": 0.5}, 0.7, 0.5), ({"mscale": 1.0}, 1.0, 0.0), ({}, 1.0, 0.0)],
 )
@@ -95,10 +68,6 @@ def test_what_a_file_leaves_out_has_the_default_of_transformers() -> None:
     assert parse_config({**QWEN2, "dtype": "bfloat16"}).dtype == "bfloat16"
     assert parse_config({**QWEN2, "torch_dtype": "float16"}).dtype == "float16"
     assert parse_config(QWEN2).dtype is None
-
-
-def test_a_sliding_window_as_long_as_the_context_is_full_attention() -> None:
-    assert parse_config({**QWEN2, "model_type": "mistral", "sliding_window": 128}).max_position_embeddings == 128
 
 
 @pytest.mark.parametrize(
