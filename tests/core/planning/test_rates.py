@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tools.bench import SHAPES, SLICE, WIDTHS
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
 TWELVE = {**SLICE, "num_hidden_layers": 12}
+ROOT = Path(__file__).parents[3]
 CALIBRATION = calibration_of("H200")
 assert CALIBRATION is not None
 
@@ -68,6 +70,29 @@ def test_an_update_takes_about_as_long_as_was_measured(raw, layout, tokens, tota
     scene = make_scene(raw, layout, tokens=tokens)
     seconds = update_seconds(scene, scene.actor, CALIBRATION, tokens=total, length=length, level=level)
     assert total / seconds == pytest.approx(measured, rel=0.05)
+
+
+def test_updates_and_requests_of_a_core_take_about_as_long_as_was_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/predictions/cpu-measured.json").read_text())
+    calibration = calibration_of("CPU")
+    assert calibration is not None
+    errors: dict[str, list[float]] = {"updates": [], "waves": []}
+    for kind, row in [("updates", row) for row in measured["updates"]] + [("waves", row) for row in measured["waves"]]:
+        scene = make_scene(measured["models"][row["model"]], tokens=row.get("microbatch", 1))
+        engine = replace(scene.actor, itemsize=4, recompute="none")
+        assert scene.servers is not None
+        servers = replace(scene.servers, itemsize=4, on_gpu=False)
+        scene = replace(scene, on_gpu=False, engines=(engine,), servers=servers)
+        if kind == "updates":
+            of = {"tokens": row["tokens"], "length": row["length"]}
+            planned = update_seconds(scene, engine, calibration, level="none", **of)
+        else:
+            of = {name: row[name] for name in ("running", "prompt", "answer")}
+            planned = wave_seconds(servers, calibration, **of)
+        errors[kind].append(abs(planned / row["seconds"] - 1))
+    assert median(errors["updates"]) == pytest.approx(0.105, abs=0.005)
+    assert median(errors["waves"]) == pytest.approx(0.12, abs=0.005)
+    assert max(errors["updates"] + errors["waves"]) == pytest.approx(0.33, abs=0.01)
 
 
 @pytest.mark.parametrize(
