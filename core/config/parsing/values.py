@@ -85,6 +85,8 @@ def _coerce_union(node: Node, options: tuple[object, ...]) -> object:
     order = sorted((o for o in options if o is not type(None)), key=lambda o: (o is str, o is float, o is int))
     if isinstance(node, Scalar) and node.quoted and str in options:
         return _text(node.text)
+    if len(order) == 1 and get_origin(order[0]) is list and isinstance(node, Items):
+        return coerce(node, order[0])  # whose error is that of the entry
     for option in order:
         try:
             return coerce(node, option)

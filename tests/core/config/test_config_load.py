@@ -458,6 +458,11 @@ def test_overrides_write_into_a_section_that_a_file_gives_as_its_name(tmp_path: 
     assert (config.algorithm_name, config.algorithm.entropy_coeff) == ("grpo", 0.5)
 
 
+def test_a_wrong_entry_of_a_list_that_may_be_null_is_named(tmp_path: Path) -> None:
+    (found,) = errors(tmp_path, SMALLEST_PPO, "reward.weights=[1,a]")
+    assert found.endswith("reward.weights: must be a number, got 'a'")
+
+
 def test_missing_keys_are_named_all(tmp_path: Path) -> None:
     found = errors(tmp_path, "mode: ray\n")
     for key in ("experiment_name", "dataset.path", "actor.path"):
