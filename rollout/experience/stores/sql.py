@@ -46,7 +46,7 @@ from rollout.experience.serial import (
     records_from_plain,
     records_to_plain,
 )
-from rollout.types import Trajectory
+from rollout.types import Completion, Trajectory
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
@@ -86,6 +86,8 @@ _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 _KEPT = "fate = 'trained' AND value IS NOT NULL"
 _OF_REPLAYS = "(SELECT {} FROM replays WHERE replays.id = episodes.id)"
 _USED = f"tags, fate, version, step, {_OF_REPLAYS.format('count(*)')}, {_OF_REPLAYS.format('max(step)')}"
+_HELD_SECONDS = 0.2
+"""In which a finished episode takes its sampled answers along, before they are written to its journal."""
 _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
 _INSERT_META = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key)"
@@ -122,6 +124,8 @@ class SQLExperience(ABC):
         self._is_lessee = False
         self._settled = False  # what the trainer before this one has leased
         self._explorer = ""  # before the first open() or adopt()
+        self._held: dict[tuple[str, str], Event] = {}  # of a journal, by episode and key
+        self._timer: asyncio.TimerHandle | None = None
         with self._transaction():
             self._check_layout()
             for statement in _TABLES.format(blob=self.BLOB, view=self.VIEW).split(";")[:-1]:
@@ -239,22 +243,52 @@ class SQLExperience(ABC):
         return self._explorer
 
     def reopen(self, id: str, version: int) -> None:
+        self._forget(id)
         with self._transaction():
             self._execute("UPDATE episodes SET version = ? WHERE id = ? AND fate = 'open'", (version, id))
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
     def journal(self, id: str, event: Event) -> None:
+        """In an event loop, tokens that are sampled are written after 0.2 s, together, or with the next result of a
+        tool: a process that is killed before that samples them again. An episode that ends first needs no write."""
+        if isinstance(event.value, Completion) and (loop := _running_loop()) is not None:
+            self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
+            self._held[id, event.key] = event
+            return
+        self._write_held()
+        self._write_event(id, event)
+
+    def _write_event(self, id: str, event: Event) -> None:
         self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
+
+    def _write_held(self) -> None:
+        if self._held:
+            with self._transaction():
+                for (id, _), event in self._held.items():
+                    self._write_event(id, event)
+            self._held.clear()
+
+    def _write_in_time(self) -> None:
+        self._timer = None
+        with suppress(StoreError):  # what needs the database next raises it
+            self._write_held()
+
+    def _forget(self, id: str) -> None:
+        self._held = {place: event for place, event in self._held.items() if place[0] != id}
 
     def _is_in_flight(self, id: str) -> bool:
         return self._execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
 
     def events(self, id: str) -> list[Event]:
-        rows = self._execute("SELECT event FROM journals WHERE id = ? ORDER BY key", (id,))
-        return [event_from_plain(loads(data)) for (data,) in rows]
+        rows = self._execute("SELECT event FROM journals WHERE id = ?", (id,))
+        written = [event_from_plain(loads(data)) for (data,) in rows]
+        held = [event for (of, _), event in self._held.items() if of == id]
+        by_key = {event.key: event for event in written + held}
+        return [by_key[key] for key in sorted(by_key)]
 
     def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
         tags = episode.tags
+        self._forget(tags.id)
         value = dumps(records_to_plain(episode.trajectories))
         with self._transaction():
             if not self._is_in_flight(tags.id):
@@ -483,12 +517,14 @@ class SQLExperience(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing but the version of the form: the file survives. Acknowledge leases after their checkpoint."""
+        self._write_held()
         return {"schema": SCHEMA}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_schema(state.get("schema"))
 
     def resample(self, step: int) -> None:
+        self._held.clear()
         if self._is_lessee and not self._settled:
             self._settle(step)
         with self._transaction():
@@ -497,6 +533,7 @@ class SQLExperience(ABC):
             self._execute("DELETE FROM journals")
 
     def begin_at(self, step: int, *, num_opened: int) -> None:
+        self._held.clear()
         with self._transaction():
             for table in ("episodes", "replays", "journals"):
                 self._execute(f"DELETE FROM {table}")
@@ -507,6 +544,12 @@ class SQLExperience(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the store, and if this process is the lessee, to another trainer."""
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
 
 
 def _tags_to_text(tags: Tags) -> str:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from core.data.rollout_batch import pack_trajectories
 from helpers.postgres import PostgresServer
-from helpers.stores import Stores, begin, episode, finish, names, tags
+from helpers.stores import Stores, begin, episode, finish, names, path_of, tags
 from helpers.virtual_clock import run_virtual
 from rollout.experience import (
     Episode,
@@ -460,6 +460,41 @@ def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Store
     for name, value in vars(completion).items():
         assert np.array_equal(getattr(sampled.value, name), value)
     assert store.events("q1") == []
+
+
+async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them(stores: Stores) -> None:
+    if not stores.are_durable:
+        pytest.skip("a store in memory writes nothing")
+    sampled = Completion(
+        token_ids=np.arange(3, dtype=np.int32), logprobs=np.full(3, -1.5, np.float32), versions=np.zeros(3, np.int32),
+        finish_reason="stop",
+    )  # fmt: skip
+    store = stores.new()
+    other = type(store)(path_of(store))  # of another process
+    for number in range(3):
+        begin(store, number, 0)
+
+    def keys(of: Experience, number: int) -> list[str]:
+        return [event.key for event in of.events(f"q{number}")]
+
+    store.journal("q0", Event(key="b", asked="", value=sampled))
+    assert (keys(store, 0), keys(other, 0)) == (["b"], [])
+    store.journal("q1", Event(key="tool", asked="", value=1))
+    assert (keys(other, 0), keys(other, 1)) == (["b"], ["tool"])
+    store.journal("q0", Event(key="a", asked="", value=sampled))
+    assert keys(store, 0) == ["a", "b"]
+    await asyncio.sleep(0.3)  # longer than they are held by the same loop
+    assert keys(other, 0) == ["a", "b"]
+    store.journal("q0", Event(key="c", asked="", value=sampled))
+    store.state_dict()
+    assert keys(other, 0) == ["a", "b", "c"]
+    for number in range(3):
+        store.journal(f"q{number}", Event(key="d", asked="", value=sampled))
+    finish(store, 0, 0)
+    store.reopen("q1", 1)
+    store.close()
+    assert [keys(other, number) for number in range(3)] == [[], [], ["d"]]
+    other.close()
 
 
 def test_an_episode_is_read_as_it_was_written_and_one_of_another_release_is_refused() -> None:
