@@ -12,8 +12,9 @@ _ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revisi
 _SNAPSHOT = re.compile(r".*/models--(?P<owner>.+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]+)/?")
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja")
 _WEIGHTS = ("*.safetensors",)
-_SECONDS = 2.0
-"""Time limit of an answer of the hub, which is waited for twice at most; then the cache is used."""
+HUB_SECONDS = 2.0
+"""Time limit of an answer of the hub, which is waited for twice at most for models, once for data sets; then the cache
+is used."""
 _REFUSED: dict[str, str] = {}
 """Id of a model -> why it could not be loaded; it is asked for once in a process."""
 
@@ -32,7 +33,7 @@ def model_folder(path: str, *, weights: bool) -> str:
             return _cached(path, weights)
         except Exception as error:  # noqa: BLE001 - the library raises its own errors and those of httpx
             if "Timeout" in type(error).__name__:
-                error = TimeoutError(f"no answer within {_SECONDS:g} s")
+                error = TimeoutError(f"no answer within {HUB_SECONDS:g} s")
             _REFUSED[path] = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix("Got: ")
     name, _, revision = path.partition("@")
     download = f"hf download {name}{f' --revision {revision}' if revision else ''} --local-dir FOLDER"
@@ -66,7 +67,7 @@ def _cached(path: str, weights: bool) -> str:
     patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
     fetch = partial(snapshot_download, found["name"], allow_patterns=patterns, ignore_patterns=["*/*"])
     try:
-        commit = HfApi().model_info(found["name"], revision=found["revision"], timeout=_SECONDS).sha
+        commit = HfApi().model_info(found["name"], revision=found["revision"], timeout=HUB_SECONDS).sha
         folder: str = fetch(revision=commit)
     except Exception as error:  # noqa: BLE001 - the library raises its own errors and those of httpx
         try:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, AnyStr, Protocol, cast
 
+from model_specs.hub import HUB_SECONDS
 from model_specs.untrusted import UntrustedFileError, is_inside, open_regular, parse_json, read_json_object
 from rollout.data.source import SPLIT_NAMES, DatasetError, DataSource
 
@@ -243,8 +244,6 @@ _READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[Record]]] = {
 """The formats by suffix."""
 
 
-_HUB_SECONDS = 4.0
-"""Time limit of the first answer of the hub; then the cache is used."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PARTS = re.compile(r"[-_.\d]|of")
 """What stands beside the name of a split in file names: train-00000-of-00002.parquet."""
@@ -423,12 +422,12 @@ def _cache_alone_if_unreachable(name: str) -> Iterator[Exception | None]:
 
     reason: Exception | None = None
     try:
-        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+        HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except HfHubHTTPError:  # it answers: the library finds out what is wrong
         pass
     except Exception as error:  # noqa: BLE001 - errors of the network are those of httpx
         is_late = "Timeout" in type(error).__name__
-        reason = TimeoutError(f"no answer within {_HUB_SECONDS:g} s") if is_late else error
+        reason = TimeoutError(f"no answer within {HUB_SECONDS:g} s") if is_late else error
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if reason is not None:
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
