@@ -412,6 +412,7 @@ class ExternalConfigs(Section):
 APART = ("explore", "train")
 """Modes of jobs that share a store."""
 _APART = equals("mode", *APART)
+_SEES_WEIGHTS = equals("mode", *APART, "serve")
 _SERVES = equals("mode", "serve")
 _AUXILIARY = given("auxiliary.path")
 
@@ -543,13 +544,13 @@ class SynchronizerConfig(Section):
         "folder: the train job writes published weights to `folder`. nccl: it broadcasts them (gloo on the CPU) to the "
         "generators of the jobs that are up, and writes the folder for others: the first and the last version, those "
         "of recover checkpoints, and all of them while a job follows the folder. Of jobs of one host",
-        needs=equals("mode", *APART, "serve"),
+        needs=_SEES_WEIGHTS,
     )
     folder: OutputPath = key(
         "",
         "Folder that every job sees, with the published weights and LATEST. Default: the folder `weights` beside "
         "experience.path",
-        needs=_APART,
+        needs=_SEES_WEIGHTS,
     )
     interval: int = key(
         1,

@@ -45,6 +45,7 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
         ("actor.sglang.x=1 generator.python=/nope", {"actor.sglang", "generator.python"}, "no servers", None),
         ("push.verify=always", {"push.verify"}, "embedded generators are no servers", None),
         ("push.changes=always", {"push.changes"}, "push.type=local", None),
+        ("synchronizer.folder=/w", {"synchronizer.folder"}, "mode=ray", "mode=serve"),
         (
             "generator.mock_seconds_per_token=1", {"generator.mock_seconds_per_token"}, "own speed",
             "allocation_mode=mock.d1m1p1+d1m1p1",
