@@ -10,6 +10,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _HANDSHAKE_SECONDS = 10.0
+_MOMENT_SECONDS = 0.1
 _CHUNK_BYTES = 1 << 16
 
 Check = Callable[[socket.socket], bool]
@@ -92,10 +94,13 @@ class Door:
         self._listener.close()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while self._listener.fileno() >= 0:
+            try:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._look_at, args=(connection,), name="door", daemon=True).start()
+            except OSError:  # closed, or this process has too many open files for the moment
+                time.sleep(_MOMENT_SECONDS)
+                continue
+            threading.Thread(target=self._look_at, args=(connection,), name="door", daemon=True).start()
 
     def _look_at(self, connection: socket.socket) -> None:
         try:

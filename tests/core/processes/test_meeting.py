@@ -1,6 +1,7 @@
 """Stores of process groups: on the loopback address, or behind a gate that lets in nobody without the key."""
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from core.processes.meeting import LOOPBACK, Gate, Meeting, MeetingPoint, _introduce, from_hosts, join_store, listen
+from core.processes.meeting import (
+    LOOPBACK,
+    Door,
+    Gate,
+    Meeting,
+    MeetingPoint,
+    _introduce,
+    from_hosts,
+    join_store,
+    listen,
+)
 
 ELSEWHERE = "127.0.0.2"
 """Another address of this machine, which a listener on 127.0.0.1 does not have."""
@@ -156,6 +167,28 @@ def test_a_port_that_is_in_use_is_named_with_its_key() -> None:
         pytest.raises(OSError, match=r"launch.master_port=\d+: Address already"),
     ):
         Meeting(LOOPBACK, taken.getsockname()[1])
+
+
+def test_a_door_opens_again_after_more_connections_than_files_that_may_be_open() -> None:
+    came = threading.Semaphore(0)
+    door = Door(LOOPBACK, 0, check=lambda connection: True, admitted=lambda connection: came.release())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(door), socket.socket() as first, socket.socket() as second:
+        files = [os.dup(first.fileno())]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] + 10, hard))
+            with suppress(OSError):  # no file is left
+                while True:
+                    files.append(os.dup(files[0]))
+            for client in (first, second):
+                client.connect((LOOPBACK, door.port))
+            at_once = came.acquire(timeout=0.2)  # accept() may have had a file before
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in files:
+                os.close(file)
+        for _ in range(1 if at_once else 2):
+            assert came.acquire(timeout=20)
 
 
 def test_the_key_is_not_shown() -> None:
