@@ -323,10 +323,10 @@ def train(config: PPOMATHConfig, context: RunContext) -> None:
         cluster.reserve(ranks)
         rollout = RolloutClient(cluster, BatchActor, config)
         trainer = start_trainer(config, allocation, cluster)
-        versions = VersionFolder(config.weights_folder)
-        group = _group(config, allocation, cluster, trainer.actor.group, rollout, versions)
         trainer.groups.wait_started()
         facts, schedule = wait_facts(config, rollout)
+        versions = VersionFolder(config.weights_folder)  # after the store has refused a second train job
+        group = _group(config, allocation, cluster, trainer.actor.group, rollout, versions)
         context = context.fitted_to(schedule)
         _load(config, trainer, context, schedule)
         weights = Publisher(

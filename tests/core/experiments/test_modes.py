@@ -250,7 +250,13 @@ def test_jobs_in_one_group_are_killed_and_join_again_and_every_prompt_is_trained
         "allocation_mode": "embedded.d2m1p1+d1m1p1",
         "n_gpus_per_node": 3,
     }
-    train, explore = start("train", "train", **changes), start("explore", "explore", **changes)
+    train, announcement = start("train", "train", **changes), tmp_path / "shared" / "weights" / "TRAINER"
+    train.wait_for("Published version 0")
+    announced = announcement.read_text()
+    second = start("train", "second", **changes)
+    assert second.finish() != 0 and "cannot lease" in second.output(), second.output()[-4000:]
+    assert announcement.read_text() == announced
+    explore = start("explore", "explore", **changes)
     train.wait_for("step 1/")
     explore.remember_family()
     generator = next(p for p in explore._family.values() if "GeneratorActor" in " ".join(p.cmdline()))
