@@ -134,8 +134,8 @@ class VersionFolder:
         return found is not None and (newest is None or found["newer_than"] >= newest)
 
     def announce(self, meeting: Meeting) -> None:
-        """Let replicas know where the publisher listens. Only this user can read it."""
-        _replace(self.path / _TRAINER, meeting, mode=0o600)
+        """Let replicas know where the publisher listens. Only this user can read a key."""
+        _replace(self.path / _TRAINER, meeting, mode=0o600 if meeting["key"] else 0o666)
 
     def meeting(self) -> Meeting | None:
         """Return where the last publisher listens, or has listened. Raises PermissionError for another user."""

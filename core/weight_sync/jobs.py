@@ -5,13 +5,17 @@ pushes the versions that are due to the servers of all connected jobs, as to ser
 stands for them there, and `TrainerLink` is the other end, in the explore job.
 
     explore -> train   {"name", "held", "waits"}: on connecting, and when a server that has failed waits for weights
-    train -> explore   (call, arguments), answered by (whether it succeeded, result or reason)
+    train -> explore   [call, arguments] in JSON, answered by (whether it succeeded, result or reason)
+
+A train job unpickles what comes from holders of its key. An explore job unpickles nothing: the folder of the weights
+may be foreign, and its announcement names the address and the key.
 
 Invariant: a job gets newer versions than the one that it samples with, and no others. Where a process was killed, its
 connection ends, which the other side notices at once; where a host has vanished, it waits for 2 x push.timeout_seconds
 + 60 s at most. The folder remains the way for jobs that are not connected.
 """
 
+import json
 import logging
 import secrets
 import socket
@@ -19,8 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,6 +38,8 @@ from rollout.inference.backend import WeightEndpoint
 logger = logging.getLogger(__name__)
 
 _MOMENT_SECONDS = 0.2
+_MESSAGE_BYTES = 1 << 16
+"""Most bytes of a call."""
 _RETRY_SECONDS = 10.0
 """Between two attempts to connect to a train job that does not answer."""
 _OTHERS = "servers of other jobs share neither an object store nor devices with the trainer"
@@ -62,7 +67,7 @@ class _Job:
 
     def call(self, name: str, *arguments: object, limit: Deadline) -> Any:
         """Return the result of a call. Raises LaunchError where it fails in the job, and as _GONE."""
-        self.connection.send((name, arguments))
+        self.connection.send_bytes(json.dumps([name, arguments]).encode())
         while self.connection.poll(limit.left()):
             message = self.connection.recv()
             if isinstance(message, dict):
@@ -70,7 +75,7 @@ class _Job:
                 continue
             succeeded, result = message
             if not succeeded:
-                raise LaunchError(f"{self.name}: {result}")
+                raise LaunchError(result)
             return result
         raise TimeoutError(f"no answer to {name} within {limit.seconds:g} s")
 
@@ -127,6 +132,7 @@ class JobServers:
                     is_new = not job.name
                     job.hear(job.connection.recv())
                     if is_new:
+                        self.ended.discard(job.name)  # it has connected again
                         logger.info("%s has joined the group of the weights, with version %s.", job.name, job.held)
             except _GONE as error:
                 self._lose(job, error)
@@ -139,11 +145,12 @@ class JobServers:
         if job in self._chosen:
             self._chosen.remove(job)
             self._changed = True
+        name = job.name or "an explore job"
         if has_ended := isinstance(why, EOFError | ConnectionError):
-            self.ended.add(job.name)
-        self._why[job.name] = "it has ended" if has_ended else str(why)
+            self.ended.add(name)
+        self._why[name] = "it has ended" if has_ended else str(why)
         job.connection.close()
-        logger.warning("%s has left the group of the weights: %s", job.name, self._why[job.name])
+        logger.warning("%s has left the group of the weights: %s", name, self._why[name])
 
     def lose_all(self, why: Exception) -> None:
         """Forget the jobs of the push."""
@@ -163,7 +170,7 @@ class JobServers:
                 self._lose(job, error)
                 failure = LaunchError(f"{name}: {self.failures()}")
             except LaunchError as error:
-                failure = error
+                failure = LaunchError(f"{job.name}: {error}")
         if failure is not None:
             raise failure
         return results
@@ -303,7 +310,7 @@ class TrainerLink:
             self._tell(held)
             version = None
             while self._connection.poll(self._push_seconds if is_pushed_to else wait_seconds):
-                call, arguments = self._connection.recv()
+                call, arguments = json.loads(self._connection.recv_bytes(_MESSAGE_BYTES))
                 is_pushed_to |= call == "pause"
                 try:
                     answer = True, self._calls[call](*arguments)
@@ -370,12 +377,12 @@ class TrainerLink:
         if self._connecting is None:
             point = MeetingPoint(host=meeting["host"], port=meeting["port"], key=bytes.fromhex(meeting["key"]))
             self._connecting = in_background(knock, point)
-        try:
-            self._connection, self._told = self._connecting.result(timeout=_MOMENT_SECONDS), None
-            logger.info("Joined the group of the weights of the train job at %s.", _address(meeting))
-        except FutureTimeout:
+        if not wait([self._connecting], timeout=_MOMENT_SECONDS).done:
             return
-        except OSError as error:
+        try:
+            self._connection, self._told = self._connecting.result(), None
+            logger.info("Joined the group of the weights of the train job at %s.", _address(meeting))
+        except OSError as error:  # also a TimeoutError of the handshake
             if not self._next_attempt:
                 logger.warning(
                     "The train job at %s does not answer (%s): its weights come through %s until it does.",

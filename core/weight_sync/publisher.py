@@ -46,6 +46,8 @@ class Publisher:
         self._interval, self._last_step, self._on_request = interval, last_step, on_request
         self._version = self._sent = -1
         """Those of the trainer's weights, and of the last push to the group."""
+        self._failure = ""
+        """Of the last push that failed."""
 
     def push(self, version: int) -> PushReport:
         """Publish a version that is due. One that a killed attempt has published already stays as it is: replicas may
@@ -71,7 +73,8 @@ class Publisher:
             return True
         if self._on_request:
             return newest is None or self._versions.wanted(newest)
-        return version % self._interval == 0
+        due = version - version % self._interval  # after a recovery the newest may be older
+        return newest is None or newest < due
 
     def _publish(self, version: int, *, behind: int) -> PushReport | None:
         """Give the trainer's weights to the jobs that have none as new as `behind`."""
@@ -92,7 +95,10 @@ class Publisher:
             return group.push.push(version)
         except LaunchError as error:
             group.jobs.lose_all(error)
-            logger.warning("The push of version %d failed: %s", version, error)
+            failure = f"The push of version {version} failed: {error}"
+            if failure != self._failure:  # a job whose servers start again is asked every second
+                logger.warning("%s", failure)
+            self._failure = failure
             return None
 
     def _is_read(self, group: Group, behind: int) -> bool:

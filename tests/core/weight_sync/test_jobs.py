@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.errors import LaunchError, PushFailure
-from core.processes.meeting import LOOPBACK
+from core.processes import meeting
+from core.processes.meeting import LOOPBACK, open_door
+from core.weight_sync import jobs
 from core.weight_sync.folder import FOLDER_ALONE, VersionFolder
 from core.weight_sync.jobs import JobServers, TrainerLink
 from core.weight_sync.publisher import Group, Publisher
@@ -289,6 +291,93 @@ def test_between_two_versions_that_are_due_a_job_that_is_behind_gets_the_weights
     assert {version for _, version, _ in seen} <= {0, 3} and train.written == [0]
 
 
+def test_a_recovered_train_job_gives_weights_between_two_versions_that_are_due(tmp_path: Path) -> None:
+    """Version 2 was broadcast and is gone, and the steps after the checkpoint cannot be sampled with version 0."""
+    killed = TrainJob(tmp_path, Ranks(), interval=2)
+    for version in range(4):
+        killed.publish(version)
+    killed.publisher.before_checkpoint()
+    explore = ExploreJob(tmp_path, "a", joins=False)
+    explore.look()
+    assert explore.holds(0)
+    TrainJob(tmp_path, Ranks(), interval=2).publish(3)
+    explore.look()
+    assert explore.holds(3)
+
+
+def test_a_job_that_was_away_and_fails_a_push_gets_the_weights_from_the_folder(tmp_path: Path) -> None:
+    train = TrainJob(tmp_path, Ranks(), patience_seconds=1.0)
+    train.publish(0)
+    explore = ExploreJob(tmp_path, "a")
+    explore.look()
+    explore.link._connection.close()  # type: ignore[union-attr]
+    explore.link._connection = None
+    wait_until(lambda: not explore.look() and not train.publisher.sync_rejoined() and train.jobs.names == {"a"})
+    train.publish(1)  # it does not answer
+    assert train.written == [0, 1]
+
+
+def test_a_job_whose_servers_start_again_is_asked_until_they_are_up_and_logged_once(tmp_path, caplog) -> None:
+    def no_servers() -> None:
+        raise LaunchError("no generator is left; generator-0: killed")
+
+    def explore() -> None:
+        while not has_ended.is_set():
+            job.look()
+
+    train, has_ended = TrainJob(tmp_path, Ranks()), threading.Event()
+    train.publish(0)
+    job = ExploreJob(tmp_path, "a")
+    job.look()
+    job.link._push.endpoints = no_servers  # type: ignore[method-assign, assignment]
+    thread = threading.Thread(target=explore)
+    thread.start()
+    try:
+        train.publish(1)
+        for _ in range(3):
+            train.publisher.sync_rejoined()
+    finally:
+        has_ended.set()
+        thread.join()
+    said = "The push of version 1 failed: no explore job is left: a: no generator is left; generator-0: killed"
+    assert caplog.messages == [said] and train.written == [0] and train.jobs.names == {"a"}
+
+
+def test_a_job_connects_to_a_train_job_that_was_stopped_at_the_first_attempt(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(jobs, "_RETRY_SECONDS", 0.1)
+    with process(train_until_killed, tmp_path, 0, LAST) as train:
+        wait_until(lambda: VersionFolder(tmp_path).latest() is not None)
+        os.kill(train.pid, signal.SIGSTOP)
+        explore = ExploreJob(tmp_path, "a")
+        wait_until(lambda: not explore.look() and "does not answer (timed out)" in caplog.text)
+        os.kill(train.pid, signal.SIGCONT)
+        wait_until(lambda: not explore.look() and explore.servers.version == 1)
+    assert explore.holds(1)
+
+
+class Attack:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def test_a_folder_of_somebody_else_runs_no_code_in_an_explore_job(tmp_path: Path) -> None:
+    """Its announcement names a program of the attacker, which has the key."""
+    point = open_door(LOOPBACK, bytes(32), lambda connection: connection.send(Attack(tmp_path / "executed")))
+    VersionFolder(tmp_path / "weights").announce(
+        {"id": "1", "node": socket.gethostname(), "host": LOOPBACK, "port": point.port, "key": "00" * 32}
+    )
+    explore = ExploreJob(tmp_path / "weights", "a")
+    with pytest.raises(ValueError, match="decode|Expecting"):
+        wait_until(lambda: bool(explore.look()))
+    assert not (tmp_path / "executed").exists()
+
+
 def test_jobs_with_different_settings_say_so_and_use_the_folder(tmp_path: Path, caplog) -> None:
     """A train job of one method, explore jobs of the other; and one that nobody reaches."""
     caplog.set_level(logging.WARNING)
@@ -311,6 +400,8 @@ def test_jobs_with_different_settings_say_so_and_use_the_folder(tmp_path: Path, 
         assert explore.holds(version)
     (said,) = caplog.messages
     assert said.startswith("synchronizer.method=nccl, and folder in the train job; write the same in both")
+    modes = [(tmp_path / folder / "TRAINER").stat().st_mode & 0o077 for folder in ("group", "alone")]
+    assert modes[0] == 0 and modes[1], "others read where there is no key"
     caplog.clear()
     with socket.socket() as nobody:
         nobody.bind((LOOPBACK, 0))
