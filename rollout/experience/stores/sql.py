@@ -249,8 +249,8 @@ class SQLExperience(ABC):
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
     def journal(self, id: str, event: Event) -> None:
-        """In an event loop, tokens that are sampled are written after 0.2 s, together, or with the next result of a
-        tool: a process that is killed before that samples them again. An episode that ends first needs no write."""
+        """Record an event. In an event loop, sampled tokens are written after 0.2 s, together, or with the next result of
+        a tool: a process that is killed before that samples them again. An episode that ends first needs no write."""
         if isinstance(event.value, Completion) and (loop := _running_loop()) is not None:
             self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
             self._held[id, event.key] = event
