@@ -90,7 +90,7 @@ class PostgresExperience(SQLExperience):
 
     def close(self) -> None:
         """See SQLExperience."""
-        self._write_in_time()
+        self._write_rest()
         self._db.close()
 
 

@@ -13,6 +13,7 @@ acknowledged are ready again for the next trainer. sqlite.py and postgres.py con
 
 import asyncio
 import json
+import math
 import os
 import uuid
 from abc import ABC, abstractmethod
@@ -86,7 +87,7 @@ _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 _KEPT = "fate = 'trained' AND value IS NOT NULL"
 _OF_REPLAYS = "(SELECT {} FROM replays WHERE replays.id = episodes.id)"
 _USED = f"tags, fate, version, step, {_OF_REPLAYS.format('count(*)')}, {_OF_REPLAYS.format('max(step)')}"
-_HELD_SECONDS = 0.2
+_HELD_SECONDS = 1.0
 """In which a finished episode takes its sampled answers along, before they are written to its journal."""
 _LOOK_EVERY_SECONDS = 0.02
 """For what another process has put, while a lease waits."""
@@ -124,7 +125,7 @@ class SQLExperience(ABC):
         self._is_lessee = False
         self._settled = False  # what the trainer before this one has leased
         self._explorer = ""  # before the first open() or adopt()
-        self._held: dict[tuple[str, str], Event] = {}  # of a journal, by episode and key
+        self._held: dict[tuple[str, str], tuple[Event, float]] = {}  # events by episode and key, and since when
         self._timer: asyncio.TimerHandle | None = None
         with self._transaction():
             self._check_layout()
@@ -249,11 +250,12 @@ class SQLExperience(ABC):
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
     def journal(self, id: str, event: Event) -> None:
-        """Record an event. In an event loop, sampled tokens are written after 0.2 s, together, or with the next result of
-        a tool: a process that is killed before that samples them again. An episode that ends first needs no write."""
+        """Record an event. In an event loop, sampled tokens are written after a second or two, together, or with the
+        next result of a tool: a process that is killed before that samples them again. An episode that ends first
+        needs no write."""
         if isinstance(event.value, Completion) and (loop := _running_loop()) is not None:
+            self._held[id, event.key] = event, loop.time()
             self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
-            self._held[id, event.key] = event
             return
         self._write_held()
         self._write_event(id, event)
@@ -261,20 +263,28 @@ class SQLExperience(ABC):
     def _write_event(self, id: str, event: Event) -> None:
         self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
 
-    def _write_held(self) -> None:
-        if self._held:
+    def _write_held(self, until: float = math.inf) -> None:
+        """Write what is held since `until`, in seconds of the event loop."""
+        due = [(place, event) for place, (event, since) in self._held.items() if since <= until]
+        if due:
             with self._transaction():
-                for (id, _), event in self._held.items():
+                for (id, _), event in due:
                     self._write_event(id, event)
-            self._held.clear()
+            for place, _ in due:
+                del self._held[place]
 
     def _write_in_time(self) -> None:
-        self._timer = None
+        loop = asyncio.get_running_loop()
         with suppress(StoreError):  # what needs the database next raises it
+            self._write_held(loop.time() - _HELD_SECONDS)
+        self._timer = loop.call_later(_HELD_SECONDS, self._write_in_time) if self._held else None
+
+    def _write_rest(self) -> None:
+        with suppress(StoreError):
             self._write_held()
 
     def _forget(self, id: str) -> None:
-        self._held = {place: event for place, event in self._held.items() if place[0] != id}
+        self._held = {place: held for place, held in self._held.items() if place[0] != id}
 
     def _is_in_flight(self, id: str) -> bool:
         return self._execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
@@ -282,7 +292,7 @@ class SQLExperience(ABC):
     def events(self, id: str) -> list[Event]:
         rows = self._execute("SELECT event FROM journals WHERE id = ?", (id,))
         written = [event_from_plain(loads(data)) for (data,) in rows]
-        held = [event for (of, _), event in self._held.items() if of == id]
+        held = [event for (of, _), (event, _) in self._held.items() if of == id]
         by_key = {event.key: event for event in written + held}
         return [by_key[key] for key in sorted(by_key)]
 

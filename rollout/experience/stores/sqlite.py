@@ -83,7 +83,7 @@ class SQLiteExperience(SQLExperience):
 
     def close(self) -> None:
         """See SQLExperience."""
-        self._write_in_time()
+        self._write_rest()
         self._db.close()
         for lock in self._locks.values():
             lock.close()

@@ -44,6 +44,7 @@ from rollout.experience import (
 )
 from rollout.experience.lessee import mask_over_age
 from rollout.experience.serial import SchemaError, dumps, episode_from_plain, episode_to_plain, loads
+from rollout.experience.stores import sql
 from rollout.experience.stores.files import FileExperience
 from rollout.experience.stores.postgres import PostgresExperience
 from rollout.trajectories import turns
@@ -462,13 +463,16 @@ def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Store
     assert store.events("q1") == []
 
 
-async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them(stores: Stores) -> None:
+async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not stores.are_durable:
         pytest.skip("a store in memory writes nothing")
     sampled = Completion(
         token_ids=np.arange(3, dtype=np.int32), logprobs=np.full(3, -1.5, np.float32), versions=np.zeros(3, np.int32),
         finish_reason="stop",
     )  # fmt: skip
+    monkeypatch.setattr(sql, "_HELD_SECONDS", 0.1)
     store = stores.new()
     other = type(store)(path_of(store))  # of another process
     for number in range(3):
@@ -483,7 +487,7 @@ async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them
     assert (keys(other, 0), keys(other, 1)) == (["b"], ["tool"])
     store.journal("q0", Event(key="a", asked="", value=sampled))
     assert keys(store, 0) == ["a", "b"]
-    await asyncio.sleep(0.3)  # longer than they are held by the same loop
+    await asyncio.sleep(0.3)  # its timers run first: they are held for twice 0.1 s at most
     assert keys(other, 0) == ["a", "b"]
     store.journal("q0", Event(key="c", asked="", value=sampled))
     store.state_dict()
