@@ -108,6 +108,16 @@ class JournaledSampler:
         self._record(key, asked, result)
         return result
 
+    def known_state(self, name: str, asked: str) -> tuple[str, object]:
+        """Return the key for record_state(), and what an earlier attempt recorded there last, or None."""
+        key = self._key(f"state {name}")
+        known = self._take_known(key, asked)
+        return key, None if known is None else known.value
+
+    def record_state(self, key: str, asked: str, value: object) -> None:
+        """Record plain values in place of those before of this key."""
+        self._record(key, asked, value)
+
     def record_partial(self, partial: Mapping[str, Completion]) -> None:
         """Record the tokens so far that the generators report for requests in flight, by request id."""
         for request_id, (key, asked) in self._running.items():
@@ -156,6 +166,11 @@ async def recorded(name: str, call: Callable[[], Awaitable[T]], *, asked: object
     A call that a kill interrupts, or whose result no recover checkpoint has, is made again, with the same call_id()."""
     journal = _current.get()
     return await call() if journal is None else await journal.once(name, repr(asked), call)
+
+
+def current_journal() -> JournaledSampler | None:
+    """Return the journal of the episode that this is called in; an evaluation has none."""
+    return _current.get()
 
 
 def call_id() -> str:

@@ -1,12 +1,14 @@
 """Environments in worker processes, with a time limit for each call.
 
 Invariant: a call ends with a result or an error within its limit, whatever the environment does. A worker that hangs or
-ends is replaced; the environment that was called is named, and the others that the worker held are lost with it.
+ends is replaced; the environment that was called is named, and the others that the worker held are lost with it, or
+restored from their snapshots.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
 import pickle
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Mapping
 
 from rollout.environments.worker import LENGTH, Result
+from rollout.journal import current_journal
 from rollout.plugins import python_path
 from rollout.processes import end_group
 
@@ -30,17 +33,22 @@ class EnvironmentPool:
     def __init__(self, spec: str, *, num_workers: int, setup_seconds: float, step_seconds: float) -> None:
         """`spec`: see make_environment(). `setup_seconds`: for reset(), which may import libraries."""
         self._spec, self._num_workers = spec, num_workers
-        self.seconds = {"reset": setup_seconds, "step": step_seconds, "close": step_seconds}
+        self.seconds = {
+            "reset": setup_seconds, "restore": setup_seconds, "step": step_seconds, "close": step_seconds,
+        }  # fmt: skip
         self._workers: list[_Worker] = []
         self._numbers = itertools.count()
 
-    def open(self) -> RemoteEnvironment:
-        """Return an environment in the worker that holds the fewest."""
+    def open(self, name: str = "") -> RemoteEnvironment:
+        """Return an environment. `name`: within the episode; environments of one name are counted."""
+        return RemoteEnvironment(self, next(self._numbers), name)
+
+    def worker(self) -> _Worker:
+        """Return the worker that holds the fewest environments."""
         self._workers = [worker for worker in self._workers if not worker.is_lost]
         if len(self._workers) < self._num_workers:
             self._workers.append(_Worker(self._spec))
-        worker = min(self._workers, key=lambda worker: worker.num_held)
-        return RemoteEnvironment(worker, next(self._numbers), self.seconds)
+        return min(self._workers, key=lambda worker: worker.num_held)
 
     def close(self) -> None:
         """End all workers."""
@@ -49,33 +57,88 @@ class EnvironmentPool:
 
 
 class RemoteEnvironment:
-    """An environment in a worker. Use as `async with`."""
+    """An environment in a worker. Use as `async with`.
 
-    def __init__(self, worker: _Worker, number: int, seconds: Mapping[str, float]) -> None:
-        self._worker, self._number, self._seconds = worker, number, seconds
-        worker.num_held += 1
+    One with snapshots records its results and its newest snapshot in the journal of the episode. Run again, it answers
+    from there, and is restored where something new is asked."""
+
+    def __init__(self, pool: EnvironmentPool, number: int, name: str) -> None:
+        self._pool, self._number, self._name, self._seconds = pool, number, name, pool.seconds
+        self._worker = pool.worker()
+        self._worker.num_held += 1
+        self._is_live = False
+        self._num_taken = 0  # of the recorded steps
+        self._first = ""
+        self._steps: list[tuple[str, str, float, bool]] = []  # action, observation, reward, over
+        self._state: bytes | None = None
 
     async def reset(self, row: Mapping[str, object], seed: int) -> str:
         """See Environment.reset(). Raises EnvironmentFailure."""
-        return str(await self._call("reset", dict(row), seed))
+        self._start = dict(row), seed
+        self._asked = hashlib.blake2b(repr(self._start).encode(), digest_size=16).hexdigest()
+        self._journal = current_journal()
+        known: object = None
+        if self._journal is not None:
+            self._key, known = self._journal.known_state(f"environment {self._name}", self._asked)
+        if known is None:
+            await self._begin()
+        else:
+            assert isinstance(known, tuple), "recorded under the key of an environment"
+            self._first, self._steps, self._state = known[0], list(known[1]), known[2]
+        return self._first
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """See Environment.step(). Raises EnvironmentFailure."""
-        result = await self._call("step", action)
-        assert isinstance(result, tuple), "the worker returns what step() does"
-        return result
+        if self._num_taken < len(self._steps):
+            known, observation, reward, done = self._steps[self._num_taken]
+            if known == action:
+                self._num_taken += 1
+                return observation, reward, done
+            again = [step[0] for step in self._steps[: self._num_taken]]
+            await self._begin()
+            for earlier in again:
+                await self._step(earlier)
+        elif self._state is not None and (not self._is_live or self._worker.is_lost):
+            self._move()
+            self._is_live = True
+            await self._call("restore", self._state)
+        return await self._step(action)
+
+    async def _begin(self) -> None:
+        self._is_live, self._steps, self._num_taken = True, [], 0
+        self._first, _, _, self._state = await self._call("reset", *self._start)
+        self._record()
+
+    async def _step(self, action: str) -> tuple[str, float, bool]:
+        observation, reward, done, self._state = await self._call("step", action)
+        self._steps.append((action, observation, reward, done))
+        self._num_taken += 1
+        self._record()
+        return observation, reward, done
+
+    def _record(self) -> None:
+        if self._journal is not None and self._state is not None:
+            self._journal.record_state(self._key, self._asked, (self._first, [*self._steps], self._state))
+
+    def _move(self) -> None:
+        """Leave a worker that is lost."""
+        if self._worker.is_lost:
+            self._worker.num_held -= 1
+            self._worker = self._pool.worker()
+            self._worker.num_held += 1
 
     async def __aenter__(self) -> RemoteEnvironment:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._worker.num_held -= 1
-        if not self._worker.is_lost:
+        if self._is_live and not self._worker.is_lost:
             self._worker.begin(self._number, "close", (), seconds=self._seconds["close"])  # it is over in any case
 
-    async def _call(self, method: str, *arguments: object) -> Result:
+    async def _call(self, method: str, *arguments: object) -> tuple[str, float, bool, bytes | None]:
         # A caller that is cancelled leaves the call to its end: others have environments in this worker, too.
-        return await asyncio.shield(self._worker.begin(self._number, method, arguments, seconds=self._seconds[method]))
+        call = self._worker.begin(self._number, method, arguments, seconds=self._seconds[method])
+        return await asyncio.shield(call) or ("", 0.0, False, None)
 
 
 class _Worker:

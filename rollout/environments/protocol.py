@@ -8,7 +8,11 @@ from rollout.plugins import PluginError, find_plugin
 
 class Environment(Protocol):
     """One episode of a game or task. Plain code, not async: it runs in a worker process. Equal seeds and actions lead
-    to equal observations, so that an episode can be run again after a restart."""
+    to equal observations, so that an episode can be run again after a restart.
+
+    With two more methods its earlier steps are not made again then: `snapshot()` returns bytes or plain values
+    (numbers, text, lists, dicts, numpy arrays), and `restore(state)` takes them in place of reset(), in another
+    process."""
 
     def reset(self, row: Mapping[str, object], seed: int) -> str:
         """Begin, and return what the policy reads first. `row`: columns of the data set, `prompt`, `solutions`."""
@@ -116,5 +120,8 @@ def make_environment(spec: str) -> Environment:
 
 def check_methods(spec: str, environment: object) -> None:
     """Raise PluginError where an environment, or a class of environments, lacks a method."""
+    pair = [method for method in ("snapshot", "restore") if callable(getattr(environment, method, None))]
+    if len(pair) == 1:
+        raise PluginError(f"environment {spec}: has {pair[0]}() alone; write both snapshot() and restore(), or neither")
     if lacking := [method for method in ("reset", "step", "close") if not callable(getattr(environment, method, None))]:
         raise PluginError(f"environment {spec}: has no method {', '.join(lacking)}")

@@ -75,7 +75,7 @@ class EnvironmentWorkflow:
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int) -> Trajectory:
         row = {**row_of(prompt), "solutions": prompt.solutions}
-        async with self._pool.open() as environment:
+        async with self._pool.open(f"sample {number}") as environment:
             observation = await environment.reset(row, sample_seed(self._seed, prompt.epoch, prompt.index, 0))
             sample = Conversation(
                 prompt, number=number, start=self._opening(prompt, observation),

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -47,6 +48,35 @@ class Guess:
         return ("low" if guess < self.number else "high"), float(guess == self.number), guess == self.number
     def close(self):
         pass
+
+class Counted:
+    "Adds what is written; each step leaves a line in a file."
+    def reset(self, row, seed):
+        self.total = seed / 3
+        return f"Begin at {self.total}."
+    def step(self, action):
+        if action == "exit":
+            os._exit(3)
+        with open(os.environ["STEPS"], "a") as file:
+            file.write(action + chr(10))
+        self.total = (self.total + int(action)) / 7
+        return f"{self.total}", self.total, False
+    def close(self):
+        pass
+
+class Kept(Counted):
+    def snapshot(self):
+        return {"total": self.total}
+    def restore(self, state):
+        self.total = state["total"]
+
+class Large(Kept):
+    def snapshot(self):
+        return bytes(2**20)
+
+class Half(Counted):
+    def snapshot(self):
+        return b""
 
 class NoStep:
     def reset(self, row, seed):
@@ -152,6 +182,89 @@ async def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_dist
         games.close()
 
 
+RUN = """
+import asyncio, os, pickle, signal, sys
+from rollout.environments.pool import EnvironmentPool
+from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
+from rollout.journal import JournaledSampler
+
+async def main(spec, saved, actions, kill):
+    store, tags = MemoryExperience(), Tags(id="e", group_id="e", task="t", row="q", epoch=0, version=0)
+    if os.path.exists(saved):
+        store.load_state_dict(pickle.load(open(saved, "rb")))
+    else:
+        store.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
+    JournaledSampler(None, store, "e").enter()
+    games = EnvironmentPool(spec, num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+    async with games.open("sample 0") as game:
+        seen = [await game.reset({"prompt": "7"}, 1)]
+        for action in actions:
+            seen.append(await game.step(action))
+        if kill:
+            pickle.dump(store.state_dict(), open(saved, "wb"))
+            os.kill(os.getpid(), signal.SIGKILL)
+    games.close()
+    print(repr(seen))
+
+asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3].split(), "kill" in sys.argv))
+"""
+
+
+def run_killed(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *lives: str) -> tuple[str, str]:
+    """Take these actions in one process after the other, all but the last killed; return what the last saw, and the
+    steps that were made."""
+    folder.mkdir()
+    monkeypatch.setenv("STEPS", str(folder / "steps"))
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{folder.parent}")
+    for life in lives:
+        kill = [] if life is lives[-1] else ["kill"]
+        command = [sys.executable, "-c", RUN, spec, str(folder / "saved"), life, *kill]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert done.returncode == (-9 if kill else 0), done.stderr
+    return done.stdout, (folder / "steps").read_text().replace("\n", "")
+
+
+def test_after_a_kill_the_steps_before_a_snapshot_are_not_made_again_and_results_are_equal(
+    tmp_path, monkeypatch
+) -> None:
+    undisturbed, _ = run_killed("own_games:Counted", tmp_path / "whole", monkeypatch, "1 2 3 4")
+    for spec, steps in (("Kept", "1234"), ("Counted", "121234")):
+        found = run_killed(f"own_games:{spec}", tmp_path / spec, monkeypatch, "1 2", "1 2 3 4")
+        assert found == (undisturbed, steps)
+    _, steps = run_killed("own_games:Kept", tmp_path / "other", monkeypatch, "1 2", "1 5")
+    assert steps == "1215", "another action than before: run again from the seed"
+
+
+async def test_an_environment_with_snapshots_survives_the_loss_of_its_worker(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    games = EnvironmentPool("own_games:Kept", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+    try:
+        async with games.open() as game, games.open() as neighbour:
+            await game.reset({}, 1)
+            await neighbour.reset({}, 1)
+            await game.step("1")
+            with pytest.raises(EnvironmentFailure, match="exit code 3"):
+                await neighbour.step("exit")
+            total = ((1 / 3 + 1) / 7 + 2) / 7
+            assert await game.step("2") == (str(total), total, False)
+    finally:
+        games.close()
+    assert (tmp_path / "steps").read_text().split() == ["1", "2"]
+
+
+async def test_a_snapshot_that_is_too_large_is_named() -> None:
+    games = EnvironmentPool("own_games:Large", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+    try:
+        async with games.open() as game:
+            with pytest.raises(
+                EnvironmentFailure, match=r"reset\(\) failed: ValueError: snapshot\(\) has \d+ bytes, at"
+            ):
+                await game.reset({}, 1)
+    finally:
+        games.close()
+
+
 def play(context_tokens: int = 4096) -> Any:
     """Run one episode with these guesses, and return its trajectory."""
     guesses = iter(["3<|im_end|>", "<think>\nhigher\n</think>\n\n9<|im_end|>", "7<|im_end|>"] * 2)
@@ -204,6 +317,8 @@ def test_what_is_no_environment_is_refused() -> None:
     for make in (make_environment, lambda spec: EnvironmentWorkflow.Config(environment=spec)):
         with pytest.raises((PluginError, ValueError), match="environment own_games:NoStep: has no method step"):
             make("own_games:NoStep")
+        with pytest.raises((PluginError, ValueError), match=r"own_games:Half: has snapshot\(\) alone; write both"):
+            make("own_games:Half")
     with pytest.raises(PluginError, match="there is no module 'no_games'"):
         make_environment("no_games:Guess")
 
