@@ -40,6 +40,9 @@ class Tool:
     limits_itself: bool = False
     """The tool limits the time of its calls by itself: a call may wait for others before it begins."""
 
+    records_itself: bool = False
+    """Calls are in the journal of the episode without recorded()."""
+
     @property
     def schema(self) -> dict[str, object]:
         """The tool in OpenAI's form, as chat templates read it."""

@@ -3,12 +3,16 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 
 from pydantic import field_validator
 
 from config_schema.section import Section, key
 from rollout.data.chat_template import Messages
 from rollout.data.encoder import Encoder
+from rollout.environments.pool import EnvironmentPool, RemoteEnvironment
 from rollout.journal import recorded
 from rollout.rewards.pool import RewardPool
 from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
@@ -21,6 +25,31 @@ from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 _MCP = "mcp:"
 
 
+async def _run_command(shell: RemoteEnvironment, turn: asyncio.Lock, arguments: Mapping[str, object]) -> str:
+    command = arguments.get("command")
+    if not isinstance(command, str):
+        raise ToolError("shell: needs the argument command, a text")
+    async with turn:  # calls of one turn run in their order
+        text, failed, _ = await shell.step(command)
+    if failed:
+        raise ToolError(text)
+    return text
+
+
+async def _no_shell(arguments: Mapping[str, object]) -> str:
+    raise ToolError("shell: each sample has its own")
+
+
+_SHELL = Tool(
+    name="shell",
+    description="Runs a command of the shell and returns what it prints. Files stay until the end.",
+    parameters={"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    call=_no_shell,
+    limits_itself=True,
+    records_itself=True,
+)
+
+
 class ToolsWorkflow:
     """Lets the policy call tools until it answers without a call; the reward function scores that answer."""
 
@@ -28,7 +57,9 @@ class ToolsWorkflow:
         """What workflow.options may contain."""
 
         tools: list[str] = key(
-            ["python"], "python (code in the sandbox), package.module:function, mcp:COMMAND or mcp:URL", min_length=1
+            ["python"],
+            "python (code in the sandbox), shell, package.module:function, mcp:COMMAND or mcp:URL",
+            min_length=1,
         )
         max_turns: int = key(8, "Answers of the policy", ge=1)
         context_tokens: int = key(4096, "Tokens of a conversation", ge=1)
@@ -48,8 +79,10 @@ class ToolsWorkflow:
                     if tools.count(spec) > 1:
                         raise ValueError(f"{spec} is listed twice; leave one out")
                     check_mcp(spec.removeprefix(_MCP))
+                elif spec == "shell" and find_spec("shellsim") is None:
+                    raise ValueError("shell: shellsim is not installed; pip install 'slipstream[sandbox]'")
                 else:
-                    names.append((spec, spec if spec == "python" else function_tool(spec).name))
+                    names.append((spec, spec if spec in ("python", "shell") else function_tool(spec).name))
             check_names(names)
             return tools
 
@@ -81,6 +114,10 @@ class ToolsWorkflow:
                 output_chars=options.result_chars, modules=tuple(options.modules), num_workers=options.num_workers,
             )
         )  # fmt: skip
+        self._shells = EnvironmentPool(
+            "rollout.environments.shell:Shell", num_workers=options.num_workers, setup_seconds=60.0,
+            step_seconds=options.tool_seconds,
+        )  # fmt: skip
         self._servers: dict[str, McpServer] = {}
         self._tools: asyncio.Task[dict[str, Tool]] | None = None
 
@@ -99,6 +136,7 @@ class ToolsWorkflow:
     async def close(self) -> None:
         """End the sandbox and the MCP servers."""
         self._sandbox.close()
+        self._shells.close()
         for server in self._servers.values():
             await server.close()
 
@@ -110,6 +148,8 @@ class ToolsWorkflow:
     async def _tools_of(self, spec: str) -> list[Tool]:
         if spec == "python":
             return [python_tool(self._sandbox)]
+        if spec == "shell":
+            return [_SHELL]
         if not spec.startswith(_MCP):
             return [function_tool(spec)]
         if spec not in self._servers:
@@ -117,6 +157,14 @@ class ToolsWorkflow:
         return await self._servers[spec].tools()
 
     async def _sample(self, prompt: Prompt, generator: Sampler, number: int, tools: Mapping[str, Tool]) -> Trajectory:
+        if tools.get(_SHELL.name) is not _SHELL:
+            return await self._converse(prompt, generator, number, tools)
+        async with self._shells.open(f"shell {number}") as shell:
+            await shell.reset({"memory_mib": self._options.memory_mib}, 0)
+            own = replace(_SHELL, call=partial(_run_command, shell, asyncio.Lock()))
+            return await self._converse(prompt, generator, number, {**tools, _SHELL.name: own})
+
+    async def _converse(self, prompt: Prompt, generator: Sampler, number: int, tools: Mapping[str, Tool]) -> Trajectory:
         schemas = tuple(tool.schema for tool in tools.values())
         sample = Conversation(
             prompt, number=number, start=self._bridge.prompt(self._messages(prompt), schemas),
@@ -178,6 +226,9 @@ class ToolsWorkflow:
             except TimeoutError:
                 return f"Error: {name} took more than {self._options.tool_seconds:g} s.", True
 
-        text, failed = await recorded(f"{name} {place}", make, asked=json.dumps(call.arguments, sort_keys=True))
+        if name in tools and tools[name].records_itself:
+            text, failed = await make()
+        else:
+            text, failed = await recorded(f"{name} {place}", make, asked=json.dumps(call.arguments, sort_keys=True))
         limit = self._options.result_chars
         return (text if len(text) <= limit else f"{text[:limit]}\n[cut]"), failed

@@ -22,6 +22,7 @@ from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from helpers.commands import PATIENCE_SECONDS
 from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
 from rollout.environments.protocol import LIBRARIES, make_environment
+from rollout.environments.shell import Shell
 from rollout.plugins import PluginError
 from rollout.types import Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
@@ -402,3 +403,34 @@ def test_an_environment_of_an_openenv_server_is_played_over_its_address(tmp_path
         message = r"its actions have 2 texts \(message, code\); name one, as in .*#FIELD"
         with pytest.raises(PluginError, match=message):
             make_environment(f"openenv:{url}")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("cat /etc/passwd", "No such file"),
+        ("ls /home /work/wt", "cannot access"),
+        ("cat /proc/1/environ", "No such file"),
+        ("curl http://127.0.0.1:1", "no matching virtual"),
+        ("cat < /dev/tcp/127.0.0.1/22", "exit code"),
+        ("while true; do :; done", "ended (cpu_exhausted)"),
+        ("x=a; while true; do x=$x$x; done", "ended (memory_exhausted)"),
+        ("f() { f | f & }; f; while true; do f; done", "ended ("),
+    ],
+)
+def test_commands_of_a_shell_reach_nothing_of_the_host_and_end(command: str, said: str) -> None:
+    pytest.importorskip("shellsim", reason="shellsim is not installed")
+    shell = make_environment("rollout.environments.shell:Shell")
+    shell.reset({"memory_mib": 64}, 0)
+    shell.step("echo kept > f")
+    assert said in shell.step(command)[0]
+    assert shell.step("cat f")[0] == "kept\n", "what ends a command ends no other"
+
+
+def test_a_restored_shell_has_the_files_and_results_of_before() -> None:
+    pytest.importorskip("shellsim", reason="shellsim is not installed")
+    one, other = Shell(), Shell()
+    one.reset({"memory_mib": 64}, 0)
+    one.step("echo $RANDOM > f; date >> f; sleep 100")
+    other.restore(one.snapshot())
+    assert one.step("cat f; date; echo $RANDOM") == other.step("cat f; date; echo $RANDOM")

@@ -247,3 +247,27 @@ def test_a_template_without_tool_calls_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="has no chat template that writes tool calls"):
         asyncio.run(workflow.run(PROMPT, None))
+
+
+def test_files_of_a_shell_live_as_long_as_the_episode_and_over_a_restart() -> None:
+    pytest.importorskip("shellsim", reason="shellsim is not installed")
+
+    def life(store: MemoryExperience, *answers: str) -> tuple[Trajectory, str]:
+        turns = iter(answers)
+        sampler = Scripted(TOKENIZER, lambda _: f"{next(turns)}<|im_end|>")
+        return converse(journal=JournaledSampler(sampler, store, "train/q/1"), tools=["shell"])
+
+    store, begin = MemoryExperience(), call("shell", command="echo $RANDOM > f; cat f")
+    tags = Tags(id="train/q/1", group_id="train/q/1", task="t", row="q", epoch=0, version=0)
+    assert store.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0)) == "open"
+    with pytest.raises((RuntimeError, StopIteration)):
+        life(store, begin)  # the policy is lost after one call
+    again = MemoryExperience()
+    again.load_state_dict(pickle.loads(pickle.dumps(store.state_dict())))
+    t, read = life(again, call("shell", command="cat f; while true; do :; done"), call("shell", command="cat f"), "x")
+    _, undisturbed = converse(
+        begin, call("shell", command="cat f; while true; do :; done"), call("shell", command="cat f"), "x",
+        tools=["shell"],
+    )  # fmt: skip
+    assert read == undisturbed and "cpu_exhausted" in read
+    assert (t.metrics["num_tool_calls"], t.metrics["num_tool_errors"]) == (3.0, 1.0)
