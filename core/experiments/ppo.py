@@ -355,9 +355,7 @@ def _group(
         versions.announce(FOLDER_ALONE)
         return None
     jobs = JobServers(versions, cluster.address, timeout_seconds=config.push.timeout_seconds)
-    push = make_push(
-        config, allocation, ranks, jobs, rollout, transport=BROADCAST, folder=versions.path
-    )  # fmt: skip
+    push = make_push(config, allocation, ranks, jobs, rollout, transport=BROADCAST, folder=versions.path)
     return Group(jobs=jobs, push=push)
 
 

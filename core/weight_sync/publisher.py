@@ -53,9 +53,7 @@ class Publisher:
         """Publish a version that is due. One that a killed attempt has published already stays as it is: replicas may
         sample with it, and it has the same number of updates."""
         began, self._version = time.perf_counter(), version
-        report = PushReport(
-            seconds=0.0, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=0.0, num_bytes=0
-        )  # fmt: skip
+        report = PushReport(seconds=0.0, longest_pause_seconds=0.0, gather_seconds=0.0, send_seconds=0.0, num_bytes=0)
         newest = self._newest
         if (newest is None or newest < version) and self._is_due(version, newest):
             report = self._publish(version, behind=version) or report
@@ -108,9 +106,7 @@ class Publisher:
             return False
         known = group.jobs.names | group.jobs.ended
         holders = self._versions.holders().items()
-        return latest is None or any(
-            name not in known and (held is None or held < behind) for name, held in holders
-        )  # fmt: skip
+        return latest is None or any(name not in known and (held is None or held < behind) for name, held in holders)
 
     def _write(self, version: int) -> PushReport:
         began = time.perf_counter()
