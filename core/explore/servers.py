@@ -140,7 +140,8 @@ class Questions:
         return {"rollout/num_questions": float(self.num_answered)}
 
     async def _post(self, request: web.Request) -> web.Response:
-        if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), f"Bearer {self._key}".encode()):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             return web.json_response({"error": f"the key is in {self._file}"}, status=401)
         try:
             return web.json_response(await self._answer(parse_json(await request.read())))

@@ -56,9 +56,8 @@ class BroadcastReceiver:
 
     def _handler(self, call: Callable[[dict[str, Any]], None]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
-            if not secrets.compare_digest(
-                request.headers.get("Authorization", ""), headers(self._key)["Authorization"]
-            ):
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not secrets.compare_digest(given, headers(self._key)["Authorization"].encode()):
                 return web.json_response({"success": False, "message": "the key is missing or another"}, status=401)
             try:
                 await asyncio.to_thread(call, cast(dict[str, Any], parse_json(await request.read())))

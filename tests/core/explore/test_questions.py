@@ -50,8 +50,9 @@ def test_a_question_is_sampled_as_an_evaluation_and_counted_and_only_the_key_ope
             answer = await asyncio.to_thread(ask, run, said)
             where = json.loads((tmp_path / QUESTIONS).read_text())
             body = Request(f"http://127.0.0.1:{where['port']}/", json.dumps(said).encode())
-            with pytest.raises(HTTPError, match="401"):
-                await asyncio.to_thread(urlopen, body)
+            for key in ({}, {"Authorization": "Bearer \xff"}):
+                with pytest.raises(HTTPError, match="401"):
+                    await asyncio.to_thread(urlopen, Request(body.full_url, body.data, key))
             two = {"messages": said["messages"] * 2}
             with pytest.raises(ValueError, match="no chat template"):
                 await asyncio.to_thread(ask, run, two)

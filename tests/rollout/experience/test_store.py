@@ -475,7 +475,7 @@ async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them
     monkeypatch.setattr(sql, "_HELD_SECONDS", 0.1)
     store = stores.new()
     other = type(store)(path_of(store))  # of another process
-    for number in range(3):
+    for number in range(4):
         begin(store, number, 0)
 
     def keys(of: Experience, number: int) -> list[str]:
@@ -486,9 +486,13 @@ async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them
     store.journal("q1", Event(key="tool", asked="", value=1))
     assert (keys(other, 0), keys(other, 1)) == (["b"], ["tool"])
     store.journal("q0", Event(key="a", asked="", value=sampled))
+    store.journal("q3", Event(key="a", asked="", value=sampled))
     assert keys(store, 0) == ["a", "b"]
     await asyncio.sleep(0.3)  # its timers run first: they are held for twice 0.1 s at most
-    assert keys(other, 0) == ["a", "b"]
+    assert (keys(other, 0), keys(other, 3)) == (["a", "b"], ["a"])
+    other.reopen("q3", 1)
+    await asyncio.sleep(0.3)
+    assert keys(store, 3) == []  # what is written is not written again
     store.journal("q0", Event(key="c", asked="", value=sampled))
     store.state_dict()
     assert keys(other, 0) == ["a", "b", "c"]
