@@ -2,8 +2,8 @@
 
 Until the modules of a command are imported and its input is checked, a signal ends the process where it is: nothing has
 been written or started. Later Python turns a signal into an exception wherever the main thread happens to be. In a
-destructor, or in a callback out of Ray's own code, that exception is printed and lost. Invariant: a signal is therefore
-remembered as well, and everything that waits for workers asks for it.
+destructor, or in a callback out of Ray's own code, that exception is lost. Invariant: a signal is therefore remembered
+as well, and everything that waits for workers asks for it.
 
 Only the first signal raises KeyboardInterrupt, and later ones never interrupt what saves: batch systems and process
 managers repeat theirs. A later Ctrl-C raises EndNow. A step that has begun is finished first, so that its state can be
@@ -13,6 +13,7 @@ saved: see `postponed`. A process that shuts down already is not interrupted: se
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -88,8 +89,14 @@ class Interrupts(AbstractContextManager["Interrupts"]):
     def __enter__(self) -> Self:
         global _shutdown_began
         _shutdown_began = None
-        self._before = handle(_interrupt)
+        self._before, self._hook = handle(_interrupt), sys.unraisablehook
+        sys.unraisablehook = self._print_lost
         return self
+
+    def _print_lost(self, lost: "sys.UnraisableHookArgs") -> None:
+        """Print an exception of a destructor as before, unless it is that of a signal, which is remembered."""
+        if not (_received and issubclass(lost.exc_type, KeyboardInterrupt)):
+            self._hook(lost)
 
     def install_again(self) -> None:
         """Replace handlers that a library has installed since."""
@@ -100,6 +107,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         global _seconds, _logged
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._hook
         _received.clear()
         _seconds, _logged = None, False
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -21,17 +22,25 @@ class SignalledInItsDestructor:
             pass
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class FailsInItsDestructor:
+    def __del__(self) -> None:
+        raise ValueError
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_whose_exception_is_lost_still_ends_the_next_wait(number: int) -> None:
-    before = signal.getsignal(number)
+def test_a_signal_whose_exception_is_lost_still_ends_the_next_wait(number: int, monkeypatch) -> None:
+    before, printed = signal.getsignal(number), []
+    monkeypatch.setattr(sys, "unraisablehook", hook := lambda lost: printed.append(lost.exc_type))
     with Interrupts():
         raise_if_interrupted()
         SignalledInItsDestructor(number)  # gone at once
         with pytest.raises(KeyboardInterrupt, match=f"signal {int(number)}"):
             raise_if_interrupted()
+        FailsInItsDestructor()
     raise_if_interrupted()
-    assert signal.getsignal(number) is before
+    FailsInItsDestructor()
+    assert signal.getsignal(number) is before and sys.unraisablehook is hook
+    assert printed == [ValueError, ValueError]
 
 
 def test_what_begins_after_a_signal_has_its_own_time_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
