@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -71,7 +72,8 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
 def end_workers() -> None:
     workers = [c for c in psutil.Process().children(recursive=True) if "rollout.sandbox.worker" in c.cmdline()]
     for worker in workers:
-        worker.kill()
+        with suppress(psutil.NoSuchProcess):  # a call's process ends with its worker
+            worker.kill()
     psutil.wait_procs(workers, timeout=10)
     time.sleep(0.2)
 
