@@ -47,11 +47,13 @@ class Section(BaseModel):
         return iter(())
 
 
-def key(default: Any = ..., description: str = "", *, needs: Needs | None = None, **constraints: Any) -> Any:
+def key(
+    default: Any = ..., description: str = "", *, needs: Needs | None = None, first: bool = False, **constraints: Any
+) -> Any:
     """Define a field of a section: default (none: required), meaning, and pydantic's constraints (gt, ge, alias, ...).
 
-    needs: that without which the key has no effect."""
-    return Field(default, description=description, json_schema_extra=_extra(needs), **constraints)
+    needs: that without which the key has no effect. first: one of the few keys that most users set; --help shows it."""
+    return Field(default, description=description, json_schema_extra=_extra(needs, first), **constraints)
 
 
 def section(model: type[S], description: str = "", *, needs: Needs | None = None, **defaults: object) -> S:
@@ -60,15 +62,24 @@ def section(model: type[S], description: str = "", *, needs: Needs | None = None
     return filled
 
 
-def _extra(needs: Needs | None) -> JsonDict | None:
-    return None if needs is None else cast(JsonDict, {"needs": needs})  # pydantic keeps it as it is
+def _extra(needs: Needs | None, first: bool = False) -> JsonDict:
+    return cast(JsonDict, {"needs": needs, "first": first})  # pydantic keeps it as it is
 
 
 def needs_of(info: FieldInfo) -> Needs | None:
     """Return what a field needs to have an effect; None if it always has one."""
-    extra = info.json_schema_extra
-    found = extra.get("needs") if isinstance(extra, Mapping) else None
+    found = _mark(info, "needs")
     return found if isinstance(found, Needs) else None
+
+
+def is_first(info: FieldInfo) -> bool:
+    """Return whether a field is one of the few keys that most users set."""
+    return _mark(info, "first") is True
+
+
+def _mark(info: FieldInfo, name: str) -> object:
+    extra = info.json_schema_extra
+    return extra.get(name) if isinstance(extra, Mapping) else None
 
 
 def fields_by_key(model: type[Section]) -> dict[str, tuple[str, FieldInfo]]:

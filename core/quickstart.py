@@ -38,7 +38,7 @@ from core.config.load import taken_config
 from core.config.migrate import hint, read, system_of
 from core.config.parsing.problems import ConfigError, Problem, host_section, masked_override
 from core.config.parsing.yaml_tree import Table as Tree
-from core.config.reference import difference_line, help_text, ignored_lines, listing, recorded
+from core.config.reference import difference_line, first_keys, help_text, ignored_lines, listing, recorded
 from core.errors import could_not_write, first_line, is_of_disk, what_user_code_raised
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
 from core.monitoring.screen import Screen, duration
@@ -104,12 +104,12 @@ def _main(argv: Sequence[str] | None) -> int:
     console = Console(
         soft_wrap=True, highlight=False, markup=False, emoji=False, force_terminal=sys.stdout.isatty()
     )  # not by FORCE_COLOR, which notebooks set: a pipe would get every frame of a spinner
+    experiment = "ppo-math" if arguments.experiment == "train" else arguments.experiment
     if arguments.help:
-        model = EXPERIMENTS.get(arguments.experiment)
-        console.print(_parser().format_help() if model is None else help_text(arguments.experiment, model))
+        model, text = EXPERIMENTS.get(experiment), help_text if arguments.verbose else first_keys
+        console.print(_parser().format_help() if model is None else text(experiment, model))
         console.print("\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items()))
         return 0
-    experiment = "ppo-math" if arguments.experiment == "train" else arguments.experiment
     if experiment not in EXPERIMENTS:
         return _refuse(_which_experiment(experiment))
     command = None if arguments.dry_run or arguments.preflight else list(map(masked_override, command_line(argv)))
@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         description="Train a language model by asynchronous reinforcement learning (ppo-math), supervised (sft) or on "
         "preferences (dpo).",
-        epilog="`python -m core.quickstart ppo-math --help` lists every key of the configuration.",
+        epilog="`python -m core.quickstart ppo-math --help` shows the keys that most runs set.",
     )
     parser.add_argument("experiment", nargs="?", metavar="{" + ",".join(EXPERIMENTS) + "}", help="what to run")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="keys to set, over those of the file")
@@ -286,7 +286,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--preflight", action="store_true", help="a dry run that fails where this host lacks anything")
     parser.add_argument("--verbose", action="store_true", help="show every key, and the log lines as they are written")
-    parser.add_argument("--help", "-h", action="store_true", help="all keys of the configuration")
+    parser.add_argument(
+        "--help", "-h", action="store_true", help="the keys that most runs set; with --verbose, all keys"
+    )
     return parser
 
 

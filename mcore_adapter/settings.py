@@ -31,7 +31,7 @@ class OptimizerConfig(Section):
     """Adam and its learning-rate schedule."""
 
     type: Literal["adam", "empty"] = key("adam", "Optimizer; empty is for models that are not trained")
-    lr: float = key(2e-5, "Learning rate after the warm-up", gt=0)
+    lr: float = key(2e-5, "Learning rate after the warm-up", gt=0, first=True)
     weight_decay: float = key(0.05, "Decoupled weight decay", ge=0)
     beta1: float = key(0.9, "Adam's decay rate of the first moment", ge=0, lt=1)
     beta2: float = key(0.95, "Adam's decay rate of the second moment", ge=0, lt=1)
@@ -44,7 +44,9 @@ class OptimizerConfig(Section):
         needs=unlike(".lr_scheduler_type", "constant"),
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("constant", "Decay after the warm-up")
-    warmup_steps_proportion: float = key(0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1)
+    warmup_steps_proportion: float = key(
+        0.001, "Fraction of all updates spent on the linear warm-up", ge=0, le=1, first=True
+    )
     gradient_clipping: float = key(1.0, "Maximum global gradient norm; 0 disables clipping", ge=0)
     offload: bool = key(
         False, "Keep fp32 master weights and moments in host memory; copy them to the GPU for each update", needs=_GPUS
@@ -84,6 +86,7 @@ class EngineConfig(Section):
         "selective: activation functions. auto: for each layer the least that fits in memory; on GPUs activations move "
         "to host memory before full layers are recomputed. null: selective with GPUs, none without GPUs",
         needs=_TRAINED & fact("layers that it reaches"),
+        first=True,
     )
     gradient_checkpointing_limit_gib: float | None = key(
         None,

@@ -285,6 +285,7 @@ class _AlgorithmChoice(Section):
         None,
         f"One of {', '.join(PRESETS)}, or your own as package.module:Class. null: PPO with the settings of "
         "ppo.*, which is GRPO with ppo.disable_value and group_adv_norm",
+        first=True,
     )
     options: dict[str, FlagValue] = key(
         {},

@@ -48,6 +48,7 @@ class _ModelFolder(Section):
         "",
         "Hugging Face model folder, or id of a model of the hub, as owner/name or owner/name@revision. ref and critic: "
         "empty means actor.path",
+        first=True,
     )
 
     @property
@@ -102,6 +103,7 @@ class MicroBatchSpec(Section):
         "Reduce it to use less memory. "
         "null: value of actor_train; for actor_train 16384 or the longest possible sequence, whichever is larger",
         ge=1,
+        first=True,
     )
 
 
@@ -204,7 +206,10 @@ class CommonExperimentConfig(Section):
     """Keys that every experiment has."""
 
     experiment_name: str = key(
-        description="Name of the experiment; part of every output path", pattern=_NAME, max_length=_LONGEST
+        description="Name of the experiment; part of every output path",
+        pattern=_NAME,
+        max_length=_LONGEST,
+        first=True,
     )
     trial_name: str = key(
         "",
@@ -212,6 +217,7 @@ class CommonExperimentConfig(Section):
         "the trial",
         pattern=_NAME,
         max_length=_LONGEST,
+        first=True,
     )
     mode: Mode = key(
         "ray",
@@ -219,15 +225,18 @@ class CommonExperimentConfig(Section):
         "train: train on that store. bench: evaluate models. serve: answer requests. ray: same as both. "
         "local: both, with Ray on this machine only",
     )
-    n_nodes: int = key(1, "Number of nodes", ge=1)
-    n_gpus_per_node: int = key(2, N_GPUS, ge=1)
+    n_nodes: int = key(1, "Number of nodes", ge=1, first=True)
+    n_gpus_per_node: int = key(2, N_GPUS, ge=1, first=True)
     allocation_mode: str = key(
-        "embedded.d1m1p1+d1m1p1", "Layouts of generators and trainer. d, m, p: data, tensor, pipeline parallel size"
+        "embedded.d1m1p1+d1m1p1",
+        "Layouts of generators and trainer. d, m, p: data, tensor, pipeline parallel size",
+        first=True,
     )
     recover_mode: Literal["auto", "resume", "disabled"] = key(
         "auto",
         "auto: continue from the newest recover checkpoint, if any. resume: fail without one. disabled: begin at step "
         "0 and write none",
+        first=True,
     )
     recover_retries: int = key(
         1,
@@ -248,7 +257,7 @@ class CommonExperimentConfig(Section):
         "this trial has none",
         needs=RECOVERS,
     )
-    seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1)
+    seed: int = key(1, "Random seed of the run", ge=0, le=2**32 - 1, first=True)
     shuffle_dataset: bool = key(True, "Shuffle the data set in every epoch")
     exp_ctrl: ExperimentSaveEvalControl = section(
         ExperimentSaveEvalControl, "Length of the run; frequency of saving, recover checkpoints and evaluation"

@@ -53,8 +53,10 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
     """Keys whose sum is max_seqlen."""
     EVALUATION_KEY: ClassVar[str] = "dataset.valid_path"
 
-    n_gpus_per_node: int = key(1, N_GPUS, ge=1)
-    allocation_mode: str = key("d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size")
+    n_gpus_per_node: int = key(1, N_GPUS, ge=1, first=True)
+    allocation_mode: str = key(
+        "d1m1p1", "Layout of the trainer. d, m, p: data, tensor, pipeline parallel size", first=True
+    )
 
     def rules(self, at: str) -> Iterator[Violation]:
         yield from super().rules(at)

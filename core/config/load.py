@@ -353,7 +353,7 @@ def _suggestion(root: type[Section], model: type[Section], name: str, path: str)
     if not foreign and (near := nearest_names(path, everywhere, cutoff=0.7)):
         return f"did you mean {near[0]!r}?"
     few = prefix and len(siblings) <= MOST_LISTED
-    return f"keys here are {', '.join(siblings) or 'none'}" if few else "--help lists all keys"
+    return f"keys here are {', '.join(siblings) or 'none'}" if few else "--help --verbose lists all keys"
 
 
 def _validate(

@@ -103,6 +103,7 @@ class PromptConfig(Section):
         None,
         "Text around each prompt; must contain {prompt}. null: the chat template of the tokenizer; without one, the "
         "prompt alone",
+        first=True,
     )
     system: str | None = key(None, "System message of conversations that have none", needs=_CHAT_TEMPLATE)
     instruction: str | None = key(
@@ -137,8 +138,10 @@ class PromptConfig(Section):
 class PromptOnlyDatasetConfig(DataSection):
     """Prompts to train on."""
 
-    path: str = key("", f"Prompts: {PATH}. Required without task_sets")
-    max_prompt_len: int = key(256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1)
+    path: str = key("", f"Prompts: {PATH}. Required without task_sets", first=True)
+    max_prompt_len: int = key(
+        256, "Maximum tokens per prompt; longer prompts are skipped and counted", ge=1, first=True
+    )
     train_bs_n_seqs: int = key(
         256,
         "Prompts per training step, with group_size completions each. With experience.train_batch_size: prompts per "
@@ -146,14 +149,15 @@ class PromptOnlyDatasetConfig(DataSection):
         ge=1,
         le=10**9,
         needs=equals("experience.train_batch_size", None) | equals("mode", "explore", "train"),
+        first=True,
     )
 
 
 class TrainAndValidSection(PlaceSection):
     """Rows to train on, and rows for the validation loss."""
 
-    train_path: str = key(description=f"Rows to train on: {PATH}")
-    valid_path: str = key("", "The same for the validation loss; empty: none")
+    train_path: str = key(description=f"Rows to train on: {PATH}", first=True)
+    valid_path: str = key("", "The same for the validation loss; empty: none", first=True)
     valid_split: str | None = key(None, VALID_SPLIT, needs=_VALIDATES & _FOLDER)
 
     @property
@@ -170,8 +174,10 @@ class TrainAndValidSection(PlaceSection):
 class PromptAnswerDatasetConfig(TrainAndValidSection, DataSection):
     """Prompts with answers, for supervised fine-tuning."""
 
-    max_seqlen: int = key(1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2)
-    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9)
+    max_seqlen: int = key(
+        1024, "Maximum tokens of prompt and answer; longer rows are skipped and counted", ge=2, first=True
+    )
+    train_bs_n_seqs: int = key(256, "Sequences per training step", ge=1, le=10**9, first=True)
     valid_bs_n_seqs: int = key(256, "Sequences per validation batch", ge=1, needs=_VALIDATES)
 
     @property
@@ -183,15 +189,18 @@ class PromptAnswerDatasetConfig(TrainAndValidSection, DataSection):
 class PreferenceDatasetConfig(TrainAndValidSection):
     """Preference pairs, for direct preference optimization."""
 
-    train_path: str = key(description=f"Pairs to train on: {PATH}")
-    valid_path: str = key("", "The same to evaluate on; empty: none")
+    train_path: str = key(description=f"Pairs to train on: {PATH}", first=True)
+    valid_path: str = key("", "The same to evaluate on; empty: none", first=True)
     prompt_field: str = key("prompt", "Column of the prompt")
     chosen_field: str = key("chosen", "Column of the preferred answer: a text, or a conversation")
     rejected_field: str = key("rejected", "Column of the other answer")
     max_seqlen: int = key(
-        1024, "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted", ge=2
+        1024,
+        "Maximum tokens of prompt and one answer; pairs with a longer one are skipped and counted",
+        ge=2,
+        first=True,
     )
-    train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9)
+    train_bs_n_seqs: int = key(64, "Pairs per training step", ge=1, le=10**9, first=True)
     valid_bs_n_seqs: int = key(64, "Pairs per validation batch", ge=1, needs=_VALIDATES)
 
     @property
@@ -203,7 +212,7 @@ class PreferenceDatasetConfig(TrainAndValidSection):
 class DPOHyperparameters(Section):
     """Direct preference optimization."""
 
-    beta: float = key(0.1, "Strength of the KL divergence from the reference", gt=0)
+    beta: float = key(0.1, "Strength of the KL divergence from the reference", gt=0, first=True)
     loss: Literal["sigmoid", "ipo"] = key(
         "sigmoid", "sigmoid: DPO. ipo: squared distance of the margin from 1 / 2 beta"
     )
@@ -255,11 +264,11 @@ _MORE_THAN_ALL_TOKENS = 1_000_000
 class GenerationHyperparameters(Section):
     """How answers are sampled during training."""
 
-    max_new_tokens: int = key(16384, "Maximum tokens per completion", ge=1)
+    max_new_tokens: int = key(16384, "Maximum tokens per completion", ge=1, first=True)
     min_new_tokens: int = key(0, "Minimum tokens per completion", ge=0)
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this total probability", gt=0, le=1)
     top_k: int = key(-1, "Sample from the k most probable tokens; -1: all", ge=-1)
-    temperature: float = key(1.0, "Sampling temperature", gt=0)
+    temperature: float = key(1.0, "Sampling temperature", gt=0, first=True)
     stop: list[str] = key([], "Texts that end a completion, of which each is kept as it was sampled")
 
     @property
@@ -303,7 +312,7 @@ class GenerationHyperparameters(Section):
 class PPOKeys(Section):
     """The keys of `ppo` that an algorithm reads."""
 
-    ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1)
+    ppo_n_minibatches: int = key(4, "Minibatches per batch, with one optimizer step each", ge=1, first=True)
     actor_sample_reuse: int = key(1, "Passes of the actor over the minibatches of each batch", ge=1)
     critic_sample_reuse: int = key(1, "Passes of the critic over the minibatches of each batch", ge=1, needs=CRITIC)
     eps_clip: float = key(
@@ -316,7 +325,9 @@ class PPOKeys(Section):
     value_eps_clip: float = key(
         0.2, "Clip the change of value predictions in one step to this value", gt=0, needs=CRITIC
     )
-    kl_ctl: float = key(0.1, "Coefficient of the KL divergence from the reference; 0: no reference model", ge=0)
+    kl_ctl: float = key(
+        0.1, "Coefficient of the KL divergence from the reference; 0: no reference model", ge=0, first=True
+    )
     discount: float = key(
         1.0,
         "Discount factor of rewards, per token",
@@ -366,7 +377,9 @@ class PPOHyperparameters(PPOKeys, _Sampling):
 class StalenessConfig(Section):
     """How old the weights that sampled a batch may be."""
 
-    max_staleness: int = key(1, "Maximum age of sampled tokens in training steps; 0: synchronous, on policy", ge=0)
+    max_staleness: int = key(
+        1, "Maximum age of sampled tokens in training steps; 0: synchronous, on policy", ge=0, first=True
+    )
     over_age: Literal["wait", "mask"] = key(
         "wait",
         "wait: wait for the oldest completions. mask: exclude tokens beyond the bound from training",

@@ -80,7 +80,7 @@ class PPOMATHOptions(Section):
     dataset: PromptOnlyDatasetConfig = key(description="Prompts to train on")
     task_sets: dict[str, TaskSetConfig] = key({}, "Sets of prompts by name, in place of dataset.path")
     ppo: PPOHyperparameters = section(PPOHyperparameters, "Advantages and loss of PPO and the other algorithms")
-    group_size: int = key(1, "Completions sampled per prompt", ge=1)
+    group_size: int = key(1, "Completions sampled per prompt", ge=1, first=True)
     group_adv_norm: bool = key(
         False,
         "Normalize advantages within each group of completions (GRPO)",

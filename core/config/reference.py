@@ -15,7 +15,7 @@ from typing import Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from config_schema.needs import as_yaml
-from config_schema.section import Section, default_of, fields_by_key, named_section, needs_of, sub_section
+from config_schema.section import Section, default_of, fields_by_key, is_first, named_section, needs_of, sub_section
 from core.config.areal_v02 import PPO_ROWS, RENAMED, ROWS, rows_of
 from core.config.common import CommonExperimentConfig
 from core.config.experiments import EXPERIMENTS, ExperimentConfig
@@ -114,12 +114,47 @@ def difference_line(config: ExperimentConfig, ignored: Sequence[Problem]) -> str
     )
 
 
+def first_keys(experiment: str, model: type[Section]) -> str:
+    """Return the keys that most users set, one a line, with default and the first sentence of their meaning."""
+    lines = [
+        *_usage(experiment),
+        "Keys that most runs set, with their defaults; `--help --verbose` shows all keys.",
+        "",
+    ]
+    return "\n".join([*lines, *_first_keys(model, None, "", set())])
+
+
+def _first_keys(model: type[Section], defaults: object, prefix: str, shown: set[type[Section]]) -> Iterator[str]:
+    """Yield the keys of a section, then those of its sub-sections. `shown`: the kinds of sections that were yielded; of
+    one kind (actor, critic, ref) only the first is."""
+    shown.add(model)
+    fields = fields_by_key(model).items()
+    for name, (attribute, info) in fields:
+        if is_first(info):
+            default = "" if info.is_required() else as_yaml(default_of(defaults, attribute, info))
+            meaning = (info.description or "").partition(". ")[0] + (" (required)" if info.is_required() else "")
+            yield f"  {f'{prefix}{name}={default}':<46}  {meaning}"
+    for name, (attribute, info) in fields:
+        below = sub_section(info)
+        if below is None or below in shown:
+            continue
+        lines = list(_first_keys(below, default_of(defaults, attribute, info), f"{prefix}{name}.", shown))
+        if lines and not prefix:
+            yield f"{name}: {info.description}"
+        yield from lines
+
+
+def _usage(experiment: str) -> Iterator[str]:
+    command = "train" if experiment == "ppo-math" else experiment
+    yield f"usage: slipstream {command} X.yaml [a.b.c=value ...] [--dry-run] [--verbose]"
+    yield ""
+    yield "Overrides a.b.c=value win over the file. Values may hold ${oc.env:VAR,default} and ${a.b.c}."
+
+
 def help_text(experiment: str, model: type[Section]) -> str:
     """Return every key with its type, default and meaning, and the keys that are accepted without effect."""
     lines = [
-        f"python -m core.quickstart {experiment} --config X.yaml [a.b.c=value ...] [--dry-run]",
-        "",
-        "Keys of the file and of a.b.c=value overrides, which win. Values may hold ${oc.env:VAR,default} and ${a.b.c}.",
+        *_usage(experiment),
         "",
         *_keys(model, None, ""),
         "",
@@ -178,6 +213,7 @@ A run reads a YAML file and overrides from the command line, which take preceden
     python -m core.quickstart ppo-math --config X.yaml --dry-run     # reports all problems, starts no process
 
 - Values may contain `${{oc.env:VAR,default}}` (an environment variable) and `${{a.b.c}}` (another key).
+- `slipstream train --help` shows the keys that most runs set.
 - Unknown keys, wrong types and contradictions are errors with file and line.
 - The column "needs" contains the setting or hardware without which a key has no effect; the start-up log lists the keys
   of a run for which it does not hold. "Servers" are generators in processes of their own, as on GPUs.

@@ -79,12 +79,14 @@ class ExperimentSaveEvalControl(Section):
     """Length of the run, and how often it saves, checkpoints and evaluates: at the first frequency that is due, and
     after the last step if any frequency is set."""
 
-    total_train_epochs: int = key(1, "Epochs over the data set", ge=1)
-    total_train_steps: int | None = key(None, "Stop after this many steps, or at the end of the epochs", ge=1)
+    total_train_epochs: int = key(1, "Epochs over the data set", ge=1, first=True)
+    total_train_steps: int | None = key(
+        None, "Stop after this many steps, or at the end of the epochs", ge=1, first=True
+    )
     save_freq_epochs: int | None = key(
         None, "Save the model as a Hugging Face folder every N epochs", ge=1, needs=_SAVES_MODELS
     )
-    save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1, needs=_SAVES_MODELS)
+    save_freq_steps: int | None = key(None, "Save the model every N steps", ge=1, needs=_SAVES_MODELS, first=True)
     save_freq_secs: float | None = key(None, "Save the model every N seconds", gt=0, needs=_SAVES_MODELS)
     save_keep: int | None = key(
         None,
@@ -102,7 +104,7 @@ class ExperimentSaveEvalControl(Section):
     ckpt_freq_steps: int | None = key(None, "Write a recover checkpoint every N steps", ge=1, needs=RECOVERS)
     ckpt_freq_secs: float | None = key(600.0, "Write a recover checkpoint every N seconds", gt=0, needs=RECOVERS)
     eval_freq_epochs: int | None = key(None, "Evaluate every N epochs", ge=1, needs=_EVALUATES)
-    eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATES)
+    eval_freq_steps: int | None = key(None, "Evaluate every N steps", ge=1, needs=_EVALUATES, first=True)
     eval_freq_secs: float | None = key(None, "Evaluate every N seconds", gt=0, needs=_EVALUATES)
     eval_at_start: bool = key(
         True, "Evaluate before the first step, too", needs=fact("ppo-math") & given("evaluation.path")
@@ -151,6 +153,7 @@ class WorkflowConfig(Section):
         "math",
         "math (single-turn), endpoint (a program that talks to the API of OpenAI or Anthropic), environment (a game or "
         "task with reset and step), or a custom class as package.module:Class",
+        first=True,
     )
     by_task: dict[str, str] = key(
         {}, "Workflows by the task of a row, as {task: workflow}; rows of other tasks use workflow.type"
@@ -212,7 +215,7 @@ class EvaluationSetConfig(SetConfig):
 class EvaluationConfig(DataSection):
     """Evaluation during training. Columns that are not given are those of `dataset`, where they exist, or detected."""
 
-    path: str | list[str] | None = key(None, "Held-out prompts, as dataset.path, or a list")
+    path: str | list[str] | None = key(None, "Held-out prompts, as dataset.path, or a list", first=True)
     max_new_tokens: int | None = key(None, "Maximum tokens per completion. null: ppo.gen.max_new_tokens", ge=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy", ge=0)
     num_prompts: int | None = key(None, "Use only the first N prompts of each file. null: all", ge=1)
@@ -323,7 +326,9 @@ _ONLINE = unlike(".mode", "disabled")
 class WandBConfig(Section):
     """Weights & Biases."""
 
-    mode: Literal["disabled", "online", "offline"] = key("disabled", "Whether metrics go to Weights & Biases")
+    mode: Literal["disabled", "online", "offline"] = key(
+        "disabled", "Whether metrics go to Weights & Biases", first=True
+    )
     entity: str | None = key(None, "Account or team", needs=_ONLINE)
     project: str | None = key(None, "Project. null: experiment_name", needs=_ONLINE)
     name: str | None = key(None, "Name of the run. null: trial_name", needs=_ONLINE)
@@ -385,7 +390,11 @@ class ClusterConfig(Section):
     """Where output goes."""
 
     fileroot: OutputPath = key(
-        "~/.cache/slipstream", "Root folder of all output; shared by all nodes", min_length=1, max_length=2000
+        "~/.cache/slipstream",
+        "Root folder of all output; shared by all nodes",
+        min_length=1,
+        max_length=2000,
+        first=True,
     )
 
 

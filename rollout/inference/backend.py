@@ -77,7 +77,7 @@ class MemoryFlag:
 class GeneratorConfig(Section):
     """The generators. What a backend has no use for it ignores."""
 
-    max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1)
+    max_running: int = key(128, "Maximum concurrent sequences per replica", ge=1, first=True)
     interrupt: Interrupt = key(
         "retract",
         "Running requests in a weight update. abort: return them and continue them as new requests. "

@@ -217,7 +217,9 @@ class RewardConfig(Section):
     """Scoring of answers, in worker processes."""
 
     function: str | list[str] = key(
-        "math", "math, a custom function as package.module:function, or a list of them, whose rewards are added"
+        "math",
+        "math, a custom function as package.module:function, or a list of them, whose rewards are added",
+        first=True,
     )
     weights: list[float] | None = key(None, "Factor of each function of a list. null: 1 each")
     by_task: dict[str, str] = key(

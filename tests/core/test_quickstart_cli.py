@@ -230,12 +230,15 @@ def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_help_lists_every_key_fast_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_keys_that_most_runs_set_and_with_verbose_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart.main(["ppo-math", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "  ppo.eps_clip (float; default 0.2)\n" in out
+    assert "\n  ppo.kl_ctl=0.1  " in out and "ppo.eps_clip" not in out and len(out.splitlines()) < 80
+    assert "`--help --verbose` shows all keys" in out
     assert quickstart.main(["sft", "-h"]) == 0
-    assert "  dataset.train_path (str; required)\n" in capsys.readouterr().out
+    assert "\n  dataset.train_path=  " in capsys.readouterr().out
+    assert quickstart.main(["ppo-math", "--help", "--verbose"]) == 0
+    assert "  ppo.eps_clip (float; default 0.2)\n" in capsys.readouterr().out
     assert quickstart.main(["--help"]) == 0
     assert "{ppo-math,sft,dpo}" in capsys.readouterr().out
 

@@ -71,7 +71,7 @@ gruop_size: 8
         ("ppo.eps_clip: 0.1", "write ppo.eps_clip as nested sections"),
         ("disable_valu: true", "did you mean 'ppo.disable_value'?"),
         ("stalenes: {max_staleness: 1}", "did you mean 'staleness'?"),
-        ("xyzzy: 1", "--help lists all keys"),
+        ("xyzzy: 1", "--help --verbose lists all keys"),
         ("stages: [a]", "slipstream train runs the stages of a file, [{sft: {...}}, {grpo: {...}}]"),
         ("log: {level: debug}", "write monitor.log_level"),
         ("rollout_batch_size: 4", "write dataset.train_bs_n_seqs"),
