@@ -10,6 +10,7 @@ multiplied by. Embeddings, the output layer, norms, biases and routers stay as t
 
 import math
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,17 @@ SERVED_FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 latent attention derives other weights from quantized ones."""
 
 _OF_LINEAR_LAYER = re.compile(r"(.*\.)?layers\.\d+\..*_proj\.weight")
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the weight files of a folder the mode of any new file; safetensors makes them readable by this user alone.
+    Raises OSError."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def is_quantized(name: str) -> bool:

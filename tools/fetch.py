@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model_specs.weight_files import follow_umask
 from tools import arguments
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def write_model(gguf: bytes, folder: Path) -> None:
         tensors[key] = torch.from_numpy(weight.copy()).to(torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    follow_umask(folder)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     _write(folder / "config.json", _config(values) | ends)
     _write(folder / "generation_config.json", ends)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from model_specs.weight_files import follow_umask
 from rollout.data.rows import scan_rows
 from rollout.data.source import DatasetError, DataSource, Fields
 from tools import arguments
@@ -91,6 +92,7 @@ def make_model(
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(output)
+    follow_umask(output)
     tokenizer.save_pretrained(output)
     return sum(p.numel() for p in model.parameters())
 

