@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -29,7 +31,7 @@ from rollout.data.rows import Row, by_column, read_examples, read_preferences, s
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
-from rollout.rewards.load import check_reward
+from rollout.rewards.load import ANSWERS, check_reward, missing_columns
 
 if TYPE_CHECKING:
     from core.data.datasets import Rows
@@ -167,6 +169,7 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
             by_column(rows, one.column, source.path)
         if not trained:
             trained.extend(rows)
+        _check_columns(config, one, source, rows)
         if lengths:
             written = config.set_format(one)
             check_lengths(source.path, rows, model=model, prompt_format=written, max_prompt_len=longest)
@@ -191,6 +194,25 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
                 read_examples(config.demonstrations.path)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
+
+
+def _check_columns(config: PPOMATHConfig, one: SetConfig, source: DataSource, rows: Iterable[Row]) -> None:
+    """Check that rewards find the columns that they ask for, unless a workflow of another kind may add some. Raises
+    DatasetError."""
+    spec = config.set_reward(one)
+    if {config.workflow.type, *config.workflow.by_task.values(), one.workflow or "math"} != {"math"} or ":" not in spec:
+        return
+    columns: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        chat = {"messages": row.messages, "tools": row.tools}
+        columns[row.task].update(row.meta, ANSWERS if row.solutions else (), (name for name in chat if chat[name]))
+    for task, known in columns.items():
+        with suppress(PluginError):  # reported elsewhere
+            if missing := missing_columns(spec, task, sorted(known)):
+                key = next(key for key, other in config.rewards.items() if other == spec)
+                raise DatasetError(
+                    f"{source.path}: {missing}; name the column so, or give the argument a default", setting=key
+                )
 
 
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:

@@ -13,7 +13,8 @@ one text, "0.5*package.module:name + math", so that a run, its record and an eva
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from config_schema.section import Section, Violation, key
 from rollout.plugins import PluginError, load_plugin, unknown_name
@@ -29,7 +30,7 @@ QUICK_REWARDS: dict[str, Callable[[Prompt, str], float | None]] = {"math": quick
 _TERM = re.compile(r"\s*(?:(-?[\d.]+(?:e-?\d+)?)\s*\*)?\s*([^\s*]+)\s*", re.IGNORECASE)
 _SCORE = "score"
 """Key of the reward in a result with several figures."""
-_ANSWERS = ("answer", "solution", "ground_truth")
+ANSWERS = ("answer", "solution", "ground_truth")
 """Columns that TRL's functions ask for, where the data set's own answer column is meant."""
 
 
@@ -76,6 +77,16 @@ def check_reward(spec: str) -> None:
     """Find every function of a spec and check its signature. Raises PluginError."""
     for _, name in _all_terms(spec):
         _load(name)
+
+
+def missing_columns(spec: str, task: str, columns: Iterable[str]) -> str:
+    """Return which columns the functions of TRL ask for that score rows of `task`, and which there are; empty: they
+    find all. `columns`: those of the rows, with ANSWERS where they have solutions. Raises PluginError."""
+    specs = specs_by_task(spec)
+    known = [*columns, "prompts", "completions"]
+    functions = {name: _load(name) for _, name in split_spec(specs.get(task, specs[""]))}
+    found = {name: _missing(one.parameters, known) for name, one in functions.items() if isinstance(one, _OfLists)}
+    return "; ".join(f"{name}: {missing}" for name, missing in found.items() if missing)
 
 
 def uses_math(spec: str) -> bool:
@@ -142,30 +153,31 @@ def _load(name: str) -> Callable[[Prompt, str], object]:
     except ValueError:  # a builtin: the call itself will show it
         return found
     if "completions" in parameters:
-        return _from_trl(found, parameters)
+        return _OfLists(found, parameters)
     if "solution_str" in parameters:
         return _from_verl(found, parameters)
     return load_plugin(name, kind="reward function", arguments=("prompt", "text"))
 
 
-def _from_trl(
-    function: Callable[..., Sequence[object]], parameters: Mapping[str, inspect.Parameter]
-) -> Callable[..., object]:
-    """Return a function over lists as one over a single completion. A conversation gets its completions as messages."""
+@dataclass(frozen=True)
+class _OfLists:
+    """A function of TRL, over lists, as one over a single completion."""
 
-    def judge(prompt: Prompt, text: str) -> object:
+    function: Callable[..., Sequence[object]]
+    parameters: Mapping[str, inspect.Parameter]
+
+    def __call__(self, prompt: Prompt, text: str) -> object:
+        """Return the result. A conversation gets its completion as messages."""
         messages = prompt.meta.get("messages")
-        answers = dict.fromkeys(_ANSWERS, prompt.answers[0]) if prompt.answers else {}
+        answers = dict.fromkeys(ANSWERS, prompt.answers[0]) if prompt.answers else {}
         row: dict[str, object] = {
             **answers,
             **prompt.meta,
             "prompts": prompt.text if messages is None else messages,
             "completions": text if messages is None else [{"role": "assistant", "content": text}],
         }
-        accepted = _accepted(parameters, row)
-        return function(**{name: [value] for name, value in accepted.items()})[0]
-
-    return judge
+        accepted = _accepted(self.parameters, row)
+        return self.function(**{name: [value] for name, value in accepted.items()})[0]
 
 
 def _from_verl(function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., object]:
@@ -187,14 +199,20 @@ def _accepted(parameters: Mapping[str, inspect.Parameter], row: Mapping[str, obj
         given = dict(row)
     else:
         given = {name: value for name, value in row.items() if name in parameters}
-    missing = [
+    if missing := _missing(parameters, row):
+        raise ValueError(missing)
+    return given
+
+
+def _missing(parameters: Mapping[str, inspect.Parameter], columns: Collection[str]) -> str:
+    """Return which columns a function asks for that are not there; empty: none."""
+    asked = (
         name
         for name, p in parameters.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given
-    ]
-    if missing:
-        raise ValueError(f"the reward asks for {', '.join(missing)}; the data set has {', '.join(row)}")
-    return given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
+    missing = [name for name in asked if name not in columns]
+    return f"the reward asks for {', '.join(missing)}; the data set has {', '.join(columns)}" if missing else ""
 
 
 def _result(result: object) -> tuple[float | None, dict[str, float]]:

@@ -296,6 +296,9 @@ class Judge:
         return 0.0
 
 judge = Judge()
+
+def of_trl(completions, answer, level, hint=None, **columns):
+    return [0.0]
 """
 
 
@@ -328,6 +331,21 @@ def test_a_reward_or_workflow_that_is_not_there_is_named(tmp_path, monkeypatch, 
     assert problems(path, "reward.function=mine:score") == []
     (message,) = problems(path, override, "group_size=4")
     assert said in message and f"{override.partition('=')[0]}: " in message
+
+
+def test_a_reward_of_trl_names_the_column_that_no_row_has(tmp_path, monkeypatch) -> None:
+    path = write_run(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARDS_OF_A_USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("mine", None)
+    (message,) = problems(path, "reward.function=mine:of_trl")
+    assert (
+        "reward.function: " in message
+        and "prompts.jsonl: mine:of_trl: the reward asks for level; the data set " in message
+    )
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1=", "answer": "2", "level": 3}\n')
+    assert problems(path, "reward.function=mine:of_trl") == []
 
 
 def test_plugins_that_end_the_process_are_reported_with_the_other_problems(tmp_path, monkeypatch) -> None:
