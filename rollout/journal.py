@@ -88,7 +88,7 @@ class JournaledSampler:
             with not_counted():
                 completion = await self._sampler.generate(request)
             self._finish(completion)
-            self._record(key, asked, completion)
+            self.record(asked, {key: completion})
         finally:
             del self._running[request.request_id]
             self._count()
@@ -100,30 +100,37 @@ class JournaledSampler:
         known = self._take_known(key, asked)
         if known is not None:
             return cast(T, known.value)  # of an earlier attempt at the same call
-        before = _call.set(f"{self._id}: {key}")
+        before = _call.set(f"{self._id}: {key}, {hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()}")
         try:
             result = await call()
         finally:
             _call.reset(before)
-        self._record(key, asked, result)
+        self.record(asked, {key: result})
         return result
 
-    def known_state(self, name: str, asked: str) -> tuple[str, object]:
-        """Return the key for record_state(), and what an earlier attempt recorded there last, or None."""
-        key = self._key(f"state {name}")
-        known = self._take_known(key, asked)
-        return key, None if known is None else known.value
+    def place_of(self, name: str) -> str:
+        """Return what the keys for known() and record() begin with. `name`: of a thing with a state, within the
+        episode; things of one name are counted."""
+        return self._key(f"state {name}")
 
-    def record_state(self, key: str, asked: str, value: object) -> None:
-        """Record plain values in place of those before of this key."""
-        self._record(key, asked, value)
+    def known(self, key: str, asked: str) -> object:
+        """Return what an earlier attempt has recorded last under this key, or None."""
+        found = self._take_known(key, asked)
+        return None if found is None else found.value
+
+    def record(self, asked: str, values: Mapping[str, object]) -> None:
+        """Record plain values by their keys, all or none of them, in place of those before."""
+        if not self._ended:
+            self._experience.journal(
+                self._id, *(Event(key=key, asked=asked, value=value) for key, value in values.items())
+            )
 
     def record_partial(self, partial: Mapping[str, Completion]) -> None:
         """Record the tokens so far that the generators report for requests in flight, by request id."""
         for request_id, (key, asked) in self._running.items():
             part = partial.get(request_id)
             if part is not None and len(part.token_ids):
-                self._record(key, asked, part)
+                self.record(asked, {key: part})
 
     def end(self) -> None:
         """Count the workflow as ended: the load is now what may still run of it, and nothing more is recorded."""
@@ -145,10 +152,6 @@ class JournaledSampler:
             return known
         logger.debug("episode %s, %s: asks for something else than before the restart", self._id, key)
         return None
-
-    def _record(self, key: str, asked: str, value: object) -> None:
-        if not self._ended:
-            self._experience.journal(self._id, Event(key=key, asked=asked, value=value))
 
     def _count(self) -> None:
         before = self.load

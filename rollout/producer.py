@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Self
 
 from rollout.data.task_sets import TaskSets
+from rollout.environments.pool import EnvironmentLostError
 from rollout.errors import ErrorPolicy
 from rollout.experience import Episode, Experience, Rules, Tags, episode_id
 from rollout.experience.episode import SLOW, Processor, is_dropped, make_episode
@@ -306,7 +307,8 @@ class RolloutProducer:
                 self._give_up(tags, prompt, outcome)
                 return
             journal.end()
-            self._experience.reopen(tags.id, self._version)
+            if attempt > 1 or not isinstance(outcome, EnvironmentLostError):  # else it goes on with what it has
+                self._experience.reopen(tags.id, self._version)
             journal = self._open_journal(tags.id, prompt)
 
     async def _sample(self, tags: Tags, prompt: Prompt, journal: JournaledSampler) -> Episode:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rollout.environments.worker import LENGTH, Result
 from rollout.journal import current_journal
@@ -25,6 +26,10 @@ from rollout.processes import end_group
 
 class EnvironmentFailure(RuntimeError):  # noqa: N818 - named as the metric that counts it
     """An environment raised, took too long, or was lost with its worker."""
+
+
+class EnvironmentLostError(EnvironmentFailure):
+    """An environment was lost with its worker, which has ended; what it was asked need not be the reason."""
 
 
 class EnvironmentPool:
@@ -59,8 +64,8 @@ class EnvironmentPool:
 class RemoteEnvironment:
     """An environment in a worker. Use as `async with`.
 
-    One with snapshots records its results and its newest snapshot in the journal of the episode. Run again, it answers
-    from there, and is restored where something new is asked."""
+    One with snapshots records in the journal of the episode the result of each step, and the newest snapshot. Run
+    again, it answers from there, and is restored where something new is asked."""
 
     def __init__(self, pool: EnvironmentPool, number: int, name: str) -> None:
         self._pool, self._number, self._name, self._seconds = pool, number, name, pool.seconds
@@ -77,14 +82,14 @@ class RemoteEnvironment:
         self._start = dict(row), seed
         self._asked = hashlib.blake2b(repr(self._start).encode(), digest_size=16).hexdigest()
         self._journal = current_journal()
-        known: object = None
-        if self._journal is not None:
-            self._key, known = self._journal.known_state(f"environment {self._name}", self._asked)
+        self._place = "" if self._journal is None else self._journal.place_of(f"environment {self._name}")
+        known = self._known("")
         if known is None:
             await self._begin()
         else:
-            assert isinstance(known, tuple), "recorded under the key of an environment"
-            self._first, self._steps, self._state = known[0], list(known[1]), known[2]
+            num_steps, self._state = known
+            (self._first,) = self._known(", reset")
+            self._steps = [self._known(f", step {i}") for i in range(num_steps)]
         return self._first
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -107,18 +112,23 @@ class RemoteEnvironment:
     async def _begin(self) -> None:
         self._is_live, self._steps, self._num_taken = True, [], 0
         self._first, _, _, self._state = await self._call("reset", *self._start)
-        self._record()
+        self._record(", reset", (self._first,))
 
     async def _step(self, action: str) -> tuple[str, float, bool]:
         observation, reward, done, self._state = await self._call("step", action)
         self._steps.append((action, observation, reward, done))
+        self._record(f", step {self._num_taken}", self._steps[-1])
         self._num_taken += 1
-        self._record()
         return observation, reward, done
 
-    def _record(self) -> None:
+    def _known(self, what: str) -> Any:
+        return None if self._journal is None else self._journal.known(self._place + what, self._asked)
+
+    def _record(self, what: str, result: tuple[object, ...]) -> None:
+        """Record a result, and with it the number of steps so far and the snapshot after them."""
         if self._journal is not None and self._state is not None:
-            self._journal.record_state(self._key, self._asked, (self._first, [*self._steps], self._state))
+            state = len(self._steps), self._state
+            self._journal.record(self._asked, {self._place + what: result, self._place: state})
 
     def _move(self) -> None:
         """Leave a worker that is lost."""
@@ -176,7 +186,9 @@ class _Worker:
     async def _call(self, number: int, method: str, arguments: tuple[object, ...], *, seconds: float) -> Result:
         async with self._turn:
             if self.is_lost:
-                raise EnvironmentFailure(f"environment {self._spec}: lost, as another one ended or blocked its worker")
+                raise EnvironmentLostError(
+                    f"environment {self._spec}: lost, as another one ended or blocked its worker"
+                )
             try:
                 async with asyncio.timeout(seconds):
                     result, error = await self._exchange(number, method, arguments)
@@ -188,7 +200,7 @@ class _Worker:
             except (OSError, EOFError):
                 self.end()
                 code = self._process.returncode
-                raise EnvironmentFailure(
+                raise EnvironmentLostError(
                     f"environment {self._spec}: its process ended in {method}(), exit code {code}; it is replaced"
                 ) from None
             if error is not None:

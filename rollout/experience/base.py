@@ -179,8 +179,9 @@ class Experience(Protocol):
         """Count an episode as begun at `version`, with an empty journal: its sampling failed and begins again."""
         ...
 
-    def journal(self, id: str, event: Event) -> None:
-        """Record what a call of the workflow has brought. No effect on an episode that is not in flight."""
+    def journal(self, id: str, *events: Event) -> None:
+        """Record what calls of the workflow have brought, all of it or nothing. No effect on an episode that is not in
+        flight."""
         ...
 
     def events(self, id: str) -> list[Event]:

@@ -93,9 +93,9 @@ class MemoryExperience:
         self._journals[id] = {}
         self._changed.set()
 
-    def journal(self, id: str, event: Event) -> None:
+    def journal(self, id: str, *events: Event) -> None:
         if id in self._journals:
-            self._journals[id][event.key] = event
+            self._journals[id] |= {event.key: event for event in events}
 
     def events(self, id: str) -> list[Event]:
         return list(self._journals.get(id, {}).values())
@@ -283,8 +283,7 @@ class MemoryExperience:
         self._behind_leased = state["behind_leased"]
         for number, tags, events in state["in_flight"]:
             self._add(Tags(**tags), number)
-            for event in map(event_from_plain, events):
-                self.journal(tags["id"], event)
+            self.journal(tags["id"], *map(event_from_plain, events))
         for number, plain in state["ready"]:
             episode = episode_from_plain(plain)
             self._add(episode.tags, number)

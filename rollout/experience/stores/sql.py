@@ -249,29 +249,26 @@ class SQLExperience(ABC):
             self._execute("UPDATE episodes SET version = ? WHERE id = ? AND fate = 'open'", (version, id))
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
 
-    def journal(self, id: str, event: Event) -> None:
-        """Record an event. In an event loop, sampled tokens are written after a second or two, together, or with the
+    def journal(self, id: str, *events: Event) -> None:
+        """Record events. In an event loop, sampled tokens are written after a second or two, together, or with the
         next result of a tool: a process that is killed before that samples them again. An episode that ends first
         needs no write."""
-        if isinstance(event.value, Completion) and (loop := _running_loop()) is not None:
-            self._held[id, event.key] = event, loop.time()
-            self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
+        loop = _running_loop()
+        if loop is None or not all(isinstance(event.value, Completion) for event in events):
+            self._write_held(also=[(id, event) for event in events])
             return
-        self._write_held()
-        self._write_event(id, event)
+        self._held |= {(id, event.key): (event, loop.time()) for event in events}
+        self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
 
-    def _write_event(self, id: str, event: Event) -> None:
-        self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
-
-    def _write_held(self, until: float = math.inf) -> None:
-        """Write what is held since `until`, in seconds of the event loop."""
-        due = [(place, event) for place, (event, since) in self._held.items() if since <= until]
-        if due:
+    def _write_held(self, until: float = math.inf, *, also: Sequence[tuple[str, Event]] = ()) -> None:
+        """Write what is held since `until`, in seconds of the event loop, and further events of episodes."""
+        due = [(id, event) for (id, _), (event, since) in self._held.items() if since <= until]
+        if due or also:
             with self._transaction():
-                for (id, _), event in due:
-                    self._write_event(id, event)
-            for place, _ in due:
-                del self._held[place]
+                for id, event in (*due, *also):
+                    self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
+            for id, event in due:
+                del self._held[id, event.key]
 
     def _write_in_time(self) -> None:
         loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,25 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.both_sides import BothSides
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from helpers.commands import PATIENCE_SECONDS
+from helpers.simulated_sampling import make_dataset
+from helpers.stores import begin
 from rollout.environments.pool import EnvironmentFailure, EnvironmentPool
 from rollout.environments.protocol import LIBRARIES, make_environment
 from rollout.environments.shell import Shell
+from rollout.experience import SQLiteExperience
+from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
-from rollout.types import Prompt, SamplingParams
-from rollout.workflows import WorkflowChoice, close_workflow, make_workflow
+from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
+from rollout.workflows import TrajectoryBuilder, WorkflowChoice, close_workflow, make_workflow
 from rollout.workflows.environment import EnvironmentWorkflow
 
 TOKENIZER = chat_tokenizer()
 PROMPT = Prompt(query_id="q", index=1, task="t", text="7", token_ids=np.array([5], np.int32), solutions=("2",))
 MODULE = """
-import os, time
+import os, pathlib, time
 
 class Guess:
     "The number of the row is to be guessed."
@@ -70,6 +76,17 @@ class Kept(Counted):
         return {"total": self.total}
     def restore(self, state):
         self.total = state["total"]
+
+class Dying(Kept):
+    "Fails in the second step as often as there are files that tell it to."
+    def step(self, action):
+        deaths = sorted(pathlib.Path(os.environ["STEPS"]).parent.glob("death-*"))
+        if action == "2" and deaths:
+            deaths[0].unlink()
+            if "raise" in deaths[0].name:
+                raise KeyError("no such move")
+            os._exit(3)
+        return super().step(action)
 
 class Large(Kept):
     def snapshot(self):
@@ -186,12 +203,13 @@ async def test_an_error_of_an_environment_is_its_own_and_a_cancelled_caller_dist
 RUN = """
 import asyncio, os, pickle, signal, sys
 from rollout.environments.pool import EnvironmentPool
-from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
+from rollout.experience import Schedule, StalenessAdmission, Tags
+from rollout.experience.stores import open_store
 from rollout.journal import JournaledSampler
 
-async def main(spec, saved, actions, kill):
-    store, tags = MemoryExperience(), Tags(id="e", group_id="e", task="t", row="q", epoch=0, version=0)
-    if os.path.exists(saved):
+async def main(kind, spec, saved, actions, kill):
+    store, tags = open_store(kind, saved), Tags(id="e", group_id="e", task="t", row="q", epoch=0, version=0)
+    if kind == "memory" and os.path.exists(saved):
         store.load_state_dict(pickle.load(open(saved, "rb")))
     else:
         store.open(tags, StalenessAdmission(Schedule(num_prompts=1, batch_size=1), 0))
@@ -202,16 +220,19 @@ async def main(spec, saved, actions, kill):
         for action in actions:
             seen.append(await game.step(action))
         if kill:
-            pickle.dump(store.state_dict(), open(saved, "wb"))
+            if kind == "memory":
+                pickle.dump(store.state_dict(), open(saved, "wb"))
             os.kill(os.getpid(), signal.SIGKILL)
     games.close()
     print(repr(seen))
 
-asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3].split(), "kill" in sys.argv))
+asyncio.run(main(*sys.argv[1:4], sys.argv[4].split(), "kill" in sys.argv))
 """
 
 
-def run_killed(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *lives: str) -> tuple[str, str]:
+def run_killed(
+    spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *lives: str, store: str = "memory"
+) -> tuple[str, str]:
     """Take these actions in one process after the other, all but the last killed; return what the last saw, and the
     steps that were made."""
     folder.mkdir()
@@ -220,7 +241,7 @@ def run_killed(spec: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *lives:
     monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{folder.parent}")
     for life in lives:
         kill = [] if life is lives[-1] else ["kill"]
-        command = [sys.executable, "-c", RUN, spec, str(folder / "saved"), life, *kill]
+        command = [sys.executable, "-c", RUN, store, spec, str(folder / "saved"), life, *kill]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == (-9 if kill else 0), done.stderr
     return done.stdout, (folder / "steps").read_text().replace("\n", "")
@@ -230,11 +251,91 @@ def test_after_a_kill_the_steps_before_a_snapshot_are_not_made_again_and_results
     tmp_path, monkeypatch
 ) -> None:
     undisturbed, _ = run_killed("own_games:Counted", tmp_path / "whole", monkeypatch, "1 2 3 4")
-    for spec, steps in (("Kept", "1234"), ("Counted", "121234")):
-        found = run_killed(f"own_games:{spec}", tmp_path / spec, monkeypatch, "1 2", "1 2 3 4")
+    for store, spec, steps in (("memory", "Kept", "1234"), ("sqlite", "Kept", "1234"), ("memory", "Counted", "121234")):
+        folder = tmp_path / f"{store} {spec}"
+        found = run_killed(f"own_games:{spec}", folder, monkeypatch, "1 2", "1 2 3 4", store=store)
         assert found == (undisturbed, steps)
     _, steps = run_killed("own_games:Kept", tmp_path / "other", monkeypatch, "1 2", "1 5")
     assert steps == "1215", "another action than before: run again from the seed"
+
+
+class Written(SQLiteExperience):
+    """Counts the bytes of the values that the file gets."""
+
+    num_bytes = 0
+
+    def _run(self, statement: str, values: Any) -> Any:
+        self.num_bytes += sum(len(value) for value in values if isinstance(value, bytes))
+        return super()._run(statement, values)
+
+
+async def test_what_an_environment_with_snapshots_writes_grows_with_its_steps(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    games = EnvironmentPool("own_games:Kept", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+
+    async def written(num_steps: int) -> int:
+        store = Written(tmp_path / f"{num_steps}.db")
+        begin(store, 0, 0)
+        JournaledSampler(None, store, "q0").enter()
+        async with games.open() as game:
+            await game.reset({}, 1)
+            for _ in range(num_steps):
+                await game.step("1")
+        store.close()
+        return store.num_bytes
+
+    try:
+        assert await written(40) < 5 * await written(10)
+    finally:
+        games.close()
+
+
+class OneVersion(Scripted):
+    """Answers with the weights of version 0."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, versions=np.zeros_like(completion.versions))
+
+
+class Playing:
+    """Asks for three tokens, and makes a step after each."""
+
+    def __init__(self) -> None:
+        self.games = EnvironmentPool("own_games:Dying", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+
+    async def run(self, prompt: Prompt, generator: Any) -> list[Any]:
+        sample, reward = TrajectoryBuilder(prompt, number=0), 0.0
+        async with self.games.open("sample 0") as game:
+            await game.reset({}, 1)
+            for action in "123":
+                sample.sampled(await generator.generate(sample.request(SamplingParams(max_new_tokens=1), seed=1)))
+                _, reward, _ = await game.step(action)
+                sample.observed([1])
+        return [sample.build(reward)]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "steps", "num_requests"),
+    [(["exit"], "123", 3), (["exit", "exit"], "1123", 5), (["raise"], "1123", 5)],
+    ids=["the worker ends", "it ends twice", "the step raises"],
+)
+async def test_the_first_retry_after_the_end_of_a_worker_goes_on_with_tokens_and_snapshot(
+    tmp_path, monkeypatch, deaths, steps, num_requests
+) -> None:
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    for number, death in enumerate(deaths):
+        (tmp_path / f"death-{number}-{death}").touch()
+    workflow, generator = Playing(), OneVersion(TOKENIZER, lambda _: "1")
+    try:
+        async with BothSides(make_dataset(1), workflow, generator, batch_size=1, max_staleness=0) as producer:
+            [[t]] = await producer.take(0)
+            assert producer.stats()["rollout/num_failures"] == len(deaths)
+    finally:
+        workflow.games.close()
+    assert (tmp_path / "steps").read_text().replace("\n", "") == steps
+    assert len(generator.requests) == num_requests
+    assert t.reward == (((1 / 3 + 1) / 7 + 2) / 7 + 3) / 7
 
 
 async def test_an_environment_with_snapshots_survives_the_loss_of_its_worker(tmp_path, monkeypatch) -> None:
