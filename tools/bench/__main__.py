@@ -57,6 +57,7 @@ MEASUREMENTS = {
         "plan": "gpu.plan:plan",
         "plan_later": "gpu.plan:plan_later",
         "plan_runs": "gpu.plan:plan_runs",
+        "plan_search": "gpu.plan:plan_search",
     },
 }
 """Measurements by device and name, in the order in which they run: module of this folder, and function."""

@@ -1,4 +1,5 @@
-"""The measurements `plan`, `plan_later` and `plan_runs`: updates and whole runs against the planner's prediction.
+"""The measurements `plan`, `plan_later`, `plan_runs` and `plan_search`: updates and whole runs against the planner's
+prediction.
 
     python -m tools.bench.gpu.plan plan_later > benchmarks/predictions/later.json    # before; plan, plan_runs, waves
     python -m tools.bench gpu --only plan_later                # minutes; the baseline is the prediction
@@ -32,6 +33,7 @@ from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
 from core.planning.rates import Lengths, calibration_of, step_time, update_seconds
 from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
+from core.planning.search import Loader, proposals
 from core.planning.simulation import mean_of, simulate, world_of
 from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.device import get_device
@@ -40,7 +42,7 @@ from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.families import parse_config
 from rollout.inference.gpus import device_names, query_gpus
-from tools.bench import PLANNED, Figure, Scene
+from tools.bench import MODELS, PLANNED, Figure, Scene
 from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.runs import async_config
 from tools.bench.gpu.servers import predicted_waves
@@ -315,8 +317,12 @@ class Run:
     warm_up: int
     """Steps that do not count."""
     steps: int
+    keys: tuple[str, ...] = ()
+    """Overrides that a search has proposed."""
 
     def __str__(self) -> str:
+        if self.keys:
+            return f"{self.model}, {' '.join(key.split('.')[-1] for key in self.keys)}"
         where = f"1 + 1 GPUs, max_staleness={self.max_staleness}" if self.apart else "1 GPU in turns"
         return f"{self.model}, {where}, {self.max_running} requests, {self.prompts} prompts"
 
@@ -328,20 +334,31 @@ class Run:
             "generator.max_running": self.max_running,
             "ppo.gen.max_new_tokens": self.most_tokens,
             "exp_ctrl.benchmark_steps": self.warm_up + self.steps,
+            **dict(key.split("=", 1) for key in self.keys),
         }
 
-    def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
-        """Return trained tokens of answers per second by the plan and by the simulation, the share of the time in which
-        the trainer computes, and the mean staleness. Raises ValueError without a calibration of the GPU."""
+    def planned(self, scene: Scene, gpu: Gpu) -> PlannedScene:
+        """Return the run as the planner describes it."""
+        return scene_of(self.loader(scene)([]).config, gpu)
+
+    def loader(self, scene: Scene) -> Loader:
+        """Return what loads the configuration with more overrides."""
         path = scene.folder / "empty.yaml"
         path.write_text("{}\n")
         config = {key: value for key, value in self.config(scene).items() if "sglang" not in key}  # a server on the CPU
         words = [f"{key}={value}" for key, value in config.items()]
         words += ["trial_name=planned", f"launch.trainer_device={GPU}"]
-        planned = scene_of(load_config("ppo-math", str(path), words).config, gpu)
+        return lambda overrides: load_config("ppo-math", str(path), [*words, *overrides])
+
+    @property
+    def answers(self) -> Lengths:
         drawn = [length_of(seed, self.most_tokens) for seed in range(_DRAWN)]
-        answers = Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
-        calibration = calibration_of(gpu.name)
+        return Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
+
+    def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
+        """Return trained tokens of answers per second by the plan and by the simulation, the share of the time in which
+        the trainer computes, and the mean staleness. Raises ValueError without a calibration of the GPU."""
+        planned, answers, calibration = self.planned(scene, gpu), self.answers, calibration_of(gpu.name)
         time = None if calibration is None else step_time(planned, calibration, answers)
         world = None if calibration is None else world_of(planned, calibration, answers)
         if time is None or world is None:
@@ -400,12 +417,42 @@ def plan_runs(scene: Scene) -> Iterator[Figure]:
                 yield from _run_figures(run, [row for row in rows if "task_reward" in row][run.warm_up :], guess)
 
 
+def plan_search(scene: Scene) -> Iterator[Figure]:
+    """Yield tokens/s of what a search proposes for two GPUs, and of the same run as it is set by hand, beside the
+    predictions; then how far the first proposal is from the fastest of them."""
+    gpu, by_hand = gpu_of_machine() or GPUS["H200"], replace(BY_HAND, model=scene.shape)
+    rates = []
+    for number, run in enumerate(alternatives(by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu)):
+        run_ppo(scene.folder, f"search-{number}", run.config(_of(scene, run)))
+        rows = [row for row in metrics_of(scene.folder, f"search-{number}") if "task_reward" in row][run.warm_up :]
+        figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu)))
+        yield from figures
+        rates.append(figures[0].value)
+    yield Figure(f"search.{scene.shape}, of the fastest", 100 * rates[0] / max(rates), "%", target=">= 97 %")
+
+
+BY_HAND = Run(
+    model="1.5B", apart=True, max_staleness=4, max_running=384, prompts=60, most_tokens=4096, warm_up=7, steps=6
+)
+
+
+def alternatives(by_hand: Run, scene: Scene, gpu: Gpu) -> list[Run]:
+    """Return a run of two GPUs in the layouts that a search proposes, the best first, then as it is set by hand. Those
+    in turns need fewer steps before they count."""
+    of, calibration = _of(scene, by_hand), calibration_of(gpu.name)
+    assert calibration is not None, "the caller's GPU has rates"
+    found = proposals(by_hand.loader(of), by_hand.planned(of, gpu), calibration, by_hand.answers, num_gpus=2, most=2)
+    turns = replace(by_hand, warm_up=2, steps=3)
+    searched = [replace(turns if one.scene.shares_gpus else by_hand, keys=one.overrides) for one in found.best]
+    return [*searched, by_hand]
+
+
 def _trial(run: Run) -> str:
     return f"{run.model}-{'apart' if run.apart else 'turns'}"
 
 
 def _of(scene: Scene, run: Run) -> Scene:
-    return replace(scene, shape=run.model, raw=PLANNED[run.model])
+    return replace(scene, shape=run.model, raw=MODELS[run.model])
 
 
 def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[str, float]) -> Iterator[Figure]:
@@ -422,6 +469,7 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
 
 
 _CALIBRATED = ("H100", "H200")
+_SEARCHED_MODELS = ("1.5B", "0.6B")
 _WAVES_OF = ("1.5B", "7B", "0.6B", "3B")
 """Models whose servers get waves of requests."""
 
@@ -430,12 +478,16 @@ def _predictions(name: str) -> dict[str, object]:
     """Return what is predicted of a measurement, by case."""
     if name == "waves":
         return {shape: {gpu: predicted_waves(shape, GPUS[gpu]) for gpu in _CALIBRATED} for shape in _WAVES_OF}
-    if name != "plan_runs":
+    if name in ("plan", "plan_later"):
         cases = LATER if name == "plan_later" else CASES
         return {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
-        return {str(run): {name: run.predicted(_of(scene, run), GPUS[name]) for name in _CALIBRATED} for run in RUNS}
+        of_gpu = {on: list(RUNS) for on in _CALIBRATED}
+        if name == "plan_search":
+            hand = [replace(BY_HAND, model=model) for model in _SEARCHED_MODELS]
+            of_gpu = {on: [run for one in hand for run in alternatives(one, scene, GPUS[on])] for on in _CALIBRATED}
+        return {on: {str(run): run.predicted(_of(scene, run), GPUS[on]) for run in runs} for on, runs in of_gpu.items()}
 
 
 if __name__ == "__main__":
