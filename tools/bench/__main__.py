@@ -183,7 +183,8 @@ def _line(figure: Figure, ratio: float | None) -> str:
     """Return one row of the Markdown table."""
     baseline = "" if figure.baseline is None else f"{figure.baseline:,.4g}"
     shown = "" if ratio is None else f"{ratio:.2f}"
-    return f"| {figure.name} | {figure.value:,.4g} {figure.unit} | {baseline} | {shown} | {figure.target} |"
+    name = figure.name.replace("|", "\\|")  # of an allocation, not of a table
+    return f"| {name} | {figure.value:,.4g} {figure.unit} | {baseline} | {shown} | {figure.target} |"
 
 
 if __name__ == "__main__":
