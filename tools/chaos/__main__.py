@@ -11,9 +11,9 @@ SIGKILL hits the command itself, its driver, a trainer rank, a generator, the pr
 store or a process of environments at random moments, a part of them while a recover checkpoint is being written. The
 command is started again when it was killed itself, and the server at once; from everything else the command recovers
 (recover_mode=auto). Exit code 0: every prompt was trained exactly once, in the same order, with the same losses, and
-the last checkpoint holds the same weights and optimizer moments, bit for bit; every tool call had its effect once
-(kills hit calls of tools and of the model, too; a tool call that is made again has the same id); and no process and no
-file in /dev/shm was left.
+the last checkpoint holds the same weights and optimizer moments, bit for bit; every call of a tool and every step of an
+environment had its effect once (kills hit these calls, too; one that is made again has the same id; half of the
+environments have snapshots); and no process and no file in /dev/shm was left.
 """
 
 import os
@@ -68,7 +68,12 @@ _GONE_SECONDS = 60.0
 """Time for the watchdog of a killed command to end the remaining processes."""
 
 Moment = Literal[
-    "in a step", "while a checkpoint is written", "while starting again", "in a tool call", "in a model call"
+    "in a step",
+    "while a checkpoint is written",
+    "while starting again",
+    "in a tool call",
+    "in a model call",
+    "in an environment",
 ]
 LONGEST_DELAY_SECONDS: dict[Moment, float] = {
     "in a step": 0.1,
@@ -76,10 +81,17 @@ LONGEST_DELAY_SECONDS: dict[Moment, float] = {
     "while starting again": 4.0,
     "in a tool call": 0.04,
     "in a model call": 0.02,
+    "in an environment": 0.02,
 }
 SHARES: dict[Moment, float] = {"in a step": 0.35, "while a checkpoint is written": 0.35, "while starting again": 0.3}
-_SHARES_OF_CALLS: dict[Moment, float] = {"in a step": 0.2, "in a tool call": 0.4, "in a model call": 0.4}
+_SHARES_OF_CALLS: dict[Moment, float] = {
+    "in a step": 0.1,
+    "in a tool call": 0.3,
+    "in a model call": 0.3,
+    "in an environment": 0.3,
+}
 """Of the kills in steps of agents."""
+_MARKS: dict[Moment, str] = {"in a tool call": "called", "in a model call": "sampled", "in an environment": "stepped"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +184,7 @@ def main() -> int:
     for problem in verdict.problems:
         print(problem)
     if given.workflow == "agent":
-        print(f"{verdict.effects} effects of tools, each once; {verdict.repeated} calls made again with the same id")
+        print(f"{verdict.effects} effects of tools and environments, each once; {verdict.repeated} calls made again")
     print(f"{given.kills} kills: {verdict.summary}")
     return 0 if verdict.holds else 1
 
@@ -194,7 +206,7 @@ def chaos(
     make_assets(folder)
     rng = random.Random(seed)
     counts = shares(kills)
-    targets = targets_of_jobs() if split else targets_of(algorithm, agent=agent)
+    targets = targets_of_jobs(agent=agent) if split else targets_of(algorithm, agent=agent)
     targets += [DATABASE] if server is not None else []
     plans = [plan(count, rng, targets, first=sum(counts[:i]), agent=agent) for i, count in enumerate(counts)]
     steps = STEPS_BEFORE + STEPS_PER_KILL * max(map(len, plans)) + 5
@@ -338,10 +350,8 @@ def _wait_for_moment(trial: Trial, process: subprocess.Popen[bytes], kill: Kill,
         raise RunFailed(f"{trial.name} made no progress:\n{trial.log_tail()}")
     if kill.moment == "while a checkpoint is written":
         wait_until(lambda: trial.is_writing() or ended(), 5.0, stop)
-    if kill.moment == "in a tool call":
-        wait_until(lambda: is_under_way("called", trial.effects) or ended(), 5.0, stop)
-    if kill.moment == "in a model call":
-        wait_until(lambda: is_under_way("sampled", trial.effects) or ended(), 5.0, stop)
+    if mark := _MARKS.get(kill.moment):
+        wait_until(lambda: is_under_way(mark, trial.effects) or ended(), 5.0, stop)
     wait_until(ended, kill.delay, stop)
 
 

@@ -72,7 +72,7 @@ class Trial:
     method: Method = "folder"
     """How weights come from one of two jobs to the other."""
     agent: bool = False
-    """Whether its workflow has turns, an environment, and a tool with effects."""
+    """Whether its workflow has turns, and an environment and a tool with effects."""
 
     def explorer(self) -> Trial:
         """Return the explore job of a train job."""
@@ -187,10 +187,11 @@ def targets_of(algorithm: str | None, *, agent: bool = False) -> list[str]:
     return ["command", "driver", *(name for name in TARGETS if agent or name != ENVIRONMENT)]
 
 
-def targets_of_jobs() -> list[str]:
+def targets_of_jobs(*, agent: bool = False) -> list[str]:
     """Return the same for a train job, whose `producer` leases and cuts batches, and for its explore job."""
     both = ("command", "driver", "producer", "raylet")
-    return [f"train {name}" for name in (*both, "trainer rank")] + [f"explore {name}" for name in (*both, "generator")]
+    explore = (*both, "generator", *([ENVIRONMENT] if agent else []))
+    return [f"train {name}" for name in (*both, "trainer rank")] + [f"explore {name}" for name in explore]
 
 
 def _config(trial: Trial) -> dict:
