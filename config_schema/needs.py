@@ -52,6 +52,8 @@ class Needs:
             first, second = self.why_not(run, at), other.why_not(run, at)
             if first is None or second is None:
                 return None
+            if first.text == second.text:
+                return first
             return Reason(f"{first.text}, {second.text}", (*first.settings, *second.settings))
 
         return Needs(f"{self.text} or {other.text}", why_not)

@@ -420,9 +420,9 @@ class ExternalConfigs(Section):
 
 APART = ("explore", "train")
 """Modes of jobs that share a store."""
-_APART = equals("mode", *APART)
-_SEES_WEIGHTS = equals("mode", *APART, "serve")
+_APART = equals("mode", *APART) & unlike("experience.store", "file")
 _SERVES = equals("mode", "serve")
+_SEES_WEIGHTS = _APART | _SERVES & equals("serve.follow", True)
 _AUXILIARY = given("auxiliary.path")
 
 
@@ -618,7 +618,11 @@ class ServeConfig(Section):
     host: str = key("127.0.0.1", "Address to listen on; 0.0.0.0: all", needs=_SERVES)
     port: int = key(0, "Port to listen on; 0: any free one, see the log", ge=0, le=65535, needs=_SERVES)
     api_key: str = key("", "Key that clients must send, as ${oc.env:NAME}; empty: any", needs=_SERVES)
-    model: str = key("", "Hugging Face folder of the weights. Empty: actor.path", needs=_SERVES)
+    model: str = key(
+        "",
+        "Hugging Face folder of the weights. Empty: actor.path",
+        needs=_SERVES & equals("serve.follow", False),
+    )
     follow: bool = key(
         False, "Answer with the newest weights of synchronizer.folder, which a train job publishes", needs=_SERVES
     )

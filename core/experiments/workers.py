@@ -169,6 +169,7 @@ def backend_settings(config: PPOMATHConfig, allocation: Allocation) -> BackendSe
         colocated=allocation.shares_gpus,
         load_weights=config.actor.loads_weights and "local" not in backend.capabilities.transports,
         reports_experts=config.actor.moe_routing_replay,
+        push_timeout_seconds=config.push.timeout_seconds,
     )
 
 

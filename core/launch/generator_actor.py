@@ -116,7 +116,9 @@ class GeneratorActor:
 
         if self._receiver is None:
             assert self._settings.host is not None, "filled in by the constructor"
-            self._receiver = BroadcastReceiver(self._settings.name, self._settings.host)
+            self._receiver = BroadcastReceiver(
+                self._settings.name, self._settings.host, timeout_seconds=self._settings.push_timeout_seconds
+            )
             self._endpoint = await self._receiver.start()
         return self._endpoint
 

@@ -4,15 +4,17 @@ The train job announces where it listens in the folder of the weights. Each expl
 pushes the versions that are due to the servers of all connected jobs, as to servers of its own (push.py): `JobServers`
 stands for them there, and `TrainerLink` is the other end, in the explore job.
 
-    explore -> train   {"name", "held", "waits"}: on connecting, and when a server that has failed waits for weights
+    explore -> train   {"name"} on connecting; {"held", "waits"} when it is ready for calls, and when a server that has
+                       failed waits for weights
     train -> explore   [call, arguments] in JSON, answered by (whether it succeeded, result or reason)
 
 A train job unpickles what comes from holders of its key. An explore job unpickles nothing: the folder of the weights
 may be foreign, and its announcement names the address and the key.
 
-Invariant: a job gets newer versions than the one that it samples with, and no others. Where a process was killed, its
-connection ends, which the other side notices at once; where a host has vanished, it waits for 2 x push.timeout_seconds
-+ 60 s at most. The folder remains the way for jobs that are not connected.
+Invariant: a job gets newer versions than the one that it samples with, and no others. Until it is ready for calls, it
+takes no part in a push. Where a process was killed, its connection ends, which the other side notices at once; where a
+host has vanished, it waits for 2 x push.timeout_seconds + 60 s at most. The folder remains the way for jobs that are
+not connected.
 """
 
 import json
@@ -52,18 +54,21 @@ class _Job:
     """An explore job that is connected."""
 
     connection: Connection
-    name: str = ""
+    name: str
+    reports: bool = False
+    """Whether it has reported, and answers calls from then on."""
     held: int | None = None
     waits: bool = False
     """Whether one of its servers waits for weights."""
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """Note what the job reports."""
-        self.name, self.held, self.waits = message["name"], message["held"], message["waits"]
+        self.reports, self.held, self.waits = True, message["held"], message["waits"]
 
     def is_behind(self, version: int) -> bool:
-        """Return whether the job has no weights as new as `version` on all of its servers."""
-        return self.held is None or self.held < version or (self.waits and self.held == version)
+        """Return whether the job reports that it has no weights as new as `version` on all of its servers."""
+        is_older = self.held is None or self.held < version or (self.waits and self.held == version)
+        return self.reports and is_older
 
     def call(self, name: str, *arguments: object, limit: Deadline) -> Any:
         """Return the result of a call. Raises LaunchError where it fails in the job, and as _GONE."""
@@ -86,7 +91,7 @@ class JobServers:
     def __init__(self, versions: VersionFolder, host: str, *, timeout_seconds: float) -> None:
         """Listen on the address `host`, and announce it in the folder. `timeout_seconds`: of a call to a job."""
         self._timeout = timeout_seconds
-        self._arrived: list[Connection] = []
+        self._arrived: list[_Job] = []
         self._lock = threading.Lock()  # of _arrived
         self._jobs: list[_Job] = []
         self._chosen: list[_Job] = []
@@ -106,8 +111,17 @@ class JobServers:
         )  # fmt: skip
 
     def _arrive(self, connection: Connection) -> None:
+        """Wait for the name of a job, in a thread of its own: one that stops before it keeps nobody waiting."""
+        try:
+            if not connection.poll(self._timeout):
+                raise TimeoutError(f"no name within {self._timeout:g} s")
+            job = _Job(connection, connection.recv()["name"])
+        except _GONE as error:
+            logger.warning("An explore job has left before it joined the group of the weights: %s", error)
+            connection.close()
+            return
         with self._lock:
-            self._arrived.append(connection)
+            self._arrived.append(job)
 
     @property
     def names(self) -> set[str]:
@@ -123,13 +137,11 @@ class JobServers:
     def _hear_all(self) -> None:
         with self._lock:
             arrived, self._arrived = self._arrived, []
-        self._jobs += [_Job(connection) for connection in arrived]
+        self._jobs += arrived
         for job in [*self._jobs]:
             try:
-                if not job.name and not job.connection.poll(self._timeout):
-                    raise TimeoutError(f"no message within {self._timeout:g} s")
                 while job.connection.poll():
-                    is_new = not job.name
+                    is_new = not job.reports
                     job.hear(job.connection.recv())
                     if is_new:
                         self.ended.discard(job.name)  # it has connected again
@@ -145,12 +157,11 @@ class JobServers:
         if job in self._chosen:
             self._chosen.remove(job)
             self._changed = True
-        name = job.name or "an explore job"
         if has_ended := isinstance(why, EOFError | ConnectionError):
-            self.ended.add(name)
-        self._why[name] = "it has ended" if has_ended else str(why)
+            self.ended.add(job.name)
+        self._why[job.name] = "it has ended" if has_ended else str(why)
         job.connection.close()
-        logger.warning("%s has left the group of the weights: %s", name, self._why[name])
+        logger.warning("%s has left the group of the weights: %s", job.name, self._why[job.name])
 
     def lose_all(self, why: Exception) -> None:
         """Forget the jobs of the push."""
@@ -359,7 +370,7 @@ class TrainerLink:
         assert self._connection is not None, "look() has connected"
         news = held, self._push.generators.waiting
         if news != self._told:
-            self._connection.send({"name": self._name, "held": held, "waits": news[1]})
+            self._connection.send({"held": held, "waits": news[1]})
             self._told = news
 
     def connect(self) -> None:
@@ -380,7 +391,9 @@ class TrainerLink:
         if not wait([self._connecting], timeout=_MOMENT_SECONDS).done:
             return
         try:
-            self._connection, self._told = self._connecting.result(), None
+            connection = self._connecting.result()
+            connection.send({"name": self._name})
+            self._connection, self._told = connection, None
             logger.info("Joined the group of the weights of the train job at %s.", _address(meeting))
         except OSError as error:  # also a TimeoutError of the handshake
             if not self._next_attempt:

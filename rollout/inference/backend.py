@@ -151,6 +151,8 @@ class BackendSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of processes that the replica starts, besides this one's own."""
     startup_timeout_seconds: float = 300.0
+    push_timeout_seconds: float = 120.0
+    """Time limit of a weight update, for a replica that receives broadcasts itself."""
     name: str = "generator-0"
     """Name of the replica in messages."""
     log_file: Path = Path("generator.server.log")

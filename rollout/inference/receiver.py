@@ -21,15 +21,15 @@ from model_specs.untrusted import parse_json
 from rollout.bucket import FlatBucket
 from rollout.inference.sglang.client import SGLangEndpoint, headers
 
-_JOIN_SECONDS = 60.0
-
 
 class BroadcastReceiver:
     """One rank in the groups of weight pushes, in the event loop that calls start()."""
 
-    def __init__(self, name: str, host: str) -> None:
-        """`name`: of the replica. `host`: address to listen on."""
+    def __init__(self, name: str, host: str, *, timeout_seconds: float) -> None:
+        """`name`: of the replica. `host`: address to listen on. `timeout_seconds`: of joining a group and of a
+        bucket."""
         self._name, self._host, self._key = name, host, secrets.token_hex(32)
+        self._limit = timedelta(seconds=timeout_seconds)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._buckets: list[FlatBucket] = []
         self._runner: web.AppRunner | None = None
@@ -70,11 +70,11 @@ class BroadcastReceiver:
     def _join(self, body: dict[str, Any]) -> None:
         for name in [*self._groups]:  # of a trainer that has gone
             self._leave({"group_name": name})
-        name, world, limit = body["group_name"], body["world_size"], timedelta(seconds=_JOIN_SECONDS)
-        store = dist.TCPStore(body["master_address"], body["master_port"], timeout=limit)
+        name, world = body["group_name"], body["world_size"]
+        store = dist.TCPStore(body["master_address"], body["master_port"], timeout=self._limit)
         group, _ = c10d._new_process_group_helper(
             world, body["rank_offset"], [], dist.Backend(body["backend"]), dist.PrefixStore(name, store),
-            group_name=c10d.GroupName(name), timeout=limit,
+            group_name=c10d.GroupName(name), timeout=self._limit,
         )  # fmt: skip
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
         self._groups[name] = group

@@ -45,7 +45,19 @@ def reported(config: ExperimentConfig) -> dict[str, str]:
         ("actor.sglang.x=1 generator.python=/nope", {"actor.sglang", "generator.python"}, "no servers", None),
         ("push.verify=always", {"push.verify"}, "embedded generators are no servers", None),
         ("push.changes=always", {"push.changes"}, "push.type=local", None),
-        ("synchronizer.folder=/w", {"synchronizer.folder"}, "mode=ray", "mode=serve"),
+        (
+            "synchronizer.method=nccl synchronizer.folder=/w", {"synchronizer.method", "synchronizer.folder"},
+            "mode=ray", "mode=serve serve.follow=true",
+        ),
+        (
+            "mode=serve synchronizer.method=nccl", {"synchronizer.method"}, "mode=serve, serve.follow=false",
+            "serve.follow=true",
+        ),
+        ("mode=serve serve.follow=true serve.model=/m", {"serve.model"}, "serve.follow=true", "serve.follow=false"),
+        (
+            "mode=explore experience.store=file experience.path=/e synchronizer.method=nccl",
+            {"synchronizer.method"}, "experience.store=file", "experience.store=sqlite",
+        ),
         (
             "generator.mock_seconds_per_token=1", {"generator.mock_seconds_per_token"}, "own speed",
             "allocation_mode=mock.d1m1p1+d1m1p1",

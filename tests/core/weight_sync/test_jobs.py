@@ -22,7 +22,7 @@ from torch import Tensor
 
 from core.errors import LaunchError, PushFailure
 from core.processes import meeting
-from core.processes.meeting import LOOPBACK, open_door
+from core.processes.meeting import LOOPBACK, MeetingPoint, knock, open_door
 from core.weight_sync import jobs
 from core.weight_sync.folder import FOLDER_ALONE, VersionFolder
 from core.weight_sync.jobs import JobServers, TrainerLink
@@ -103,7 +103,11 @@ class TrainJob:
 
     def wait_for(self, num_jobs: int) -> None:
         """As the loop does while it waits for a batch, until so many jobs have what they need."""
-        wait_until(lambda: not self.publisher.sync_rejoined() and len(self.jobs.names) == num_jobs)
+        wait_until(lambda: not self.publisher.sync_rejoined() and self.num_reporting() == num_jobs)
+
+    def num_reporting(self) -> int:
+        self.jobs.choose(LAST)
+        return sum(job.reports for job in self.jobs._jobs)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -122,7 +126,7 @@ class Servers:
         """`dies_at`: the version in whose second bucket this process is killed."""
         self.version: int | None = None
         self.held: dict[str, Tensor] = {}
-        self.receiver = BroadcastReceiver("generator-0", LOOPBACK)
+        self.receiver = BroadcastReceiver("generator-0", LOOPBACK, timeout_seconds=SECONDS)
         self._dies_at = dies_at
         receive = self.receiver._receive
         self.receiver._receive = lambda body: self._receive(receive, body)  # type: ignore[method-assign]
@@ -273,9 +277,27 @@ def test_a_job_that_stops_responding_is_left_behind_and_its_weights_are_in_the_f
     train = TrainJob(tmp_path, Ranks(), patience_seconds=1.0)
     train.publish(0)
     with process(stop_responding, tmp_path, call):
-        wait_until(lambda: not train.jobs.choose(0) and train.jobs.names == {"a"})
+        train.wait_for(1)
         train.publish(1)
         assert train.written == [0, 1] and not train.jobs.names and not train.jobs.ended
+
+
+def test_a_job_that_connects_and_stops_before_it_reports_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """With this time limit a trainer that waits for either of the two never ends."""
+    train = TrainJob(tmp_path, Ranks(), patience_seconds=1e6)
+    train.publish(0)
+    meeting = VersionFolder(tmp_path).meeting()
+    assert meeting is not None
+    nameless = knock(MeetingPoint(host=LOOPBACK, port=meeting["port"], key=bytes.fromhex(meeting["key"])))
+    silent = ExploreJob(tmp_path, "a")
+    while silent.link._connection is None:
+        silent.link.connect()
+    wait_until(lambda: not train.publisher.sync_rejoined() and train.jobs.names == {"a"})
+    train.publish(1)
+    assert train.written == [0], "it may connect, and is not asked"
+    silent.look()
+    wait_until(lambda: train.jobs.choose(1))
+    nameless.close()
 
 
 def test_between_two_versions_that_are_due_a_job_that_is_behind_gets_the_weights_of_now(tmp_path: Path) -> None:
@@ -312,7 +334,7 @@ def test_a_job_that_was_away_and_fails_a_push_gets_the_weights_from_the_folder(t
     explore.look()
     explore.link._connection.close()  # type: ignore[union-attr]
     explore.link._connection = None
-    wait_until(lambda: not explore.look() and not train.publisher.sync_rejoined() and train.jobs.names == {"a"})
+    wait_until(lambda: not explore.look() and train.num_reporting() == 1)
     train.publish(1)  # it does not answer
     assert train.written == [0, 1]
 
@@ -328,7 +350,7 @@ def test_a_job_whose_servers_start_again_is_asked_until_they_are_up_and_logged_o
     train, has_ended = TrainJob(tmp_path, Ranks()), threading.Event()
     train.publish(0)
     job = ExploreJob(tmp_path, "a")
-    job.look()
+    wait_until(lambda: not job.look() and train.num_reporting() == 1)
     job.link._push.endpoints = no_servers  # type: ignore[method-assign, assignment]
     thread = threading.Thread(target=explore)
     thread.start()
@@ -368,7 +390,13 @@ class Attack:
 
 def test_a_folder_of_somebody_else_runs_no_code_in_an_explore_job(tmp_path: Path) -> None:
     """Its announcement names a program of the attacker, which has the key."""
-    point = open_door(LOOPBACK, bytes(32), lambda connection: connection.send(Attack(tmp_path / "executed")))
+    kept: list[Any] = []
+
+    def attack(connection: Any) -> None:
+        kept.append(connection)
+        connection.send(Attack(tmp_path / "executed"))
+
+    point = open_door(LOOPBACK, bytes(32), attack)
     VersionFolder(tmp_path / "weights").announce(
         {"id": "1", "node": socket.gethostname(), "host": LOOPBACK, "port": point.port, "key": "00" * 32}
     )
