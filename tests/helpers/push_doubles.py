@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
         model_path=str(folder),
     )  # fmt: skip
     return make_sender(SenderSettings(**values | changes))
+
+
+def limit(sender: Any, seconds: float) -> None:
+    """Give the next pushes a short time limit. Everything before had a long one, also on a busy host."""
+    sender._settings = replace(sender._settings, timeout_seconds=seconds)
 
 
 def buckets(version: int) -> Iterator[Mapping[str, Tensor]]:

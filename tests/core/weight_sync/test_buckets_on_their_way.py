@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.weight_sync.push import PushError, in_background
-from helpers.push_doubles import buckets, holds, paused, sender_of
+from helpers.push_doubles import buckets, holds, limit, paused, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import BROADCAST
@@ -84,7 +84,8 @@ async def test_no_bucket_is_announced_before_every_server_has_answered_for_the_o
 
 def test_a_server_that_answers_and_does_not_receive_is_not_waited_for_beyond_the_deadline(folder: Path) -> None:
     with paused(1) as (doubles, servers):
-        sender = sending_later(doubles, servers, folder, timeout_seconds=2.0)
+        sender = sending_later(doubles, servers, folder)
+        limit(sender, 2.0)
         with pytest.raises(PushError, match="the sender, although every server responded"):
             sender.send()
         sender.close()

@@ -87,7 +87,7 @@ def sharing_rank(rank: Rank) -> tuple[list[str], list[str]]:
     mp.set_sharing_strategy("file_system")
     dist.init_process_group("gloo", init_method=rank.init_method, rank=rank.rank, world_size=4)
     settings = SenderSettings(
-        type="ipc", rank=rank.rank, world_size=4, dtype="bfloat16", timeout_seconds=5.0, bucket_bytes=2000
+        type="ipc", rank=rank.rank, world_size=4, dtype="bfloat16", timeout_seconds=60.0, bucket_bytes=2000
     )
     servers = [Copying("generator-0", (1, 0)), Copying("generator-1", (2, 1), refused=11)]
     sender = IpcSender(settings)

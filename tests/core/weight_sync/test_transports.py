@@ -160,7 +160,7 @@ def test_pushes_from_two_ranks_reach_two_servers_bit_for_bit_and_a_refusal_fails
 
 
 def settings_alone(**changes: Any) -> SenderSettings:
-    values: dict[str, Any] = dict(type="ipc", dtype="bfloat16", timeout_seconds=5.0, bucket_bytes=1000)
+    values: dict[str, Any] = dict(type="ipc", dtype="bfloat16", timeout_seconds=60.0, bucket_bytes=1000)
     return SenderSettings(**values | changes)
 
 
@@ -229,9 +229,9 @@ class Opening:
         self.opened.clear()
 
 
-def opened_by(server: Opening, tmp_path: Path, **changes: Any) -> IpcSender:
+def opened_by(server: Opening) -> IpcSender:
     """Return a sender on the CPU whose memory the server opens."""
-    sender = IpcSender(settings_alone(**changes))
+    sender = IpcSender(settings_alone())
     sender._shares_memory = True
     sender.connect([server])  # type: ignore[list-item]
     return sender
@@ -258,7 +258,7 @@ def test_by_ipc_the_next_bucket_is_gathered_while_the_servers_copy_one_and_no_th
             yield {f"layers.{bucket}.norm.weight": torch.full((64,), bucket, dtype=torch.bfloat16)}
 
     server = Opening(copies)
-    sender = opened_by(server, tmp_path, timeout_seconds=60.0)
+    sender = opened_by(server)
     sender.prepare(source(), verify=False)
     assert [event.is_set() for event in gathered] == [True] + [False] * (NUM_BUCKETS - 1)
     record_spans("sender", tmp_path, limit_mib=1)
@@ -346,7 +346,7 @@ class Recorder:
 
 
 def push_between(sides: Any, *, verify: Any = "first", shares_gpus: bool = False) -> WeightPush:
-    plan = SenderSettings(type="ipc", dtype="bfloat16", bucket_bytes=8, timeout_seconds=1.0)
+    plan = SenderSettings(type="ipc", dtype="bfloat16", bucket_bytes=8, timeout_seconds=60.0)
     slots = parse("sglang.d1m1p1", n_nodes=1, n_gpus_per_node=1).trainer
     return WeightPush(
         sides, sides, sides, plan=plan, slots=slots, shares_gpus=shares_gpus, verify=verify, patience_seconds=1.0

@@ -209,26 +209,31 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(evil: str, tmp_
     file = tmp_path / "pid"
 
     async def body(pool: RewardPool) -> None:
-        assert await pool.score(make_prompt(), f"child {file} {then}") == (4.0 if then == "four" else -1.0)
-        assert pool.stats()["reward/num_timeout"] == (then == "hang in C")
+        while not file.exists() or not file.read_text():  # again where a busy host had no time for the child
+            assert await pool.score(make_prompt(), f"child {file} {then}") == (4.0 if then == "four" else -1.0)
+        assert bool(pool.stats()["reward/num_timeout"]) == (then == "hang in C")
         child = int(file.read_text())
         if then == "four":
             assert is_alive(child)
         else:
             wait_until_gone([child])
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=4.0 if then == "hang in C" else 600)
+    with_pool(body, evil, num_workers=1, timeout_seconds=0.5 if then == "hang in C" else 600)
     wait_until_gone([int(file.read_text())])
 
 
 def test_a_worker_that_is_idle_for_longer_than_the_limit_scores_the_next_answer(evil: str) -> None:
     async def body(pool: RewardPool) -> None:
-        worker = await scored(pool, "pid")
-        await pool.score(make_prompt(), "raise")
-        await asyncio.sleep(4.0)
-        assert await scored(pool, "pid") == worker
+        before = -1.0
+        while pool.stats()["reward/num_timeout"] > before:  # again where an answer took too long on a busy host
+            before = pool.stats()["reward/num_timeout"]
+            worker = await scored(pool, "pid")
+            await pool.score(make_prompt(), "raise")
+                await asyncio.sleep(1.2)
+            again = await scored(pool, "pid")
+        assert again == worker
 
-    with_pool(body, evil, num_workers=1, timeout_seconds=3.0)
+    with_pool(body, evil, num_workers=1, timeout_seconds=0.5)
 
 
 async def test_closing_the_pool_ends_its_workers_and_cancels_what_waits(evil: str) -> None:

@@ -17,7 +17,7 @@ from rollout.sandbox.pool import Ran, Sandbox, SandboxError, SandboxSettings
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    sandbox = Sandbox(SandboxSettings(seconds=5.0, output_chars=100, modules=("numpy",)))
+    sandbox = Sandbox(SandboxSettings(seconds=60.0, output_chars=100, modules=("numpy",)))
     yield sandbox
     sandbox.close()
 
@@ -56,26 +56,30 @@ def test_calls_run_at_the_same_time_and_know_nothing_of_each_other(sandbox: Sand
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:
-    sandbox = Sandbox(SandboxSettings(num_workers=1))
+    sandbox = Sandbox(SandboxSettings(seconds=60.0, num_workers=1))
     assert sandbox.run("1").output == "1\n"
     end_workers()
     assert sandbox.run("2").output == "2\n"
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(sandbox.run, "import time\ntime.sleep(4)")
-        time.sleep(0.5)
+        running = pool.submit(sandbox.run, "import time\ntime.sleep(60)")
+        while len(running_workers()) < 2:  # a call runs in a child of its worker
+            time.sleep(0.01)
         end_workers()
         assert running.result() == Ran("ended by signal 9\n", "crashed")
     assert sandbox.run("3").output == "3\n"
     sandbox.close()
 
 
+def running_workers() -> list[psutil.Process]:
+    return [c for c in psutil.Process().children(recursive=True) if "rollout.sandbox.worker" in c.cmdline()]
+
+
 def end_workers() -> None:
-    workers = [c for c in psutil.Process().children(recursive=True) if "rollout.sandbox.worker" in c.cmdline()]
+    workers = running_workers()
     for worker in workers:
         with suppress(psutil.NoSuchProcess):  # a call's process ends with its worker
             worker.kill()
-    psutil.wait_procs(workers, timeout=10)
-    time.sleep(0.2)
+    psutil.wait_procs(workers)
 
 
 def test_code_that_prints_too_much_ends_in_one_way(sandbox: Sandbox) -> None:
