@@ -229,7 +229,7 @@ def test_a_worker_that_is_idle_for_longer_than_the_limit_scores_the_next_answer(
             before = pool.stats()["reward/num_timeout"]
             worker = await scored(pool, "pid")
             await pool.score(make_prompt(), "raise")
-                await asyncio.sleep(1.2)
+            await asyncio.sleep(1.2)
             again = await scored(pool, "pid")
         assert again == worker
 
