@@ -1,6 +1,7 @@
 """A byte-level tokenizer with a chat template of the Qwen kind, and a generator that answers as a test writes it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,3 +83,11 @@ class Scripted:
             versions=np.full(len(ids), 3, np.int32),
             finish_reason="length" if length else "stop",
         )
+
+
+class OneVersion(Scripted):
+    """Answers with the weights of version 0."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, versions=np.zeros_like(completion.versions))

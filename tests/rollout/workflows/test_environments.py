@@ -10,7 +10,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import psutil
 import pytest
 
 from helpers.both_sides import BothSides
-from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from helpers.chat_tokenizer import OneVersion, Scripted, chat_tokenizer
 from helpers.commands import PATIENCE_SECONDS
 from helpers.simulated_sampling import make_dataset
 from helpers.stores import begin
@@ -30,7 +29,7 @@ from rollout.environments.shell import Shell
 from rollout.experience import SQLiteExperience
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
-from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
+from rollout.types import Prompt, SamplingParams
 from rollout.workflows import TrajectoryBuilder, WorkflowChoice, close_workflow, make_workflow
 from rollout.workflows.environment import EnvironmentWorkflow
 
@@ -290,14 +289,6 @@ async def test_what_an_environment_with_snapshots_writes_grows_with_its_steps(tm
         games.close()
 
 
-class OneVersion(Scripted):
-    """Answers with the weights of version 0."""
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        completion = await super().generate(request)
-        return replace(completion, versions=np.zeros_like(completion.versions))
-
-
 class Playing:
     """Asks for three tokens, and makes a step after each."""
 
@@ -506,26 +497,27 @@ def test_an_environment_of_an_openenv_server_is_played_over_its_address(tmp_path
             make_environment(f"openenv:{url}")
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("cat /etc/passwd", "No such file"),
-        ("ls /home /work/wt", "cannot access"),
-        ("cat /proc/1/environ", "No such file"),
-        ("curl http://127.0.0.1:1", "no matching virtual"),
-        ("cat < /dev/tcp/127.0.0.1/22", "exit code"),
-        ("while true; do :; done", "ended (cpu_exhausted)"),
-        ("x=a; while true; do x=$x$x; done", "ended (memory_exhausted)"),
-        ("f() { f | f & }; f; while true; do f; done", "ended ("),
-    ],
-)
-def test_commands_of_a_shell_reach_nothing_of_the_host_and_end(command: str, said: str) -> None:
+async def test_commands_of_a_shell_reach_nothing_of_the_host_and_end() -> None:
     pytest.importorskip("shellsim", reason="shellsim is not installed")
-    shell = make_environment("rollout.environments.shell:Shell")
-    shell.reset({"memory_mib": 64}, 0)
-    shell.step("echo kept > f")
-    assert said in shell.step(command)[0]
-    assert shell.step("cat f")[0] == "kept\n", "what ends a command ends no other"
+    shells = EnvironmentPool("rollout.environments.shell:Shell", num_workers=1, setup_seconds=60.0, step_seconds=60.0)
+    try:
+        for command, said in (
+            ("cat /etc/passwd", "No such file"),
+            ("ls /home /root", "cannot access"),
+            ("cat /proc/1/environ", "No such file"),
+            ("curl http://127.0.0.1:1", "no matching virtual"),
+            ("cat < /dev/tcp/127.0.0.1/22", "exit code"),
+            ("while true; do :; done", "ended (cpu_exhausted)"),
+            ("x=a; while true; do x=$x$x; done", "ended (memory_exhausted)"),
+            ("f() { f | f & }; f; while true; do f; done", "ended ("),
+        ):
+            async with shells.open() as shell:
+                await shell.reset({"memory_mib": 64}, 0)
+                await shell.step("echo kept > f")
+                assert said in (await shell.step(command))[0], command
+                assert (await shell.step("cat f"))[0] == "kept\n", "what ends a command ends no other"
+    finally:
+        shells.close()
 
 
 def test_a_restored_shell_has_the_files_and_results_of_before() -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from helpers.both_sides import BothSides
+from helpers.chat_tokenizer import OneVersion, Scripted, chat_tokenizer
+from helpers.simulated_sampling import make_dataset
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.journal import JournaledSampler
 from rollout.plugins import PluginError
@@ -247,6 +250,41 @@ def test_a_template_without_tool_calls_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="has no chat template that writes tool calls"):
         asyncio.run(workflow.run(PROMPT, None))
+
+
+def test_a_shell_whose_package_is_not_installed_is_refused(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "shellsim", raising=False)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if "site-packages" not in place])
+    with pytest.raises(ValueError, match=r"shell: shellsim is not installed; pip install 'slipstream\[sandbox\]'"):
+        ToolsWorkflow.Config(tools=["shell"])
+
+
+@pytest.mark.nightly
+async def test_a_shell_that_hangs_costs_one_retry_and_is_named(caplog) -> None:
+    pytest.importorskip("shellsim", reason="shellsim is not installed")
+    asked: list[str] = []
+
+    def answer(text: str) -> str:
+        asked.append(text)
+        if len(asked) == 2:
+            [worker] = [p for p in psutil.Process().children() if "rollout.environments.worker" in p.cmdline()]
+            worker.suspend()  # no command hangs by itself: what they compute is limited
+        return "It is done.<|im_end|>" if len(asked) == 4 else f"{call('shell', command='echo on')}<|im_end|>"
+
+    options = {"tools": {"tools": ["shell"], "tool_seconds": 10}}
+    workflow: Any = make_workflow(
+        WorkflowChoice(type="tools", options=options),
+        tokenizer=TOKENIZER, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=600), group_size=1, seed=1,
+    )  # fmt: skip
+    generator = OneVersion(TOKENIZER, answer)
+    try:
+        async with BothSides(make_dataset(1), workflow, generator, batch_size=1, max_staleness=0) as producer:
+            [[t]] = await producer.take(0)
+            assert producer.stats()["rollout/num_failures"] == 1
+    finally:
+        await close_workflow(workflow)
+    assert "rollout.environments.shell:Shell: step() took more than 10 s" in caplog.text
+    assert TOKENIZER.decode(t.token_ids).count("<tool_response>\non\n") == 1 and len(asked) == 4
 
 
 def test_files_of_a_shell_live_as_long_as_the_episode_and_over_a_restart() -> None:
