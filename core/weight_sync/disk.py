@@ -100,6 +100,7 @@ class DiskSender:
         for i, tensors in enumerate(parts):
             changes.add(tensors, self._last[i])
             self._last[i] = tensors
+        follow_umask(target)
         changes.finish(base=base, identity=self._identity)
         return changes.num_bytes, changes.num_changed / max(1, changes.num_values)
 

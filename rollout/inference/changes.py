@@ -25,8 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model_specs.weight_files import follow_umask
-
 INDEX = "changes.json"
 IDENTITY = "push.json"
 """File with the identity of the push, in a folder of whole tensors."""
@@ -126,7 +124,6 @@ class ChangesWriter:
 
     def finish(self, *, base: str, identity: str) -> None:
         """Write the index, without which a server takes the folder for one of whole tensors. Raises OSError."""
-        follow_umask(self._folder)
         index = {"base": base, "id": identity, "files": self._files, "shapes": self._shapes}
         (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 

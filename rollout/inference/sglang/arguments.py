@@ -4,6 +4,8 @@ Read by the server's processes too, so nothing else of this project is imported.
 on stdin) it checks them and starts nothing; it exits with EXIT_USAGE where one is wrong.
 """
 
+from __future__ import annotations
+
 import argparse
 import difflib
 import importlib.util
@@ -11,9 +13,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from rollout.inference.backend import FlagValue
+if TYPE_CHECKING:
+    from rollout.inference.backend import FlagValue
 
 SGLANG = "0.5.17"
 """The SGLang that this project is written for: its symbols, its HTTP interface, and the pin in pyproject.toml."""

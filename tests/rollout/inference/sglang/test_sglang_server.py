@@ -187,6 +187,18 @@ def test_a_server_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     assert not alive
 
 
+def test_the_processes_of_a_server_need_no_other_package_of_this_project() -> None:
+    """They run in SGLang's environment, where a library may look for its own `core` or `tools`."""
+    program = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["allocation", "config_schema", "core", "model_specs", "mcore_adapter", "tools"]))
+runpy.run_path(sys.argv[1])["make_importable"]()
+import rollout.inference.sglang.hooks.table, rollout.inference.sglang.hooks.compile_ahead
+"""
+    run = subprocess.run([sys.executable, "-P", "-c", program, main.__file__], capture_output=True, text=True, env={})
+    assert run.returncode == 0, run.stderr
+
+
 def test_every_hook_has_a_reason_and_the_version_that_is_pinned() -> None:
     pinned = (Path(__file__).parents[4] / "setup.py").read_text() + (
         Path(__file__).parents[4] / "pyproject.toml"
