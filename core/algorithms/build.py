@@ -52,7 +52,6 @@ def check_algorithm(config: PPOMATHConfig) -> Iterator[Problem]:
     name = config.own_algorithm
     if name is None:
         yield from config.part_problems()
-        yield from _check_demonstrations(config)
         return
     if ":" not in name:
         message = unknown_name(name, kind="algorithm", known=PRESETS, own="Class")
@@ -82,18 +81,3 @@ def _check_own(config: PPOMATHConfig, name: str) -> Iterator[Problem]:
         yield Problem(key="ppo.disable_value", message=message)
     if algorithm.unit != "sequence" and not config.has_groups:
         yield needs_group(f"algorithm.name={name}")
-
-
-def _check_demonstrations(config: PPOMATHConfig) -> Iterator[Problem]:
-    if not config.algorithm.mixes_demonstrations:
-        return
-    given, minibatches = config.demonstrations_per_step, config.num_minibatches
-    if not config.demonstrations.are_given:
-        by_name = "algorithm.demonstration_weight" in config.preset
-        name = f"algorithm.name={config.algorithm_name}" if by_name else "it"
-        message = f"required: {name} trains on prompts with answers beside rollouts; or write "
-        yield Problem(key="demonstrations.path", message=message + "algorithm.demonstration_weight=0")
-    elif given < minibatches:
-        message = f"{config.demonstrations.share}: {given} demonstrations of a step are fewer than "
-        message += f"ppo_n_minibatches={minibatches}; raise one or lower the other"
-        yield Problem(key="demonstrations.share", message=message)

@@ -90,7 +90,7 @@ def _family(use: ModelUse, model: ModelConfig) -> Iterator[Problem]:
 
 def _auxiliary(config: PPOMATHConfig) -> Iterator[Problem]:
     """Check the model of auxiliary.path, and the layout of its servers, which is that of the generators."""
-    path = config.auxiliary.path
+    path = config.auxiliary_model
     if not path:
         return
     try:
@@ -188,10 +188,10 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
         )
     if config.demonstrations.are_given:
         try:
-            if config.algorithm.mixes_pairs:
-                read_preferences(config.demonstrations.path, config.demonstrations.pair_columns)
-            else:
+            if (columns := config.demonstration_pairs) is None:
                 read_examples(config.demonstrations.path)
+            else:
+                read_preferences(config.demonstrations.path, columns)
         except DatasetError as error:
             yield Problem(key="demonstrations.path", message=str(error))
 
@@ -218,7 +218,7 @@ def _check_columns(config: PPOMATHConfig, one: SetConfig, source: DataSource, ro
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
     """Check the rows of every data set. With `lengths` tokenise and count them as the run does at its start, report
     its steps, and check whether a recover checkpoint can be continued with these rows."""
-    columns = config.dataset.pair_columns
+    columns = config.pair_columns
     if not lengths:
         read_rows = read_examples if columns is None else partial(read_preferences, fields=columns)
         yield from _data_sets(config, config.data_sources, read_rows)
@@ -295,7 +295,7 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
     replay, processors = config.experience.replay, config.experience.processors
-    if not config.experience.is_durable and not replay.is_on and not processors:
+    if not config.experience.is_durable and not config.experience.replays and not processors:
         return
     from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
     from rollout.experience.episode import load_processors

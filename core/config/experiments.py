@@ -28,6 +28,7 @@ from core.config.common import (
 from core.config.ppo import DPOHyperparameters, PreferenceDatasetConfig, PromptAnswerDatasetConfig
 from core.config.ppo_experiment import PPOMATHConfig
 from core.config.runtime import WorkflowConfig
+from rollout.data.rows import PreferenceFields
 from rollout.data.source import DataSource
 from rollout.rewards.load import RewardConfig
 
@@ -148,6 +149,11 @@ class SFTConfig(CommonExperimentConfig, SFTOptions):
         data = self.dataset
         train, valid = ("dataset.train_path", data.train_source), data.valid_source
         return (train,) if valid is None else (train, ("dataset.valid_path", valid))
+
+    @property
+    def pair_columns(self) -> PreferenceFields | None:
+        """Columns of preference pairs. None: the rows are prompts with answers."""
+        return self.dataset.pair_columns
 
     @property
     def max_seqlen(self) -> int:

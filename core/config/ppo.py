@@ -252,6 +252,16 @@ class DemonstrationConfig(Section):
         """True if there are demonstrations."""
         return bool(self.path)
 
+    def problems(self, per_step: int, *, num_minibatches: int, wanted_by: str) -> Iterator[Violation]:
+        """Yield why an algorithm that trains on demonstrations cannot. `wanted_by`: what asks for them."""
+        if not self.are_given:
+            message = f"required: {wanted_by} trains on prompts with answers beside rollouts; or write "
+            yield Violation(("demonstrations.path",), f"{message}algorithm.demonstration_weight=0")
+        elif per_step < num_minibatches:
+            message = f"{self.share}: {per_step} demonstrations of a step are fewer than "
+            message += f"ppo_n_minibatches={num_minibatches}; raise one or lower the other"
+            yield Violation(("demonstrations.share",), message)
+
     def beside(self, completions: float) -> int:
         """Return how many demonstrations a step has beside so many completions."""
         return max(1, round(self.share / (1.0 - self.share) * completions))

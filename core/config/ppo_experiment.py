@@ -55,6 +55,7 @@ from core.config.runtime import (
     WorkflowConfig,
 )
 from rollout.data.encoder import PromptFormat
+from rollout.data.rows import PreferenceFields
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
 from rollout.rewards.load import RewardConfig, judged_by_math
@@ -137,7 +138,7 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         yield from reference_with_values(self.ref)
         yield from self._critic_rules() if self.uses_critic else ()
         yield from self._store_rules()
-        yield from self._replay_rules() if self.experience.replay.is_on else ()
+        yield from self._replay_rules() if self.experience.replays else ()
 
     def _data_rules(self) -> Iterator[Violation]:
         if self.dataset.path and self.task_sets:
@@ -212,10 +213,25 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             )
 
     @property
+    def ends_slow_prompts(self) -> bool:
+        """True if the sampling of prompts that take long is ended."""
+        return self.workflow.dynamic_timeout is not None
+
+    def rules_of_turns(self) -> Iterator[Violation]:
+        """Yield what generators contradict that share GPUs with the trainer."""
+        limit, staleness = self.workflow.dynamic_timeout, self.staleness.max_staleness
+        if limit is not None and staleness > 0:
+            yield Violation(
+                ("workflow.dynamic_timeout", "allocation_mode", "staleness.max_staleness"),
+                f"dynamic_timeout={limit:g} with max_staleness={staleness} would end prompts as slow that an update "
+                "has paused, as generators share GPUs with the trainer; write null, + for GPUs of their own in "
+                "allocation_mode, or max_staleness=0",
+            )
+
+    @property
     def replay_max_age(self) -> int:
         """Largest age of replayed tokens in steps."""
-        given = self.experience.replay.max_age
-        return self.staleness.max_staleness if given is None else given
+        return self.experience.oldest_replayed(default=self.staleness.max_staleness)
 
     def masked(self) -> Self:
         """Return the same without secrets, that of experience.path included."""
@@ -223,9 +239,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return super().masked().model_copy(update={"experience": store})
 
     @property
+    def auxiliary_model(self) -> str:
+        """Folder of the auxiliary model; empty: there is none."""
+        return self.auxiliary.path
+
+    @property
     def num_auxiliary_servers(self) -> int:
         """Generators that serve the auxiliary model."""
-        return self.auxiliary.num_servers if self.auxiliary.path else 0
+        return self.auxiliary.num_servers if self.auxiliary_model else 0
 
     @property
     def experience_path(self) -> str:
@@ -369,6 +390,14 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             has_groups=self.has_groups,
             is_synchronous=self.is_synchronous,
         )
+        if self.algorithm.mixes_demonstrations:
+            by_name = "algorithm.demonstration_weight" in self.preset
+            for broken in self.demonstrations.problems(
+                self.demonstrations_per_step,
+                num_minibatches=self.num_minibatches,
+                wanted_by=f"algorithm.name={self.algorithm_name}" if by_name else "it",
+            ):
+                yield Problem(key=broken.keys[0], message=broken.message)
 
     @property
     def algorithm_keys(self) -> dict[str, Section]:
@@ -626,11 +655,16 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return tuple((f"{at}.path", source) for at, _, source in self.placed_sets)
 
     @property
+    def demonstration_pairs(self) -> PreferenceFields | None:
+        """Columns of the pairs beside rollouts. None: the rows are prompts with answers."""
+        return self.demonstrations.pair_columns if self.algorithm.mixes_pairs else None
+
+    @property
     def demonstrations_per_step(self) -> int:
         """Demonstrations of a step, beside its completions: rows with one answer, or pairs."""
         if not self.algorithm.mixes_demonstrations or not self.demonstrations.are_given:
             return 0
-        answers = 2 if self.algorithm.mixes_pairs else 1
+        answers = 1 if self.demonstration_pairs is None else 2
         return self.demonstrations.beside(self.batch_size * self.group_size / answers)
 
     def max_tokens_per_mb(self, role: str) -> int:

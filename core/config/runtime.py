@@ -457,11 +457,6 @@ class ReplayConfig(Section):
         needs=_REPLAYS,
     )
 
-    @property
-    def is_on(self) -> bool:
-        """True if steps train on episodes again."""
-        return self.share > 0
-
 
 class OverRolloutConfig(Section):
     """When a step trains without the slowest of its prompts. Those are trained later, within the staleness bound."""
@@ -518,6 +513,15 @@ class ExperienceConfig(Section):
         "rewards, remove trajectories, or drop the episode",
     )
     replay: ReplayConfig = section(ReplayConfig, "Episodes that later steps train on again")
+
+    @property
+    def replays(self) -> bool:
+        """True if steps train on episodes again."""
+        return self.replay.share > 0
+
+    def oldest_replayed(self, default: int) -> int:
+        """Return the largest age of replayed tokens in steps."""
+        return default if self.replay.max_age is None else self.replay.max_age
 
     @property
     def is_durable(self) -> bool:

@@ -284,7 +284,7 @@ def opener(config: SFTConfig | DPOConfig) -> OpenData:
     read."""
     from rollout.data.tokenizer import load_tokenizer  # imports transformers, which a driver does without
 
-    folder, columns = config.model_folder, config.dataset.pair_columns
+    folder, columns = config.model_folder, config.pair_columns
     encoder = Encoder(load_tokenizer(folder), config.prompt.prompt_format(boxed=False), folder=folder)
     load = AnswerDataset if columns is None else partial(PreferenceDataset, fields=columns)
 

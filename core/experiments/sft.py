@@ -171,7 +171,7 @@ def run_offline(
     objective: Objective,
 ) -> None:
     """Train on files."""
-    allocation, data = resolve_allocation(config), config.dataset
+    allocation = resolve_allocation(config)
     context = RunContext.open(config, paths, screen, attempt)
     screen.begin("reading the data")
     train, valid = _open_data(config)
@@ -196,7 +196,7 @@ def run_offline(
         with context.monitor(schedule) as monitor:
             trainer = trainer_type(
                 engine=engine, reference=ref, objective=objective, train=train, valid=valid, schedule=schedule,
-                valid_batch_size=data.valid_bs_n_seqs, monitor=monitor, memory=memory,
+                valid_batch_size=config.dataset.valid_bs_n_seqs, monitor=monitor, memory=memory,
                 skipped_updates=context.skipped_updates(), timer=context.timer(),
             )  # fmt: skip
             periodic = context.periodic(
@@ -213,9 +213,9 @@ def run_offline(
 
 def _open_data(config: SFTConfig | DPOConfig) -> tuple[Rows, Rows | None]:
     """Read the training set, and the validation set if there is one."""
-    data, open_one = config.dataset, opener(config)
-    train = open_one(data.train_source)
-    return train, open_one(data.valid_source) if data.valid_source else None
+    open_one = opener(config)
+    train, *valid = (open_one(source) for _, source in config.data_sources)
+    return train, valid[0] if valid else None
 
 
 def _check_same_rows(train: Rows, start: Start, *, ignore_changes: bool) -> None:

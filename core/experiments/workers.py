@@ -178,7 +178,7 @@ def auxiliary_settings(config: PPOMATHConfig, settings: BackendSettings) -> Back
     return replace(
         settings,
         config=settings.config.unquantized,
-        model_path=config.auxiliary.path,
+        model_path=config.auxiliary_model,
         load_weights=True,
         reports_experts=False,
     )

@@ -71,7 +71,7 @@ class BatchService:
             until_saved=config.experience.is_durable and config.recovers,
             keep_steps=config.experience.keep_steps,
             patience=_patience(config.experience),
-            counts_late=config.workflow.dynamic_timeout is not None,
+            counts_late=config.ends_slow_prompts,
             right_at=config.right_rewards,
         )
         self._demonstrations = data.demonstrations()

@@ -107,7 +107,7 @@ class RunData:
 
     def _replay(self) -> Replay | None:
         config, given = self._config, self._config.experience.replay
-        if not given.is_on:
+        if not config.experience.replays:
             return None
         return Replay(
             share=given.share,
@@ -124,7 +124,7 @@ class RunData:
         if not config.demonstrations_per_step:
             return None
         load: Callable[..., Rows] = AnswerDataset
-        if config.algorithm.mixes_pairs:
-            load = partial(PreferenceDataset, fields=config.demonstrations.pair_columns)
+        if (columns := config.demonstration_pairs) is not None:
+            load = partial(PreferenceDataset, fields=columns)
         rows = load(config.demonstrations.path, self.encoder, max_seqlen=config.max_seqlen, **config.row_order)
         return Demonstrations(rows, config.demonstrations_per_step)

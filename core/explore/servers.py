@@ -52,7 +52,7 @@ class AuxiliaryModel:
         from rollout.data.tokenizer import load_tokenizer  # imports transformers, which a driver does without
 
         self._router = Router(servers, config.generator)
-        folder = config.auxiliary.path
+        folder = config.auxiliary_model
         encoder = Encoder(load_tokenizer(folder), folder=folder)
         if encoder.chat is None:
             raise DatasetError(f"auxiliary.path={folder}: its tokenizer has no chat template; choose a chat model")

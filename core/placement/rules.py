@@ -276,15 +276,9 @@ def _auxiliary(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violat
         )
 
 
-def _dynamic_timeout(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
-    limit, staleness = config.workflow.dynamic_timeout, config.staleness.max_staleness
-    if limit is not None and allocation.shares_gpus and staleness > 0:
-        yield Violation(
-            ("workflow.dynamic_timeout", "allocation_mode", "staleness.max_staleness"),
-            f"dynamic_timeout={limit:g} with max_staleness={staleness} would end prompts as slow that an update has "
-            "paused, as generators share GPUs with the trainer; write null, + for GPUs of their own in "
-            "allocation_mode, or max_staleness=0",
-        )
+def _turns(config: PPOMATHConfig, allocation: Allocation) -> Iterator[Violation]:
+    if allocation.shares_gpus:
+        yield from config.rules_of_turns()
 
 
 _Rule = Callable[[PPOMATHConfig, Allocation], Iterator[Violation]]
@@ -296,7 +290,7 @@ _OF_LAYOUTS: tuple[_Rule, ...] = (
     _interrupt,
     _routing_replay,
     _auxiliary,
-    _dynamic_timeout,
+    _turns,
 )
 """Rules of generators that depend on layouts."""
 _OF_BACKENDS: tuple[_Rule, ...] = (_server_arguments, _weight_format, _quantization)

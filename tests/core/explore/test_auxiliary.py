@@ -33,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, temperature: float = 0.0) -> Any:
     generator = GeneratorConfig(health_interval_seconds=0.1)
     return SimpleNamespace(
-        auxiliary=SimpleNamespace(path=str(model), temperature=temperature),
+        auxiliary_model=str(model),
+        auxiliary=SimpleNamespace(temperature=temperature),
         generator=generator,
         seed=1,
         merged_flags={},
