@@ -8,14 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
+from helpers import tiny_models
+from helpers.chat_tokenizer import chat_tokenizer
 from helpers.embedded_models import assert_same, bucket_of, engine_of, prompt, request, run
+from rollout.data.encoder import Encoder
 from rollout.inference.backend import GeneratorConfig
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.inference.router import NoGeneratorError, Router, requests_at_once
-from rollout.types import Completion, GenerateRequest, Health, SamplingParams
+from rollout.sessions.bridge import Bridge
+from rollout.sessions.server import SessionServer
+from rollout.sessions.session import Limits, Session
+from rollout.types import Completion, GenerateRequest, Health, Prompt, SamplingParams
 
 pytestmark = pytest.mark.timeout(120)  # of a test that hangs
 
@@ -94,25 +101,54 @@ class Turns(Silent):
         return Health(version=0, num_running=0, num_waiting=0)
 
 
-async def test_the_turns_of_a_conversation_go_where_its_prefix_is_until_that_generator_is_lost() -> None:
-    first, second = generators = [Turns(), Turns()]
-    router = Router(generators)
+async def test_the_turns_of_a_session_go_where_its_prefix_is_and_to_another_generator_when_that_is_lost(
+    tmp_path: Path,
+) -> None:
+    tokenizer = chat_tokenizer()
+    tiny_models.make_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    bridge = Bridge(Encoder(tokenizer))
+    limits = Limits(sampling=SamplingParams(max_new_tokens=8), context_tokens=2000)
+    asked = Prompt(query_id="q", index=1, task="t", text="?", token_ids=np.array([5], np.int32), solutions=())
 
-    async def turn(session: str) -> None:
-        sampling = SamplingParams(max_new_tokens=8)
-        await router.generate(GenerateRequest(request_id=session, group_id=session, prompt_ids=[1], sampling=sampling))
+    async def talk(generators: list[Recorded], lost: Recorded | None = None) -> list[list[int]]:
+        """Let four sessions take turns; one generator dies in the last. Return what each trains."""
+        router, server = Router(generators), SessionServer()
+        await server.start()
+        sessions = [Session(bridge, router, asked, number=i, seed=1, limits=limits) for i in range(4)]
+        said: list[list[Any]] = [[{"role": "user", "content": f"{i}?"}] for i in range(4)]
+        for i, session in enumerate(sessions):
+            server.open(f"key {i}", session)
 
-    for _ in range(3):
-        await asyncio.gather(*(turn(session) for session in "abcd"))
-    for session in "abcd":
-        await turn(session)  # alone: the other generator has less to do
-    homes = [set(g.seen) for g in generators]
-    assert [len(home) for home in homes] == [2, 2] and not homes[0] & homes[1]
-    first.is_dead = True
-    for session in "abcd":
-        await turn(session)
-    assert set(second.seen) == set("abcd")
-    await router.close()
+        async def turn(i: int) -> None:
+            body, key = {"model": "policy", "messages": said[i]}, {"Authorization": f"Bearer key {i}"}
+            async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=key) as response:
+                answer = (await response.json())["choices"][0]["message"]
+            said[i] += [answer, {"role": "user", "content": "And?"}]
+
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(*map(turn, range(4)))
+            for i in range(4):
+                await turn(i)  # alone: the other generator has nothing to do
+            homes = [{request.group_id for request in generator.seen} for generator in generators]
+            if lost is not None:
+                assert [len(home) for home in homes] == [2, 2] and not homes[0] & homes[1]
+                num_seen = len(lost.seen)
+            turns = asyncio.gather(*map(turn, range(4)))
+            if lost is not None:
+                while len(lost.seen) < num_seen + 2:
+                    await asyncio.sleep(0)
+                await lost.close()
+            await turns
+            await asyncio.gather(*map(turn, range(4)))
+        await server.close()
+        await router.close()
+        trajectories = [trajectory for session in sessions for trajectory in session.trajectories(1.0, {})]
+        assert len(trajectories) == 4, "each turn continues its conversation"
+        return [trajectory.token_ids.tolist() for trajectory in trajectories]
+
+    undisturbed = await talk([Recorded(tmp_path)])
+    first, second = Recorded(tmp_path), Recorded(tmp_path)
+    assert await talk([first, second], lost=first) == undisturbed
 
 
 async def test_the_next_turn_of_a_conversation_leaves_a_generator_that_is_reserved() -> None:
