@@ -84,13 +84,14 @@ LONGEST_DELAY_SECONDS: dict[Moment, float] = {
     "in an environment": 0.02,
 }
 SHARES: dict[Moment, float] = {"in a step": 0.35, "while a checkpoint is written": 0.35, "while starting again": 0.3}
-_SHARES_OF_CALLS: dict[Moment, float] = {
-    "in a step": 0.1,
-    "in a tool call": 0.3,
-    "in a model call": 0.3,
-    "in an environment": 0.3,
+_SHARES_OF_AGENTS: dict[Moment, float] = {
+    "in a step": 0.05,
+    "in a tool call": 0.2,
+    "in a model call": 0.2,
+    "in an environment": 0.2,
+    "while a checkpoint is written": 0.2,
+    "while starting again": 0.15,
 }
-"""Of the kills in steps of agents."""
 _MARKS: dict[Moment, str] = {"in a tool call": "called", "in a model call": "sampled", "in an environment": "stepped"}
 
 
@@ -247,12 +248,11 @@ def plan(count: int, rng: random.Random, targets: Sequence[str], *, first: int =
     chosen = [targets[i % len(targets)] for i in range(first, first + count)]
     rng.shuffle(chosen)
     kills = []
+    of_moments = _SHARES_OF_AGENTS if agent else SHARES
     for i, target in enumerate(chosen):
         # The first kill cannot hit a run that starts again.
-        moments = list(SHARES)[: 3 if i else 2]
-        moment = rng.choices(moments, [SHARES[m] for m in moments])[0]
-        if agent and moment == "in a step":
-            moment = rng.choices(list(_SHARES_OF_CALLS), list(_SHARES_OF_CALLS.values()))[0]
+        moments = [moment for moment in of_moments if i or moment != "while starting again"]
+        moment = rng.choices(moments, [of_moments[m] for m in moments])[0]
         after_step = STEPS_BEFORE + STEPS_PER_KILL * i + rng.randrange(1, STEPS_PER_KILL)
         delay = rng.uniform(0.0, LONGEST_DELAY_SECONDS[moment])
         kills.append(Kill(target=target, moment=moment, after_step=after_step, delay=delay))
