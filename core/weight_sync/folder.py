@@ -64,6 +64,7 @@ class Meeting(TypedDict):
 
 FOLDER_ALONE = Meeting(id="", node="", host="", port=0, key="")
 """Of a publisher that sends nothing itself."""
+OF_ANOTHER_USER = Meeting(id="of another user", node="", host="", port=0, key="")
 
 
 class ReplicaLost(RuntimeError):
@@ -89,9 +90,16 @@ class VersionFolder:
     """
 
     def __init__(self, folder: str | Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
+        """Make the folder if it does not exist. Raises OSError where this process cannot write there."""
         self.path, self._lease = Path(folder).resolve(), lease_seconds
         self._replicas = self.path / "replicas"
-        self._replicas.mkdir(parents=True, exist_ok=True)
+        try:
+            self._replicas.mkdir(parents=True, exist_ok=True)
+            self._entries()
+        except OSError as error:
+            raise OSError(
+                f"synchronizer.folder={self.path}: {error}; every job writes there: name a folder that it may write"
+            ) from error
 
     def write(self, version: int, fill: Callable[[Path], None]) -> Published:
         """Publish the Hugging Face folder that `fill(folder)` writes; return what latest() returns then. Raises
@@ -138,8 +146,11 @@ class VersionFolder:
         _replace(self.path / _TRAINER, meeting, mode=0o600 if meeting["key"] else 0o666)
 
     def meeting(self) -> Meeting | None:
-        """Return where the last publisher listens, or has listened. Raises PermissionError for another user."""
-        found = _read(self.path / _TRAINER)
+        """Return where the last publisher listens, or has listened; OF_ANOTHER_USER where only that user may know."""
+        try:
+            found = _read(self.path / _TRAINER)
+        except PermissionError:
+            return OF_ANOTHER_USER
         return None if found is None else cast(Meeting, found)
 
     def latest(self) -> Published | None:

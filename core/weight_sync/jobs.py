@@ -33,7 +33,7 @@ from typing import Any
 from allocation import RoleAllocation
 from core.errors import LaunchError
 from core.processes.meeting import LOOPBACK, MeetingPoint, knock, open_door
-from core.weight_sync.folder import Meeting, VersionFolder
+from core.weight_sync.folder import OF_ANOTHER_USER, Meeting, VersionFolder
 from core.weight_sync.push import SENDER_GRACE_SECONDS, Deadline, WeightPush, in_background
 from rollout.inference.backend import WeightEndpoint
 
@@ -427,6 +427,8 @@ def _address(meeting: Meeting) -> str:
 def _why_not(meeting: Meeting, joins: bool) -> str:
     """Return why this job does not connect to the train job although one of them would; empty: it does, or neither
     would."""
+    if meeting == OF_ANOTHER_USER:
+        return "synchronizer.method=nccl connects jobs of one user, and the train job is another user's"
     if joins == (not meeting["key"]):
         here, there = ("nccl", "folder") if joins else ("folder", "nccl")
         return f"synchronizer.method={here}, and {there} in the train job; write the same in both"

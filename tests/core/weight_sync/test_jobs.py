@@ -29,6 +29,7 @@ from core.weight_sync.jobs import JobServers, TrainerLink
 from core.weight_sync.publisher import Group, Publisher
 from core.weight_sync.push import PushError, SenderSettings, SendReport, WeightPush
 from helpers.mcore_ranks import warm_context
+from helpers.other_user import as_another_user, folder_for_all
 from helpers.push_doubles import sender_of
 from rollout.inference.receiver import BroadcastReceiver
 
@@ -442,3 +443,19 @@ def test_jobs_with_different_settings_say_so_and_use_the_folder(tmp_path: Path, 
     versions.announce({"id": "2", "node": "elsewhere", "host": LOOPBACK, "port": port, "key": "00" * 32})
     explore.look()
     assert "nccl connects jobs of one host, and the train job is on elsewhere" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_job_of_another_user_says_so_and_uses_the_folder(joins: bool, caplog) -> None:
+    with folder_for_all() as folder:
+        TrainJob(folder, Ranks()).publish(0)
+        (folder / "replicas").chmod(0o777)
+        (folder / "TRAINER").chmod(0)
+        next(folder.glob("version-0-*/*")).chmod(0o644)
+        with as_another_user():
+            explore = ExploreJob(folder, "a", joins=joins)
+            explore.look()
+            explore.look()
+    assert explore.holds(0)
+    (said,) = caplog.messages
+    assert said.startswith("synchronizer.method=nccl connects jobs of one user, and the train job is another user's")

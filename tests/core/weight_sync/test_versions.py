@@ -16,6 +16,7 @@ from core.weight_sync import folder as weight_folder
 from core.weight_sync.folder import LATEST, ReplicaLost, VersionFolder
 from core.weight_sync.publisher import Publisher
 from helpers.mcore_ranks import warm_context
+from helpers.other_user import as_another_user, folder_for_all
 
 LEASE = 12.0
 WARM = warm_context()
@@ -185,6 +186,15 @@ def test_replicas_never_lose_what_they_claimed_while_versions_come_and_go(folder
     for reader in readers:
         reader.join()
     assert not failures
+
+
+def test_a_folder_that_a_job_may_not_write_is_named_with_the_way_out() -> None:
+    with folder_for_all() as folder:
+        VersionFolder(folder)
+        (folder / "replicas").chmod(0o555)
+        with as_another_user(), pytest.raises(OSError, match="synchronizer.folder=.* name a folder that it may write"):
+            VersionFolder(folder)
+        (folder / "replicas").chmod(0o777)
 
 
 def test_a_missing_folder_is_named(folder: VersionFolder) -> None:
