@@ -205,19 +205,20 @@ def test_the_same_question_twice_is_sampled_twice_and_a_retry_is_answered_from_t
 
 
 def test_a_client_that_went_away_gets_its_answer_when_it_asks_again() -> None:
-    slow = asyncio.Event()
+    asked, slow = asyncio.Event(), asyncio.Event()
 
     class Slow(Scripted):
         async def generate(self, request: Any) -> Any:
+            asked.set()
             await slow.wait()
             return await super().generate(request)
 
     async def program(p: Program) -> None:
-        patient = p._http
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(0.3)) as p._http:
-            with pytest.raises(asyncio.TimeoutError):
-                await p.chat(user("?"))
-        p._http = patient
+        impatient = asyncio.ensure_future(p.chat(user("?")))
+        await asked.wait()
+        impatient.cancel()  # ends its connection
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
         slow.set()
         while not p.session.num_turns:
             await asyncio.sleep(0.01)
