@@ -4,7 +4,8 @@
 its own. `--only sandbox`: calls of a short program at each level of the sandbox. Rounds alternate, medians count.
 
 A conversation has NUM_TURNS answers of 16 to 48 tokens, with a question of a user between two. All ways sample the same
-numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too.
+numbers of tokens; the requests of the session server travel over HTTP, and its clients run in its process, too. What it
+adds to a call is measured with SESSIONS conversations, one after the other begun, whose answers take ANSWER_SECONDS.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ CONVERSATIONS, NUM_TURNS, ROUNDS = 32, 4, 4
 MEASURED = 2 * CONVERSATIONS
 """Conversations of which a rate is."""
 CHECKPOINT_SECONDS = 2.0
+SESSIONS, ANSWER_SECONDS = 256, 4.0
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
 SAMPLING = SamplingParams(max_new_tokens=48, min_new_tokens=48, stop_token_ids=(1,))
 
@@ -110,7 +112,10 @@ async def _agents(router: Router, bridge: Bridge) -> list[Figure]:
     journal = await _medians(lambda: _journaled(router, is_kept=True), lambda: _journaled(router, is_kept=False))
     sessions = await _medians(lambda: _through_sessions(router, bridge), lambda: _bare(router, bridge))
     await router.close()
+    added = await _added_by_sessions(bridge)
+    print("added to a call, ms: mean, p95:", *np.round([np.mean(added), np.quantile(added, 0.95)], 2), flush=True)
     return [
+        Figure("agents.session_ms_per_call", float(np.median(added)), "ms", target="<= 5"),
         Figure("agents.tokens_per_second_journaled", journal[0][0], "tokens/s", journal[1][0], ">= 0.98x"),
         Figure("agents.cpu_us_per_token_journaled", journal[0][1], "us", journal[1][1]),
         Figure("agents.tokens_per_second_sessions", sessions[0][0], "tokens/s", sessions[1][0], ">= 0.97x"),
@@ -230,27 +235,68 @@ async def _through_sessions(router: Router, bridge: Bridge) -> Rate:
     """Return the tokens/s of the same through the session server."""
     server = SessionServer()
     await server.start()
-    limits = Limits(sampling=SAMPLING, context_tokens=1000)
-
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def conversation(number: int) -> None:
-            key, empty = f"key{number}", np.array([2], np.int32)
-            prompt = Prompt(query_id=key, index=number, task="t", text="", token_ids=empty, solutions=())
-            server.open(key, Session(bridge, router, prompt, number=0, seed=3, limits=limits))
-            messages = [{"role": "user", "content": "1+2="}]
-            headers = {"Authorization": f"Bearer {key}"}
-            for turn in range(NUM_TURNS):
-                body = {"model": "policy", "messages": messages, "max_tokens": _length(number, turn)}
-                async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers) as response:
-                    response.raise_for_status()
-                    answer = await response.json()
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": "3+4="}]
-            await server.end(key)
-
-        rate = await _rate(conversation)
+        rate = await _rate(lambda number: _talk(http, server, bridge, router, number))
     await server.close()
     return rate
+
+
+async def _talk(
+    http: aiohttp.ClientSession, server: SessionServer, bridge: Bridge, sampler: Sampler, number: int
+) -> list[float]:
+    """Have a conversation as a client of the session server; return the seconds of its calls."""
+    key, empty, seconds = f"key{number}", np.array([2], np.int32), []
+    prompt = Prompt(query_id=key, index=number, task="t", text="", token_ids=empty, solutions=())
+    limits = Limits(sampling=SAMPLING, context_tokens=1000)
+    server.open(key, Session(bridge, sampler, prompt, number=0, seed=3, limits=limits))
+    messages = [{"role": "user", "content": "1+2="}]
+    headers = {"Authorization": f"Bearer {key}"}
+    for turn in range(NUM_TURNS):
+        body, began = (
+            {"model": "policy", "messages": messages, "max_tokens": _length(number, turn)},
+            time.perf_counter(),
+        )
+        async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers) as response:
+            response.raise_for_status()
+            answer = await response.json()
+        seconds.append(time.perf_counter() - began)
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "3+4="}]
+    await server.end(key)
+    return seconds
+
+
+class _Waits:
+    """A generator that answers after ANSWER_SECONDS, and notes how long it took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        began = time.perf_counter()
+        await asyncio.sleep(ANSWER_SECONDS)
+        ids = np.full(request.sampling.max_new_tokens, 2, np.int32)
+        zeros = np.zeros(len(ids))
+        self.seconds.append(time.perf_counter() - began)
+        return Completion(
+            token_ids=ids, logprobs=zeros.astype(np.float32), versions=zeros.astype(np.int32), finish_reason="length"
+        )
+
+
+async def _added_by_sessions(bridge: Bridge) -> list[float]:
+    """Return the milliseconds that the session server adds to each call."""
+    server = SessionServer()
+    await server.start()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def talk(number: int) -> list[float]:
+            await asyncio.sleep(number * ANSWER_SECONDS / SESSIONS)
+            waits = _Waits()
+            seconds = await _talk(http, server, bridge, waits, number)
+            return [1000.0 * (all_of_it - waited) for all_of_it, waited in zip(seconds, waits.seconds, strict=True)]
+
+        added = await asyncio.gather(*map(talk, range(SESSIONS)))
+    await server.close()
+    return [one for of_session in added for one in of_session]
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -258,7 +304,7 @@ async def _until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _rate(conversation: Callable[[int], Awaitable[None]]) -> Rate:
+async def _rate(conversation: Callable[[int], Awaitable[object]]) -> Rate:
     """Return the tokens/s of conversations, each of which makes place for the next."""
     numbers = iter(range(MEASURED))
 
