@@ -3,8 +3,10 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -23,6 +25,20 @@ def adopt_orphans() -> None:
     """Make descendants whose parent ends children of this process (Linux), so that all of them are found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start_worker(
+    module: str, *words: str, env: Mapping[str, str], flags: Sequence[str] = ("-P",), stdout: int | None = None
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start `python -m module FD words...` as the leader of a process group, with the other end of the returned socket
+    at the file descriptor FD. Ctrl-C does not reach it, and end_group() reaches what it has started."""
+    own, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-m", module, str(theirs.fileno()), *words],
+            env=env, stdin=subprocess.DEVNULL, stdout=stdout, pass_fds=[theirs.fileno()], start_new_session=True,
+        )  # fmt: skip
+    return own, process
 
 
 def end_group(process: subprocess.Popen[bytes], *, grace_seconds: float = 0.0) -> int:

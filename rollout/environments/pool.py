@@ -12,16 +12,13 @@ import hashlib
 import itertools
 import os
 import pickle
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rollout.environments.worker import LENGTH, Result
 from rollout.journal import current_journal
 from rollout.plugins import python_path
-from rollout.processes import end_group
+from rollout.processes import end_group, start_worker
 
 
 class EnvironmentFailure(RuntimeError):  # noqa: N818 - named as the metric that counts it
@@ -159,23 +156,10 @@ class _Worker:
         self.num_held = 0
         self.is_lost = False
         self._turn = asyncio.Lock()
-        own, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "rollout.environments.worker",
-            str(theirs.fileno()),
-            spec,
-            str(os.getpid()),
-        ]
-        env = os.environ | {"PYTHONPATH": python_path()}
-        self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        self._channel, self._process = start_worker(
+            "rollout.environments.worker", spec, str(os.getpid()), env=os.environ | {"PYTHONPATH": python_path()}
         )
-        theirs.close()
-        own.setblocking(False)
-        self._channel = own
+        self._channel.setblocking(False)
 
     def begin(self, number: int, method: str, arguments: tuple[object, ...], *, seconds: float) -> asyncio.Task[Result]:
         """Begin to call a method of an environment. The task raises EnvironmentFailure."""

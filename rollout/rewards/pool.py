@@ -17,8 +17,6 @@ import math
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.plugins import user_frame
-from rollout.processes import end_group
+from rollout.processes import end_group, start_worker
 from rollout.rewards.load import QUICK_REWARDS, RewardConfig, check_names
 from rollout.rewards.math import WRONG
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
@@ -273,20 +271,12 @@ class _Worker:
     """A worker process and this end of its socket."""
 
     def __init__(self, reward: str, *, timeout_seconds: float, memory_bytes: int) -> None:
-        self._socket, theirs = socket.socketpair()
         self._writer: asyncio.StreamWriter | None = None
         self._received = bytearray()
         import_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with theirs:
-            fd = theirs.fileno()
-            argv = [str(fd), reward, str(timeout_seconds), str(memory_bytes), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.rewards.worker", *argv],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(fd,),
-                env=os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the pool; and kill() reaches what user code has started
-            )
+        words = [reward, str(timeout_seconds), str(memory_bytes), str(os.getpid())]
+        env = os.environ | {"PYTHONPATH": import_path, "OMP_NUM_THREADS": "1"}
+        self._socket, self._process = start_worker("rollout.rewards.worker", *words, env=env)
 
     async def connect(self) -> None:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Literal
 
 from rollout.plugins import python_path
-from rollout.processes import end_group
+from rollout.processes import end_group, start_worker
 from rollout.sandbox.worker import CALL, ENDED
 
 
@@ -210,15 +210,12 @@ class _Worker:
 
     def __init__(self, level: str, modules: tuple[str, ...]) -> None:
         self.is_lost = False
-        self._channel, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), level, json.dumps(modules)]
         path = python_path(*(f for f in sys.path if "site-packages" in f and modules))
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-m", "rollout.sandbox.worker", *words],
-            env={"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+        env = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._channel, self._process = start_worker(
+            "rollout.sandbox.worker", level, json.dumps(modules), env=env, flags=("-S", "-P"),
+            stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        theirs.close()
         self._channel.settimeout(_START_SECONDS)
         said = b""
         while not said.endswith(b"\n") and (more := self._channel.recv(4096)):
