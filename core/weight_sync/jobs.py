@@ -111,7 +111,7 @@ class JobServers:
         )  # fmt: skip
 
     def _arrive(self, connection: Connection) -> None:
-        """Wait for the name of a job, in a thread of its own: one that stops before it keeps nobody waiting."""
+        """Wait for the name of a job, in a thread of its own: one that stops before it delays no other job."""
         try:
             if not connection.poll(self._timeout):
                 raise TimeoutError(f"no name within {self._timeout:g} s")
