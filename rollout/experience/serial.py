@@ -172,7 +172,7 @@ def encode(value: Any, arrays: Arrays, place: str) -> Any:
 def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return the inverse of encode(); `arrays` are those that it collected, by dtype."""
     if isinstance(tree, list):
-        return [decode(item, arrays) for item in tree]
+        return [item if type(item) in _PLAIN else decode(item, arrays) for item in tree]
     if not isinstance(tree, dict):
         return tree
     mark = next(iter(tree), "")

@@ -195,10 +195,11 @@ def _stored_tokens(run: Run, query: Mapping[str, str], allowed: Allowed) -> dict
     path = _inside(str(settings.get("experience.path") or ""), allowed, "the store of episodes")
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as db:
-            found = db.execute("SELECT value FROM episodes WHERE id = ?", (query["episode"],)).fetchone()
+            select = "SELECT value FROM trajectories JOIN episodes USING (number) WHERE id = ?"
+            found = db.execute(select, (query["episode"],)).fetchone()
     except sqlite3.Error as error:
         raise NotFound(f"{path}: cannot be read: {error}") from None
-    if found is None or found[0] is None:
+    if found is None:
         raise NotFound("the store has no tokens of this answer any more (experience.keep_steps)")
     group: Sequence[Trajectory] = records_from_plain(Trajectory, loads(found[0]))
     index = int(query["index"])

@@ -4,11 +4,12 @@ Every call is one transaction, so a process that is killed between any two state
 after the call. A lease belongs to a process: its lock ends with it, whatever ends it, and leases that were not
 acknowledged are ready again for the next trainer. sqlite.py and postgres.py connect, lock and begin transactions.
 
-    meta       next_step, num_opened, lessee, error, what curricula have settled; values are JSON
-    episodes   the tags of every episode, the value of those that are ready or leased
-    journals   the events of episodes in flight
-    replays    further steps that train on an episode
-    success    view: finished episodes and mean reward of each prompt
+    meta           next_step, num_opened, lessee, error, what curricula have settled; values are JSON
+    episodes       the tags of every episode
+    trajectories   the value of episodes that are ready, leased or kept: SQLite writes a row anew when its fate changes
+    journals       the events of episodes in flight
+    replays        further steps that train on an episode
+    success        view: finished episodes and mean reward of each prompt
 """
 
 import asyncio
@@ -62,9 +63,9 @@ CREATE TABLE IF NOT EXISTS episodes (
     step INTEGER,                -- of its lease, or of the first lease after it was dropped
     place INTEGER,               -- in the batch of its lease
     reward DOUBLE PRECISION,     -- mean of its completions, NULL until it is finished
-    tags TEXT NOT NULL,
-    value {blob}
+    tags TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS trajectories (number INTEGER PRIMARY KEY, value {blob} NOT NULL);
 CREATE INDEX IF NOT EXISTS finished ON episodes (task_set, prompt, reward) WHERE reward IS NOT NULL;
 CREATE {view} success AS
     SELECT task_set, prompt, count(*) AS episodes, avg(reward) AS reward FROM episodes
@@ -73,20 +74,20 @@ CREATE INDEX IF NOT EXISTS outstanding ON episodes (version, number, fate) WHERE
 CREATE INDEX IF NOT EXISTS opened ON episodes (number, fate) WHERE fate IN ('open', 'ready');
 CREATE INDEX IF NOT EXISTS gone ON episodes (step, number) WHERE fate IN ('dropped', 'skipped', 'late');
 CREATE INDEX IF NOT EXISTS leased ON episodes (step, place) WHERE fate = 'leased';
-CREATE INDEX IF NOT EXISTS kept ON episodes (step) WHERE fate = 'trained' AND value IS NOT NULL;
 CREATE TABLE IF NOT EXISTS replays (step INTEGER, place INTEGER, id TEXT NOT NULL, PRIMARY KEY (step, place));
 CREATE INDEX IF NOT EXISTS replayed ON replays (id, step);
 CREATE TABLE IF NOT EXISTS journals (id TEXT, key TEXT, event {blob} NOT NULL, PRIMARY KEY (id, key));
 """
 _GONE = "fate IN ('dropped', 'skipped', 'late')"
-_LAYOUT = 2
+_LAYOUT = 3
 """Version of the tables."""
 _OUTSTANDING = "fate IN ('open', 'ready')"
 _OPEN = f"{_OUTSTANDING} AND fate = 'open'"
 """The partial indices serve a query that has their own condition."""
-_KEPT = "fate = 'trained' AND value IS NOT NULL"
+_KEPT = "fate = 'trained' AND number IN (SELECT number FROM trajectories)"
 _OF_REPLAYS = "(SELECT {} FROM replays WHERE replays.id = episodes.id)"
 _USED = f"tags, fate, version, step, {_OF_REPLAYS.format('count(*)')}, {_OF_REPLAYS.format('max(step)')}"
+_VALUE = "SELECT value FROM trajectories JOIN episodes USING (number) WHERE id = ?"
 _HELD_SECONDS = 1.0
 """In which a finished episode takes its sampled answers along, before they are written to its journal."""
 _LOOK_EVERY_SECONDS = 0.02
@@ -125,7 +126,7 @@ class SQLExperience(ABC):
         self._is_lessee = False
         self._settled = False  # what the trainer before this one has leased
         self._explorer = ""  # before the first open() or adopt()
-        self._held: dict[tuple[str, str], tuple[Event, float]] = {}  # events by episode and key, and since when
+        self._held: dict[str, dict[str, tuple[Event, float]]] = {}  # events by episode and key, and since when
         self._timer: asyncio.TimerHandle | None = None
         with self._transaction():
             self._check_layout()
@@ -244,7 +245,7 @@ class SQLExperience(ABC):
         return self._explorer
 
     def reopen(self, id: str, version: int) -> None:
-        self._forget(id)
+        self._held.pop(id, None)
         with self._transaction():
             self._execute("UPDATE episodes SET version = ? WHERE id = ? AND fate = 'open'", (version, id))
             self._execute("DELETE FROM journals WHERE id = ?", (id,))
@@ -257,18 +258,19 @@ class SQLExperience(ABC):
         if loop is None or not all(isinstance(event.value, Completion) for event in events):
             self._write_held(also=[(id, event) for event in events])
             return
-        self._held |= {(id, event.key): (event, loop.time()) for event in events}
+        self._held.setdefault(id, {}).update({event.key: (event, loop.time()) for event in events})
         self._timer = self._timer or loop.call_later(_HELD_SECONDS, self._write_in_time)
 
     def _write_held(self, until: float = math.inf, *, also: Sequence[tuple[str, Event]] = ()) -> None:
         """Write what is held since `until`, in seconds of the event loop, and further events of episodes."""
-        due = [(id, event) for (id, _), (event, since) in self._held.items() if since <= until]
+        due = [(id, event) for id, held in self._held.items() for event, since in held.values() if since <= until]
         if due or also:
             with self._transaction():
                 for id, event in (*due, *also):
                     self._execute(_JOURNAL, (id, event.key, dumps(event_to_plain(event)), id))
             for id, event in due:
-                del self._held[id, event.key]
+                del self._held[id][event.key]
+            self._held = {id: held for id, held in self._held.items() if held}
 
     def _write_in_time(self) -> None:
         loop = asyncio.get_running_loop()
@@ -280,34 +282,30 @@ class SQLExperience(ABC):
         with suppress(StoreError):
             self._write_held()
 
-    def _forget(self, id: str) -> None:
-        self._held = {place: held for place, held in self._held.items() if place[0] != id}
-
     def _is_in_flight(self, id: str) -> bool:
         return self._execute("SELECT 1 FROM episodes WHERE id = ? AND fate = 'open'", (id,)).fetchone() is not None
 
     def events(self, id: str) -> list[Event]:
         rows = self._execute("SELECT event FROM journals WHERE id = ?", (id,))
         written = [event_from_plain(loads(data)) for (data,) in rows]
-        held = [event for (of, _), (event, _) in self._held.items() if of == id]
+        held = [event for event, _ in self._held.get(id, {}).values()]
         by_key = {event.key: event for event in written + held}
         return [by_key[key] for key in sorted(by_key)]
 
     def put(self, episode: Episode, drops: Callable[[Tags, int], bool] | None = None) -> None:
         tags = episode.tags
-        self._forget(tags.id)
+        self._held.pop(tags.id, None)
         value = dumps(records_to_plain(episode.trajectories))
         with self._transaction():
             if not self._is_in_flight(tags.id):
                 return
             dropped = drops is not None and drops(tags, self._ahead(tags.id))
             self._execute(
-                "UPDATE episodes SET fate = ?, reward = ?, tags = ?, value = ? WHERE id = ?",
-                (
-                    "dropped" if dropped else "ready", mean_reward(tags), _tags_to_text(tags),
-                    None if dropped else value, tags.id,
-                ),
-            )  # fmt: skip
+                "UPDATE episodes SET fate = ?, reward = ?, tags = ? WHERE id = ?",
+                ("dropped" if dropped else "ready", mean_reward(tags), _tags_to_text(tags), tags.id),
+            )
+            if not dropped:
+                self._execute("INSERT INTO trajectories SELECT number, ? FROM episodes WHERE id = ?", (value, tags.id))
             self._execute("DELETE FROM journals WHERE id = ?", (tags.id,))
 
     def _ahead(self, id: str) -> int:
@@ -493,8 +491,8 @@ class SQLExperience(ABC):
     def values(self, ids: Sequence[str]) -> list[Episode]:
         episodes = []
         for id in ids:
-            row = self._execute("SELECT value FROM episodes WHERE id = ?", (id,)).fetchone()
-            if row is None or row[0] is None:
+            row = self._execute(_VALUE, (id,)).fetchone()
+            if row is None:
                 raise KeyError(f"{self._name} has no value of episode {id}")
             (tags,) = self._tags("id = ?", (id,))
             episodes.append(Episode(tags=tags, trajectories=records_from_plain(Trajectory, loads(row[0]))))
@@ -509,8 +507,8 @@ class SQLExperience(ABC):
             (last,) = self._execute(f"SELECT max(step) FROM episodes WHERE {_KEPT}").fetchone()
             if last is None:
                 return 0
-            where = f"{_KEPT} AND step <= ?"
-            return self._execute(f"UPDATE episodes SET value = NULL WHERE {where}", (last - keep_steps,)).rowcount
+            old = f"SELECT number FROM episodes WHERE {_KEPT} AND step <= ?"
+            return self._execute(f"DELETE FROM trajectories WHERE number IN ({old})", (last - keep_steps,)).rowcount
 
     def tags(self) -> list[Tags]:
         return self._tags("TRUE ORDER BY number")
@@ -535,14 +533,15 @@ class SQLExperience(ABC):
         if self._is_lessee and not self._settled:
             self._settle(step)
         with self._transaction():
-            reset = "fate = 'open', explorer = '', reward = NULL, value = NULL"
-            self._execute(f"UPDATE episodes SET {reset} WHERE fate = 'ready'")
+            ready, reset = "fate = 'ready'", "fate = 'open', explorer = '', reward = NULL"
+            self._execute(f"DELETE FROM trajectories WHERE number IN (SELECT number FROM episodes WHERE {ready})")
+            self._execute(f"UPDATE episodes SET {reset} WHERE {ready}")
             self._execute("DELETE FROM journals")
 
     def begin_at(self, step: int, *, num_opened: int) -> None:
         self._held.clear()
         with self._transaction():
-            for table in ("episodes", "replays", "journals"):
+            for table in ("episodes", "trajectories", "replays", "journals"):
                 self._execute(f"DELETE FROM {table}")
             self._execute("DELETE FROM meta WHERE key LIKE 'settled %'")
             for key, value in (("next_step", step), ("num_opened", num_opened), ("behind_leased", num_opened)):

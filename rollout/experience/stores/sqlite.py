@@ -26,7 +26,7 @@ class SQLiteExperience(SQLExperience):
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"experience.path={path}: {error}; name a file that can be written") from error
         self._name = str(self._path)
-        self._execute("PRAGMA page_size=16384")  # values are large; in a file that exists it has no effect
+        self._execute("PRAGMA page_size=8192")  # values are large; in a file that exists it has no effect
         self._execute("PRAGMA journal_mode=WAL")
         self._execute("PRAGMA synchronous=NORMAL")
         super().__init__(self._name)

@@ -787,6 +787,21 @@ def test_a_full_disk_is_one_error_and_what_was_stored_stays(tmp_path: Path) -> N
     again.close()
 
 
+async def test_a_step_writes_its_tokens_once(tmp_path: Path) -> None:
+    """As the size of the log of what is written shows, which nothing else reads here."""
+    path = tmp_path / "e.db"
+    store = SQLiteExperience(path)
+    begin(store, 0, version=0)
+    finish(store, 0, *[0] * 100_000)
+    written = sqlite3.connect(path)
+    written.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    rules = make_rules(num_prompts=1, batch_size=1, max_staleness=0, num_epochs=1)
+    store.ack(await store.lease(rules.selection, 0, "a"))
+    assert path.stat().st_size > 1_000_000 > path.with_name("e.db-wal").stat().st_size > 0
+    assert store.values(["q0"])[0].trajectories[0].token_ids.size > 100_000
+    store.close()
+
+
 def test_a_store_that_another_process_keeps_locked_is_one_error_and_loses_nothing(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("rollout.experience.stores.sqlite._BUSY_SECONDS", 0.2)
     store = SQLiteExperience(tmp_path / "e.db")
