@@ -251,12 +251,10 @@ def _draw_timeline(run: Outcome, path: Path) -> None:
 
 def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     """Draw throughput, queues and staleness of each step against the time."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(4, 1, figsize=(11, 9), sharex=True, layout="constrained")
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True)
     labels = ("tokens/s", "requests that wait at servers", "finished prompts that wait", "mean staleness")
     for name, run in runs.items():
         hours = [step.end / 3600 for step in run.steps]
@@ -274,7 +272,6 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     axes[-1].set_xlabel("hours")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> StepTime | None:

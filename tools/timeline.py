@@ -205,21 +205,19 @@ def covered(times: Sequence[tuple[int, int]]) -> int:
 def draw(spans: Sequence[Span], window: tuple[int, int], path: Path) -> None:
     """Draw one line for each lane of each process: the spans that are not inside another one, by colour; of lanes whose
     spans overlap, how many run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     lanes = [
         (process, lane)
         for process in _processes(spans)
         for lane in sorted({s.lane for s in spans if s.process == process} - {_STEPS})
     ]
-    figure, axes = plt.subplots(
-        len(lanes), 1, figsize=(14, 0.8 + 0.55 * len(lanes)), sharex=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(14, 0.8 + 0.55 * len(lanes)), layout="constrained")
+    axes = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)
     names = sorted({s.name for s in spans if s.lane != _STEPS})
-    colours = dict(zip(names, plt.get_cmap("tab20").colors * (len(names) // 20 + 1), strict=False))  # type: ignore[attr-defined]
+    colours = dict(zip(names, colormaps["tab20"].colors * (len(names) // 20 + 1), strict=False))  # type: ignore[attr-defined]
     drawn: set[str] = set()
     for ax, (process, lane) in zip(axes[:, 0], lanes, strict=True):
         of_lane = [s for s in spans if (s.process, s.lane) == (process, lane)]
@@ -231,10 +229,9 @@ def draw(spans: Sequence[Span], window: tuple[int, int], path: Path) -> None:
         ax.set_xlim(0, (window[1] - window[0]) / 1e6)
         ax.spines[["top", "right", "left"]].set_visible(False)
     axes[-1, 0].set_xlabel("seconds; vertical lines: ends of steps")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in sorted(drawn)]
+    handles = [Patch(color=colours[name]) for name in sorted(drawn)]
     figure.legend(handles, sorted(drawn), loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _draw_lane(

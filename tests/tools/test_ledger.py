@@ -4,7 +4,6 @@ import asyncio
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -73,9 +72,7 @@ def test_the_picture_compares_what_was_trained_with_what_was_finished(tmp_path: 
     fill(path)
     assert main(["--path", str(path), "--picture", str(tmp_path / "bias.svg")]) == 0
     text = (tmp_path / "bias.svg").read_text()
-    root = ElementTree.fromstring(text)
-    lines = [element for element in root if element.tag.endswith("polyline")]
-    assert len(lines) == 6 and all(line.get("points") for line in lines), "drawn and trained, of three figures"
+    assert text.count(">finished<") == text.count(">trained<") == 3, "of three figures"
     # Dropped: a prompt whose answers are all right, difficulty 0; the others have 0.5.
     assert "difficulty, KS 0.250" in text and "lengths, KS 0.000" in text
 

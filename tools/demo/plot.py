@@ -66,13 +66,11 @@ def draw_reward_curve(
 ) -> None:
     """Write a PNG. Rewards and accuracies are fractions; each reward is a step's mean over sampled answers. `others`
     are accuracies of other seeds, as (step, accuracy)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
+    figure = Figure(figsize=(8, 4.5), dpi=150)
+    axes = figure.subplots()
     axes.plot(steps, rewards, color=REWARD, alpha=0.25, linewidth=1)
     axes.plot(steps, moving_mean(rewards), color=REWARD, linewidth=2)
     axes.plot(eval_steps, accuracies, color=ACCURACY, linewidth=2, marker="o", markersize=5)
@@ -104,7 +102,6 @@ def draw_reward_curve(
     axes.set_title(title, loc="left", fontsize=11)
     figure.subplots_adjust(left=0.08, right=0.8, top=0.9, bottom=0.13)
     figure.savefig(path)
-    plt.close(figure)
 
 
 def draw_horizontal_lines(axes: Axes) -> None:

@@ -181,14 +181,12 @@ def _columns(results: Sequence[Result]) -> list[str]:
 def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:
     """Draw a PNG: for every dataset a group of bars, one per measure: accuracies, or mean rewards with their intervals
     where no answer is called right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     is_graded = all(r.greedy_acc is not None for r in results)
     series = _accuracies(results) if is_graded else _mean_rewards(results)
-    figure, axes = plt.subplots(figsize=(max(5.0, 1.2 + 1.6 * len(results)), 4.0), dpi=150)
+    figure = Figure(figsize=(max(5.0, 1.2 + 1.6 * len(results)), 4.0), dpi=150)
+    axes = figure.subplots()
     width = 0.8 / len(series)
     colors = ("#666666", "#2a78d6", "#7db1ec", "#bcd7f6")
     for i, ((name, bars_of), color) in enumerate(zip(series.items(), colors, strict=False)):
@@ -204,7 +202,6 @@ def draw_bars(path: Path, results: Sequence[Result], *, title: str) -> None:
     axes.legend(ncols=len(series), loc="upper left", bbox_to_anchor=(0, 1.1), frameon=False, fontsize=8)
     axes.set_title(title, loc="left", fontsize=9, pad=26)
     figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
 
 
 Bars = dict[str, list[tuple[float, float]]]

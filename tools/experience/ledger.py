@@ -11,7 +11,7 @@ episode are counted beside it. The exit code is 1 where the balance does not add
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = open_store(arguments)
         if arguments.picture is not None:
             finished, trained = _finished(store.tags())
-            arguments.picture.write_text(picture(finished, trained), encoding="utf-8")
+            draw(arguments.picture, _panels(finished, trained))
     except (BadRequest, PluginError, StoreError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -137,25 +137,29 @@ def _distributions(finished: Sequence[Tags], trained: Sequence[Tags]) -> dict[st
     return {name: (values(name, finished), values(name, trained)) for name in ("lengths", "rewards", "difficulty")}
 
 
-def picture(finished: Sequence[Tags], trained: Sequence[Tags]) -> str:
-    """Return an SVG picture of the distribution functions: grey of all finished episodes, blue of the trained ones."""
-    parts, width, height = [], 260, 160
-    for number, (name, (drawn, kept)) in enumerate(_distributions(finished, trained).items()):
-        left, low, high = number * (width + 40) + 30, drawn.min(initial=0), drawn.max(initial=1)
+def draw(path: Path, panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]]) -> None:
+    """Write an SVG picture of shares: title of a panel -> name of a curve -> (x [N], share [N]). Raises OSError."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, (x, share) in curves.items():
+            axes.plot(x, share, label=name)
+        axes.set(title=title, ylim=(0, 1.05))
+        axes.legend(frameon=False)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path, format="svg")
+
+
+def _panels(finished: Sequence[Tags], trained: Sequence[Tags]) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Return the distribution functions for draw()."""
+    panels = {}
+    for name, (drawn, kept) in _distributions(finished, trained).items():
         title = f"{name}, KS {distance(drawn, kept):.3f}" if len(kept) else f"{name}, nothing is trained"
-        parts.append(f'<text x="{left}" y="18">{title}</text>')
-        parts.append(f'<rect x="{left}" y="30" width="{width}" height="{height}" fill="none" stroke="#ccc"/>')
-        parts.append(f'<text x="{left}" y="{height + 48}">{low:.3g}</text>')
-        parts.append(f'<text x="{left + width}" y="{height + 48}" text-anchor="end">{high:.3g}</text>')
-        for of, colour in ((drawn, "#999"), (kept, "#06c")):
-            ordered = np.sort(of)
-            at = left + (ordered - low) / max(high - low, 1e-9) * width
-            share = 30 + height * (1 - np.arange(1, len(of) + 1) / max(len(of), 1))
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(at, share, strict=True))
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    size = f'width="{3 * (width + 40) + 30}" height="{height + 60}"'
-    style = 'font-family="sans-serif" font-size="13"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>\n'
+        both = {"finished": np.sort(drawn), "trained": np.sort(kept)}
+        panels[title] = {of: (x, np.arange(1, len(x) + 1) / max(len(x), 1)) for of, x in both.items()}
+    return panels
 
 
 def distance(first: np.ndarray, second: np.ndarray) -> float:

@@ -24,7 +24,7 @@ from rich.table import Table
 from rollout.experience import OldestFirst, Schedule, StalenessAdmission
 from rollout.experience.base import Outstanding
 from tools.arguments import integer, parser_of
-from tools.experience.ledger import distance
+from tools.experience.ledger import distance, draw
 
 SLOTS, BATCH, STALENESS = 1024, 512, 4
 MEDIAN_TOKENS, SIGMA, LONGEST_TOKENS = 1000, 0.8, 16_000
@@ -278,31 +278,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def picture(results: Mapping[str, Result], prompts: Prompts) -> str:
-    """Return an SVG picture: for each policy, which share of the prompts of each length is trained."""
+def _trained_shares(results: Mapping[str, Result], prompts: Prompts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return for each policy which share of the prompts of each length is trained, by quantile of the length."""
     edges = np.quantile(prompts.lengths, np.linspace(0, 1, 41))
-    width, height, left = 520, 260, 50
     of_all, _ = np.histogram(prompts.lengths, edges)
-    parts = [f'<rect x="{left}" y="20" width="{width}" height="{height}" fill="none" stroke="#ccc"/>']
-    colours = ("#06c", "#0a7", "#c30", "#999", "#a5c", "#e80", "#333")
-    for number, ((name, result), colour) in enumerate(zip(results.items(), colours, strict=True)):
-        trained, _ = np.histogram(prompts.lengths[result.trained], edges)
-        share = trained / of_all
-        points = " ".join(
-            f"{left + width * (i + 0.5) / len(share):.1f},{20 + height * (1 - value / 1.05):.1f}"
-            for i, value in enumerate(share)
-        )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + width + 12}" y="{40 + 20 * number}" fill="{colour}">{name}</text>')
-    for value in (0.0, 0.5, 1.0):
-        y = 24 + height * (1 - value / 1.05)
-        parts.append(f'<text x="{left - 8}" y="{y:.0f}" text-anchor="end">{value:.0%}</text>')
-    for place in (0.0, 0.5, 0.9, 1.0):
-        tokens = int(np.quantile(prompts.lengths, place))
-        parts.append(f'<text x="{left + width * place:.0f}" y="{height + 40}" text-anchor="middle">{tokens:,}</text>')
-    parts.append(f'<text x="{left}" y="{height + 62}">tokens of a prompt (by quantile); share that is trained</text>')
-    style = f'width="{left + width + 190}" height="{height + 75}" font-family="sans-serif" font-size="13"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {style}>{"".join(parts)}</svg>\n'
+    middles = (np.arange(len(of_all)) + 0.5) / len(of_all)
+    return {
+        name: (middles, np.histogram(prompts.lengths[result.trained], edges)[0] / of_all)
+        for name, result in results.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(*row(name, result, prompts))
     Console().print(table)
     if given.picture is not None:
-        given.picture.write_text(picture(results, prompts), encoding="utf-8")
+        draw(given.picture, {"trained, by quantile of the length": _trained_shares(results, prompts)})
     return 0
 
 
