@@ -104,8 +104,14 @@ class ToolsWorkflow:
         options: Config,
         encoder: Encoder | None = None,
     ) -> None:
+        """Raises ValueError for a chat template without tool calls."""
         self._encoder = encoder or Encoder(tokenizer)
         self._bridge = Bridge(self._encoder)
+        if not self._bridge.writes_calls:
+            raise ValueError(
+                "workflow.type=tools: the model has no chat template that writes tool calls; set "
+                "prompt.chat_template to one that does (slipstream check-template shows it)"
+            )
         self._reward_pool, self._sampling = reward_pool, sampling
         self._group_size, self._seed, self._options = group_size, seed, options
         self._sandbox = Sandbox(
@@ -122,12 +128,7 @@ class ToolsWorkflow:
         self._tools: asyncio.Task[dict[str, Tool]] | None = None
 
     async def run(self, prompt: Prompt, generator: Sampler) -> list[Trajectory]:
-        """Return one trajectory for each sample. Raises ValueError for a chat template without tool calls."""
-        if not self._bridge.writes_calls:
-            raise ValueError(
-                "workflow.type=tools: the model has no chat template that writes tool calls; set "
-                "prompt.chat_template to one that does (slipstream check-template shows it)"
-            )
+        """Return one trajectory for each sample."""
         if self._tools is None or (self._tools.done() and self._tools.exception() is not None):
             self._tools = asyncio.create_task(self._start_tools())
         tools = await asyncio.shield(self._tools)

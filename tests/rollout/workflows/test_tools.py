@@ -245,12 +245,12 @@ def test_a_tool_of_an_mcp_server_has_a_name_of_its_own(module: Path) -> None:
 def test_a_template_without_tool_calls_is_refused() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    workflow: Any = make_workflow(
-        WorkflowChoice(type="tools", options={"tools": {}}),
-        tokenizer=tokenizer, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=9), group_size=1, seed=1,
-    )  # fmt: skip
+    choice = WorkflowChoice(type="tools", options={"tools": {}})
     with pytest.raises(ValueError, match="has no chat template that writes tool calls"):
-        asyncio.run(workflow.run(PROMPT, None))
+        make_workflow(
+            choice, tokenizer=tokenizer, reward_pool=Pool(), sampling=SamplingParams(max_new_tokens=9), group_size=1,
+            seed=1,
+        )  # fmt: skip
 
 
 def test_a_shell_whose_package_is_not_installed_is_refused(monkeypatch) -> None:
