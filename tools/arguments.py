@@ -27,6 +27,16 @@ def program(module: str) -> str:
     return f"python -m {module}"
 
 
+BAD_INPUT = 2
+"""Exit code of a command that its arguments or files keep from its work."""
+
+
+def refused(why: object, *, code: int = BAD_INPUT) -> int:
+    """Print on one line of stderr why a command does nothing, or ends; return its exit code."""
+    sys.stderr.write(f"error: {why}\n")
+    return code
+
+
 class _Parser(argparse.ArgumentParser):
     """Writes an error as one line, without the usage."""
 

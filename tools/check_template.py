@@ -118,11 +118,9 @@ def main() -> int:
         template = PromptFormat(chat_template=given.chat_template)
         encoder = Encoder(load_tokenizer(given.model), template, folder=given.model)
     except (DatasetError, OSError, ValueError) as error:
-        print(f"error: --model {given.model}: {error}", file=sys.stderr)
-        return 2
+        return cli.refused(f"--model {given.model}: {error}")
     if encoder.chat is None:
-        print(f"error: --model {given.model}: it has no chat template; give --chat_template", file=sys.stderr)
-        return 1
+        return cli.refused(f"--model {given.model}: it has no chat template; give --chat_template", code=1)
     for name, finding in lines(encoder.chat):
         print(f"{name + ':':<16}{finding}")
     return 0

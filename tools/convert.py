@@ -31,7 +31,7 @@ from core.runs.checkpoints import MANIFEST, MARKER, DamagedError, verify
 from model_specs.families import read_config
 from model_specs.model_folder import tokenizer_files
 from model_specs.tensors import CORRECTION_BIAS
-from tools.arguments import model, parser_of
+from tools.arguments import model, parser_of, refused
 
 if TYPE_CHECKING:
     from mcore_adapter.parallel import ParallelState
@@ -76,11 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_seal(source)
         _convert(args, source)
     except _DifferentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return refused(error, code=1)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     print(f"wrote {args.output_path}")
     if args.check:
         print("checked: converting back is byte-equal")

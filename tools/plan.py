@@ -56,7 +56,7 @@ from core.planning.search import (
     unplaced,
     usual_lengths,
 )
-from tools.arguments import integer, new_folder, number, parser_of
+from tools.arguments import integer, new_folder, number, parser_of, refused
 
 if TYPE_CHECKING:
     from core.planning.simulation import Outcome
@@ -71,7 +71,7 @@ _COLUMNS = {
 }
 """Column of the table -> the parts of a phase that it sums."""
 _BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Shortest way from answer to update"}
-_BAD_INPUT, _DOES_NOT_FIT = 2, 1
+_DOES_NOT_FIT = 1
 _WIDTH = 96
 _DRAWN_SERVERS, _DRAWN_STEPS = 8, 3
 
@@ -82,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _calibrate(given.calibrate) if given.calibrate is not None else _plan(given)
     except (ConfigError, PlanError, AllocationError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_INPUT
+        return refused(error)
 
 
 def _calibrate(path: Path) -> int:

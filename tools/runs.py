@@ -25,8 +25,6 @@ from core.runs.record import COMPLETE, STARTS, settings_of
 from rollout.inference.gpus import query_gpus
 from tools import arguments
 
-BAD_INPUT = 2
-
 
 @dataclass(frozen=True)
 class Listed:
@@ -53,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = sorted((run for root in roots for run in runs_below(root)), key=lambda run: run.started)
     if not found:
         places = " and ".join(f"{root}/logs" for root in roots)
-        print(f"error: no run in {places}; give the fileroot of a run", file=sys.stderr)
-        return BAD_INPUT
+        return arguments.refused(f"no run in {places}; give the fileroot of a run")
     width = max(len(run.name) for run in found)
     print(f"{'run':<{width}}  {'state':<8}  {'started':<16}  {'step':>6}  {'reward':>8}  {'loss':>8}  logs")
     for run in found:

@@ -36,7 +36,7 @@ from core.runs.record import CONFIG, settings_of
 from rollout.data.source import printable
 from rollout.experience import Episode, Experience, StoreError, Tags
 from rollout.plugins import PluginError
-from tools.arguments import BadRequest, integer, parser_of, run_with, step_range
+from tools.arguments import BadRequest, integer, parser_of, refused, run_with, step_range
 from tools.experience.ledger import open_store
 
 Keep = Callable[[Sample], bool]
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _compare(arguments, console)
     except (BadRequest, PluginError, StoreError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return refused(error)
     return 0
 
 

@@ -151,8 +151,7 @@ def main() -> int:
     try:
         count = make_model(data, given.output, seed=given.seed, chat=given.chat, **shape)
     except DatasetError as error:
-        print(f"error: --data: {error}", file=sys.stderr)
-        return 2
+        return arguments.refused(f"--data: {error}")
     print(f"{given.output}: {count / 1e6:.1f}M parameters")
     return 0
 

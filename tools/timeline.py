@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tools.arguments import BadRequest, integer, new_folder, parser_of, run_with, step_range
+from tools.arguments import BadRequest, integer, new_folder, parser_of, refused, run_with, step_range
 from tracing import EARLIER, FOLDER, OF
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "timeline.json").write_text(json.dumps(chrome_trace(spans)))
         draw(spans, window, folder / "timeline.png")
     except (BadRequest, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return refused(error)
     console = Console()
     console.print(table(spans, window, len(steps)))
     console.print(f"{folder / 'timeline.json'}\n{folder / 'timeline.png'}", soft_wrap=True, highlight=False)

@@ -22,7 +22,6 @@ from core.runs.paths import RunPaths
 from tools import arguments
 from tools.runs import history_of, rows_of, state_of, steps_of
 
-BAD_INPUT = 2
 _BARS = "▁▂▃▄▅▆▇█"
 _STEPS = 12
 _REFRESH_SECONDS = 2.0
@@ -36,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     paths = RunPaths.of_folder(given.run)
     if paths is None or not paths.logs.is_dir():
-        print(f"error: {given.run}: not the folder of a run; `slipstream runs` lists them", file=sys.stderr)
-        return BAD_INPUT
+        return arguments.refused(f"{given.run}: not the folder of a run; `slipstream runs` lists them")
     console = Console(highlight=False, force_terminal=sys.stdout.isatty())
     if given.once or not console.is_terminal:
         console.print(view(paths.logs, console.width))

@@ -21,7 +21,8 @@ from rollout.inference.embedded.generator import GeneratorError
 from rollout.inference.router import NoGeneratorError
 from rollout.inference.sglang.arguments import is_installed
 from rollout.rewards.pool import RewardPool, RewardWorkerError
-from tools.eval.__main__ import BAD_INPUT, FAILED, main
+from tools.arguments import BAD_INPUT
+from tools.eval.__main__ import FAILED, main
 from tools.eval.data import EvalError
 from tools.eval.report import COLUMNS
 

@@ -12,7 +12,8 @@ from core.runs.record import remember
 from helpers.eval_cases import arguments, write_rows
 from rollout.data.encoder import BOXED_INSTRUCTION
 from rollout.evaluation import read_answers
-from tools.eval.__main__ import BAD_INPUT, _parser, main
+from tools.arguments import BAD_INPUT
+from tools.eval.__main__ import _parser, main
 from tools.eval.data import EvalError
 from tools.eval.settings import Judging, _experiment_of, config_of, judging_from, newest_of_run
 

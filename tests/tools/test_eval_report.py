@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.evaluation import Answer
-from tools.eval.__main__ import BAD_INPUT, main
+from tools.arguments import BAD_INPUT
+from tools.eval.__main__ import main
 from tools.eval.compare import compare, setting_differences
 from tools.eval.report import pass_at_k, summarise, text_table, write_report
 

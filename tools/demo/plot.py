@@ -142,8 +142,7 @@ def main() -> int:
     try:
         draw_run(arguments.output, arguments.metrics, title=arguments.title, others=arguments.others)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return cli.refused(error)
     return 0
 
 

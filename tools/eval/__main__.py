@@ -18,7 +18,6 @@ from tools import arguments
 from tools.eval.compare import compare, report
 
 FAILED = 1
-BAD_INPUT = 2
 _FIELDS = {
     "prompt_field": "the question", "answer_field": "the answer", "messages_field": "the conversation",
     "choices_field": "the options of multiple choice",
@@ -38,10 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _evaluate(_parser().parse_args(argv))
     except (ValueError, *_BAD_PATHS) as error:  # CompareError, EvalError and DatasetError are ValueErrors
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return arguments.refused(error)
     except OSError as error:
-        return _failed(error)
+        return arguments.refused(error, code=FAILED)
     except KeyboardInterrupt:
         without = ", without --overwrite," if "--overwrite" in argv else ""
         print(f"Interrupted; run the same command{without} to resume.", file=sys.stderr)
@@ -57,14 +55,9 @@ def _evaluate(given: argparse.Namespace) -> int:
     try:
         print(asyncio.run(evaluate(settings)))
     except FAILURES as error:
-        return _failed(error)
+        return arguments.refused(error, code=FAILED)
     print(f"Answers, results.json, results.md and results.png are in {given.output_path}")
     return 0
-
-
-def _failed(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

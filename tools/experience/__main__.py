@@ -28,7 +28,7 @@ from rollout.experience import Episode, EveryEpisode, Experience, StoreError
 from rollout.experience.stores.files import from_row, to_row
 from rollout.plugins import PluginError
 from rollout.types import Trajectory
-from tools.arguments import BadRequest, data_file, integer, parser_of
+from tools.arguments import BadRequest, data_file, integer, parser_of, refused
 from tools.experience.ledger import add_store, open_store
 
 
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = open_store(arguments, new=arguments.command == "import")
         arguments.call(store, arguments)
     except (BadRequest, PluginError, StoreError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return refused(error)
     return 0
 
 

@@ -24,7 +24,7 @@ from rollout.experience import open_store as open_by_name
 from rollout.experience.episode import length_bias
 from rollout.experience.selection import no_spread
 from rollout.plugins import PluginError
-from tools.arguments import BadRequest, parser_of, run_with
+from tools.arguments import BadRequest, parser_of, refused, run_with
 
 _FATES = {
     "trained": "trained", "leased": "leased by the trainer", "ready": "ready", "open": "in flight",
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finished, trained = _finished(store.tags())
             draw(arguments.picture, _panels(finished, trained))
     except (BadRequest, PluginError, StoreError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return refused(error)
     return report(store.tags(), drawn=store.status().num_opened, console=Console())
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
 from core.config.migrate import Recipe, Row, System, counts, nested, read, stages_of, system_of, systems, translate
-from tools.arguments import BadRequest, data_file, parser_of
+from tools.arguments import BadRequest, data_file, parser_of, refused
 
 _MODELS = ("actor.path", "model.path")
 _DROPPED = "without effect here: another key that it needs is not set"
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, experiment, rows, text = migrated(given, arguments.recipe.name)
     except BadRequest as error:
-        sys.stderr.write(f"error: {arguments.recipe}: {error}\n")
-        return 2
+        return refused(f"{arguments.recipe}: {error}")
     console = Console(markup=False, emoji=False, highlight=False)
     if arguments.output is not None:
         try:

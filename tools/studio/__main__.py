@@ -18,11 +18,10 @@ from aiohttp import web
 
 from core.monitoring.health import RULES, Rule
 from rollout.plugins import PluginError, find_plugin
-from tools.arguments import integer, parser_of
+from tools.arguments import integer, parser_of, refused
 from tools.studio.folders import Folders
 from tools.studio.guard import is_loopback
 
-BAD_INPUT = 2
 _SWITCH_SECONDS = 0.0005
 """Interval after which the interpreter switches from a parsing thread to the one that answers requests."""
 
@@ -32,13 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     for folder in given.folders:
         if not folder.expanduser().is_dir():
-            print(f"error: {folder}: no such folder; give the fileroot or the log folder of a run", file=sys.stderr)
-            return BAD_INPUT
+            return refused(f"{folder}: no such folder; give the fileroot or the log folder of a run")
     try:
         from tools.studio.server import application
     except ModuleNotFoundError as error:
-        print(f"error: {error}; pip install 'slipstream[studio]'", file=sys.stderr)
-        return BAD_INPUT
+        return refused(f"{error}; pip install 'slipstream[studio]'")
     needs_token = given.token or given.allow_run or not is_loopback(given.host)
     token = secrets.token_urlsafe(24) if needs_token else None
     try:
@@ -52,13 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             may_run=given.allow_run,
         )
     except PluginError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return refused(error)
     try:
         asyncio.run(_serve(app, given.host, given.port, token))
     except OSError as error:
-        print(f"error: --host {given.host} --port {given.port}: {error.strerror}; choose others", file=sys.stderr)
-        return BAD_INPUT
+        return refused(f"--host {given.host} --port {given.port}: {error.strerror}; choose others")
     except KeyboardInterrupt:
         pass
     return 0
