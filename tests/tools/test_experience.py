@@ -1,6 +1,7 @@
 """A store as text: what is exported comes back, and trained episodes lose their tokens alone."""
 
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rollout.experience.episode import summary
 from rollout.types import Trajectory
 from tests.tools.test_ledger import fill, trajectory
 from tools.experience.__main__ import main
+from tools.experience.ledger import main as ledger
 
 
 def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +74,17 @@ def test_a_file_that_is_not_there_is_one_line_and_makes_no_store(tmp_path, capsy
     fill(tmp_path / "old.db")
     assert main(["export", "--path", str(tmp_path / "old.db"), str(tmp_path / "none" / "e.jsonl")]) == 2
     assert "none/e.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [main, ledger])
+def test_a_store_of_another_release_is_one_line(tmp_path: Path, capsys, command) -> None:
+    SQLiteExperience(tmp_path / "e.db").close()
+    with sqlite3.connect(tmp_path / "e.db") as db:
+        db.execute("UPDATE meta SET value = 1 WHERE key = 'layout'")
+    words = ["--path", str(tmp_path / "e.db")]
+    assert command(words if command is ledger else ["stats", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/e.db has tables of version 1, this release") and said.count("\n") == 1
 
 
 def test_right_answers_become_rows_of_fine_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

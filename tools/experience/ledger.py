@@ -23,6 +23,7 @@ from rollout.experience import Experience, StoreError, Tags
 from rollout.experience import open_store as open_by_name
 from rollout.experience.episode import length_bias
 from rollout.experience.selection import no_spread
+from rollout.experience.serial import SchemaError
 from rollout.plugins import PluginError
 from tools.arguments import BadRequest, parser_of, refused, run_with
 
@@ -68,7 +69,10 @@ def open_store(arguments: argparse.Namespace, *, new: bool = False) -> Experienc
         raise BadRequest("name a run, or the store with --path")
     if store == "sqlite" and not new and not Path(path).is_file():
         raise BadRequest(f"{path}: there is no such store")
-    return open_by_name(store, path)
+    try:
+        return open_by_name(store, path)
+    except SchemaError as error:
+        raise BadRequest(str(error)) from None
 
 
 def report(episodes: Sequence[Tags], *, drawn: int, console: Console) -> int:
