@@ -232,6 +232,7 @@ def test_a_pushed_folder_is_complete_when_a_server_reads_it(folder: Path, tmp_pa
         sender.connect(servers)
         sender.prepare(buckets(1), verify=True)
         (written,) = pushed_folders(folder)
+        assert len({path.stat().st_mode for path in written.iterdir()}) == 1, "all follow the umask"
         shutil.copytree(written, tmp_path / "copy")
         assert (written / "config.json").read_text() == (folder / "config.json").read_text()
         sender.send()
