@@ -179,11 +179,16 @@ class Rollout:
         return dict(self.lost)
 
 
-def make_push(cluster: Cluster, pool: GeneratorPool, rollout: Rollout) -> WeightPush:
-    plan = SenderSettings(
-        type="local", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=cluster.log_folder
-    )
-    return WeightPush(
+def make_run(
+    folder: Path, actors: list[Actor], num_generators: int, *, restarts: bool = True
+) -> tuple[Cluster, GeneratorPool, Rollout, WeightPush]:
+    """The actors that start in this order, and both sides around the first `num_generators` of them."""
+    cluster = Cluster(folder, actors)
+    pool = make_pool(cluster, num_generators, restarts=restarts)
+    rollout = Rollout(pool)
+    plan = SenderSettings(type="local", dtype="float32", bucket_bytes=1, timeout_seconds=60.0, folder=folder)
+    push = WeightPush(
         Trainer(cluster), pool, rollout, plan=plan, slots=ALLOCATION.trainer, shares_gpus=False,  # type: ignore[arg-type]
         verify="never", patience_seconds=60.0,
     )  # fmt: skip
+    return cluster, pool, rollout, push

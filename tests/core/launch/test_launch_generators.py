@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.errors import LaunchError
-from helpers.fake_cluster import ALLOCATION, PENDING, Actor, Cluster, Rollout, clock, make_pool, make_push
+from helpers.fake_cluster import ALLOCATION, PENDING, Actor, Cluster, clock, make_pool, make_run
 from rollout.inference.backend import BackendSettings
 
 __all__ = ["clock"]  # a fixture
@@ -20,10 +20,7 @@ def test_a_generator_whose_death_is_noticed_while_weights_travel_costs_a_repeate
     tmp_path: Path, clock: SimpleNamespace, num_generators: int, phase: str
 ) -> None:
     actors = [Actor() for _ in range(num_generators + 1)]
-    cluster = Cluster(tmp_path, actors)
-    pool = make_pool(cluster, num_generators)
-    rollout = Rollout(pool)
-    push = make_push(cluster, pool, rollout)
+    cluster, pool, rollout, push = make_run(tmp_path, actors, num_generators)
     push.push(1)
     cluster.before_gather[phase] = actors[0].die
     assert push.push(2).longest_pause_seconds == 0.25
@@ -33,16 +30,12 @@ def test_a_generator_whose_death_is_noticed_while_weights_travel_costs_a_repeate
 
 
 def test_the_pause_of_a_push_is_the_longest_of_any_generator(tmp_path: Path, clock: SimpleNamespace) -> None:
-    cluster = Cluster(tmp_path, [Actor(receive=0.5), Actor(receive=2.0), Actor(receive=1.0)])
-    pool = make_pool(cluster, 3)
-    push = make_push(cluster, pool, Rollout(pool))
+    *_, push = make_run(tmp_path, [Actor(receive=0.5), Actor(receive=2.0), Actor(receive=1.0)], 3)
     assert push.push(1).longest_pause_seconds == 2.0
 
 
 def test_a_generator_that_the_router_gave_up_is_restarted_and_gets_the_version_of_the_others(tmp_path, clock) -> None:
-    cluster = Cluster(tmp_path, [Actor() for _ in range(3)])
-    pool = make_pool(cluster, 2)
-    rollout = Rollout(pool)
+    _, pool, rollout, push = make_run(tmp_path, [Actor() for _ in range(3)], 2)
     received: list[int] = []
     receive = pool.receive
 
@@ -51,7 +44,6 @@ def test_a_generator_that_the_router_gave_up_is_restarted_and_gets_the_version_o
         return receive(buckets, version, timeout_seconds)
 
     pool.receive = recording  # type: ignore[method-assign]
-    push = make_push(cluster, pool, rollout)
     push.push(7)
     rollout.lost = {"generator-1": "three requests failed"}
     pool.look()
@@ -84,10 +76,7 @@ def test_a_generator_that_never_gets_ready_again_is_given_up_in_time(tmp_path: P
 
 
 def test_a_loss_is_reported_once_and_the_generator_that_came_back_is_kept(tmp_path, clock: SimpleNamespace) -> None:
-    cluster = Cluster(tmp_path, [Actor() for _ in range(4)])
-    pool = make_pool(cluster, 2)
-    rollout = Rollout(pool)
-    push = make_push(cluster, pool, rollout)
+    _, pool, rollout, push = make_run(tmp_path, [Actor() for _ in range(4)], 2)
     push.push(1)
     for _ in range(2):
         rollout.lost = {"generator-1": "three requests failed"}
@@ -102,10 +91,7 @@ def test_a_loss_is_reported_once_and_the_generator_that_came_back_is_kept(tmp_pa
 
 def test_a_generator_that_dies_in_its_first_push_is_restarted_before_the_rollout_side_knows_it(tmp_path, clock) -> None:
     actors = [Actor() for _ in range(4)]
-    cluster = Cluster(tmp_path, actors)
-    pool = make_pool(cluster, 2)
-    rollout = Rollout(pool)
-    push = make_push(cluster, pool, rollout)
+    cluster, pool, rollout, push = make_run(tmp_path, actors, 2)
     push.push(1)
     rollout.lost = {"generator-1": "killed"}
     pool.look()
@@ -119,10 +105,7 @@ def test_a_generator_that_dies_in_its_first_push_is_restarted_before_the_rollout
 
 
 def test_a_generator_that_cannot_be_restarted_ends_the_attempt(tmp_path: Path, clock: SimpleNamespace) -> None:
-    cluster = Cluster(tmp_path, [Actor() for _ in range(2)])
-    pool = make_pool(cluster, 2, restarts=False)
-    rollout = Rollout(pool)
-    push = make_push(cluster, pool, rollout)
+    _, pool, rollout, push = make_run(tmp_path, [Actor() for _ in range(2)], 2, restarts=False)
     push.push(1)
     rollout.lost = {"generator-1": "three requests failed"}
     pool.look()
@@ -149,10 +132,8 @@ def test_a_generator_that_ran_out_of_memory_restarts_with_half_as_many_requests(
 
 
 def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(tmp_path, clock: SimpleNamespace) -> None:
-    cluster = Cluster(tmp_path, [Actor(), Actor(start=PENDING)])
+    cluster, pool, _, push = make_run(tmp_path, [Actor(), Actor(start=PENDING)], 1)
     cluster.startup_seconds = 300.0
-    pool = make_pool(cluster, 1)
-    push = make_push(cluster, pool, Rollout(pool))
     push.push(1)
     pool.lose("generator-0", "killed")
     began = clock.seconds
@@ -162,9 +143,7 @@ def test_a_push_waits_for_a_generator_to_restart_no_longer_than_the_patience(tmp
 
 
 def test_a_second_push_that_reaches_a_generator_starts_the_count_of_its_restarts_anew(tmp_path, clock) -> None:
-    cluster = Cluster(tmp_path, [Actor() for _ in range(9)])
-    pool = make_pool(cluster, 1)
-    push = make_push(cluster, pool, Rollout(pool))
+    _, pool, _, push = make_run(tmp_path, [Actor() for _ in range(9)], 1)
 
     def serve(pushes: int) -> None:
         for _ in range(pushes):
