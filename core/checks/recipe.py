@@ -294,21 +294,17 @@ def _workflow(config: PPOMATHConfig) -> Iterator[Problem]:
 
 
 def _store(config: PPOMATHConfig) -> Iterator[Problem]:
-    replay, processors = config.experience.replay, config.experience.processors
-    if not config.experience.is_durable and not config.experience.replays and not processors:
+    given = config.experience
+    if not given.needs_checks:
         return
-    from rollout.experience import check_store, make_priority  # imports numpy, which a dry run does without
-    from rollout.experience.episode import load_processors
+    from rollout.experience import check_store  # imports numpy, which a dry run does without
 
-    try:
-        check_store(config.experience.store)
-    except PluginError as error:
-        yield Problem(key="experience.store", message=str(error))
-    try:
-        make_priority(replay.priority, decay=replay.decay)
-    except PluginError as error:
-        yield Problem(key="experience.replay.priority", message=str(error))
-    try:
-        load_processors(processors)
-    except PluginError as error:
-        yield Problem(key="experience.processors", message=str(error))
+    for key, check in {
+        "store": lambda: check_store(given.store),
+        "replay.priority": given.replay.make_priority,
+        "processors": given.load_processors,
+    }.items():
+        try:
+            check()
+        except PluginError as error:
+            yield Problem(key=f"experience.{key}", message=str(error))

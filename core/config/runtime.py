@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from allocation import DeviceChoice
 from config_schema.needs import above, equals, fact, given, refused_without, unlike
@@ -15,6 +15,10 @@ from core.config.parsing.problems import MASK, is_secret, masked_urls
 from core.config.ppo import DataSection, SetConfig
 from rollout.errors import OnError
 from rollout.inference.backend import FlagValue
+
+if TYPE_CHECKING:
+    from rollout.experience.episode import Processor
+    from rollout.experience.rules import Priority
 
 Verify = Literal["never", "first", "always"]
 Changes = Literal["never", "always"]
@@ -457,6 +461,12 @@ class ReplayConfig(Section):
         needs=_REPLAYS,
     )
 
+    def make_priority(self) -> Priority:
+        """Return what orders the episodes. Raises PluginError."""
+        from rollout.experience import make_priority  # imports numpy
+
+        return make_priority(self.priority, decay=self.decay)
+
 
 class OverRolloutConfig(Section):
     """When a step trains without the slowest of its prompts. Those are trained later, within the staleness bound."""
@@ -518,6 +528,17 @@ class ExperienceConfig(Section):
     def replays(self) -> bool:
         """True if steps train on episodes again."""
         return self.replay.share > 0
+
+    @property
+    def needs_checks(self) -> bool:
+        """True if something is to be found by its name or import path."""
+        return self.is_durable or self.replays or bool(self.processors)
+
+    def load_processors(self) -> list[Processor]:
+        """Return the functions of `processors`. Raises PluginError."""
+        from rollout.experience.episode import load_processors  # imports numpy
+
+        return load_processors(self.processors)
 
     def oldest_replayed(self, default: int) -> int:
         """Return the largest age of replayed tokens in steps."""

@@ -15,7 +15,7 @@ from rollout.data.encoder import Encoder
 from rollout.data.prompts import LeftOut, PromptDataset, first_prompt
 from rollout.data.source import DataSource
 from rollout.data.task_sets import TaskSet, TaskSets, load_curriculum
-from rollout.experience import Replay, Rules, make_priority, make_rules
+from rollout.experience import Replay, Rules, make_rules
 
 if TYPE_CHECKING:
     from core.config.experiments import PPOMATHConfig
@@ -111,7 +111,7 @@ class RunData:
             return None
         return Replay(
             share=given.share,
-            priority=make_priority(given.priority, decay=given.decay),
+            priority=given.make_priority(),
             max_age=config.replay_max_age,
             cooldown=given.cooldown,
             max_uses=given.max_uses,

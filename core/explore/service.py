@@ -21,7 +21,6 @@ from model_specs.families import read_config
 from rollout.data.source import DatasetError
 from rollout.errors import ErrorPolicy, GeneratorCallError, GeneratorGone, evaluation_failure
 from rollout.evaluation import Episode, EvaluationSampler, RecordedRewards, run_episodes
-from rollout.experience.episode import load_processors
 from rollout.inference.router import NoGeneratorError, Routed, Router, StopTexts, requests_at_once
 from rollout.producer import RolloutProducer
 from rollout.rewards.pool import FailedScores, RewardPools, RewardWorkerError
@@ -141,7 +140,7 @@ class RolloutService(BatchService):
             errors=ErrorPolicy(
                 on_error=workflow.on_error, max_share=workflow.max_error_share, always_fatal=_NOT_OF_A_PROMPT
             ),
-            processors=load_processors(config.experience.processors),
+            processors=config.experience.load_processors(),
             stats_sources=(
                 self._rewards.stats,
                 self.router.stats,
