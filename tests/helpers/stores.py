@@ -72,5 +72,13 @@ def finish(store: Experience, number: int, *versions: int) -> None:
     store.put(episode(number, *versions))
 
 
+def fill(store: Experience, count: int, *, finished: bool = True) -> None:
+    """Begin the episodes 0 to count - 1 at version 0, and finish them."""
+    for number in range(count):
+        begin(store, number, 0)
+        if finished:
+            finish(store, number, 0)
+
+
 def names(episodes: list[Episode]) -> list[str]:
     return [e.tags.id for e in episodes]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from core.data.rollout_batch import pack_trajectories
 from helpers.postgres import PostgresServer
-from helpers.stores import Stores, begin, episode, finish, names, path_of, tags
+from helpers.stores import Stores, begin, episode, fill, finish, names, path_of, tags
 from helpers.virtual_clock import run_virtual
 from rollout.experience import (
     Episode,
@@ -88,8 +88,7 @@ def test_an_episode_that_began_again_at_newer_weights_comes_after_an_older_one(s
     async def main() -> list[str]:
         store = stores.new()
         lessee = trainer(store, Schedule(num_prompts=6, batch_size=1, total_epochs=1), 2)
-        for number in range(3):
-            begin(store, number, 0)
+        fill(store, 3, finished=False)
         finish(store, 2, 0)
         assert names(await lessee.take(0)) == ["q2"]
         store.reopen("q0", 1)
@@ -198,8 +197,7 @@ class _Fewer:
 async def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise(stores: Stores) -> None:
     store = stores.new()
     lessee = trainer(store, endless(2), 2)
-    for number in range(4):
-        begin(store, number, 0)
+    fill(store, 4, finished=False)
     for number in (1, 2, 3):
         finish(store, number, 0)
     assert names(await lessee.take(0)) == ["q1", "q2"]
@@ -222,8 +220,7 @@ async def test_a_slow_prompt_is_waited_for_only_when_it_could_be_late_otherwise(
 async def test_masking_waits_for_no_one_and_masks_only_tokens_that_are_too_old(stores: Stores) -> None:
     store = stores.new()
     lessee = trainer(store, endless(1), 1, over_age="mask")
-    for number in range(4):
-        begin(store, number, 0)
+    fill(store, 4, finished=False)
     for step, number in enumerate((1, 2)):
         finish(store, number, 0)
         assert names(await lessee.take(step)) == [f"q{number}"]
@@ -281,8 +278,7 @@ async def test_a_lease_raises_the_error_of_fail_before_and_after(stores: Stores)
 async def test_a_cancelled_lease_loses_nothing(stores: Stores) -> None:
     store = stores.new()
     lessee = trainer(store, endless(2), 0)
-    for number in range(2):
-        begin(store, number, 0)
+    fill(store, 2, finished=False)
     finish(store, 0, 0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(lessee.take(0), 1.0)
@@ -296,9 +292,7 @@ async def test_steps_are_leased_in_order_and_not_beyond_the_last(stores: Stores)
     with pytest.raises(ValueError, match=r"lease\(1\): the next step is 0"):
         await trainer(store, endless(2), 0).take(1)
     lessee = trainer(store, Schedule(num_prompts=2, batch_size=2, total_epochs=1), 0)
-    for number in range(2):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 2)
     await lessee.take(0)
     with pytest.raises(ValueError, match=r"take\(1\): the run has 1 steps"):
         await lessee.take(1)
@@ -312,8 +306,7 @@ def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) 
 
     def filled() -> Experience:
         store = stores.new()
-        for number in range(4):
-            begin(store, number, 0)
+        fill(store, 4, finished=False)
         for number in (3, 0, 1):
             finish(store, number, 0)
         return store
@@ -326,8 +319,7 @@ def test_a_continued_store_leases_what_the_first_one_would_have(stores: Stores) 
 @pytest.mark.virtual_clock
 async def test_a_lease_is_returned_with_what_was_dropped_before_it_until_it_is_acknowledged(stores: Stores) -> None:
     store = stores.new()
-    for number in range(5):
-        begin(store, number, 0)
+    fill(store, 5, finished=False)
     for number in (0, 1, 2):
         store.put(episode(number, 0), lambda tags, ahead: tags.id == "q1")
     rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9, dynamic_sampling_limit=1)
@@ -352,9 +344,7 @@ async def test_a_lease_is_returned_with_what_was_dropped_before_it_until_it_is_a
 async def test_taking_the_next_batch_acknowledges_the_one_before(stores: Stores) -> None:
     store = stores.new()
     lessee = trainer(store, endless(1), 1)
-    for number in range(2):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 2)
     for step in range(2):
         await lessee.take(step)
     again = stores.continued(store)
@@ -368,8 +358,7 @@ async def test_taking_the_next_batch_acknowledges_the_one_before(stores: Stores)
 async def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Stores) -> None:
     store = stores.new()
     lessee = trainer(store, endless(1), 3)
-    for number in range(2):
-        begin(store, number, 0)
+    fill(store, 2, finished=False)
     finish(store, 0, 0)
     finish(store, 0, 0, 0, 0)
     assert store.status().num_ready == 1
@@ -388,9 +377,7 @@ async def test_a_value_that_is_put_twice_or_too_late_changes_nothing(stores: Sto
 async def test_a_second_trainer_is_refused_by_name(stores: Stores) -> None:
     store = stores.new()
     rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
-    for number in range(2):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 2)
     await store.lease(rules.selection, 0, "first")
     with pytest.raises(LesseeError, match="'second' cannot lease: 'first'"):
         await store.lease(rules.selection, 0, "second")
@@ -427,9 +414,7 @@ async def test_leases_are_kept_until_a_checkpoint_with_their_steps_is_on_the_dis
     rules = make_rules(num_prompts=9, batch_size=1, max_staleness=9)
 
     store = SQLiteExperience(tmp_path / "e.db")
-    for number in range(5):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 5)
     lessee = Lessee(store, rules, until_saved=True)
     for step in range(3):
         await lessee.take(step)
@@ -475,8 +460,7 @@ async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them
     monkeypatch.setattr(sql, "_HELD_SECONDS", 0.1)
     store = stores.new()
     other = type(store)(path_of(store))  # of another process
-    for number in range(4):
-        begin(store, number, 0)
+    fill(store, 4, finished=False)
 
     def keys(of: Experience, number: int) -> list[str]:
         return [event.key for event in of.events(f"q{number}")]
@@ -535,8 +519,7 @@ def test_a_file_of_another_release_is_refused(tmp_path: Path) -> None:
 @pytest.mark.virtual_clock
 async def test_a_bound_of_a_million_million_steps_selects_as_a_narrow_one_does(stores: Stores) -> None:
     store = stores.new()
-    for number in range(3):
-        begin(store, number, 0)
+    fill(store, 3, finished=False)
     for number in (2, 1):
         finish(store, number, 0)
     assert names(await trainer(store, endless(2), 10**12).take(0)) == ["q1", "q2"]
@@ -639,8 +622,7 @@ async def test_a_step_that_has_waited_trains_what_is_ready_and_only_what_would_b
     """Batches of 3, bound 1: of the episodes of version 0, steps 0 and 1 can train six."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=3, max_staleness=1)
     lessee = Lessee(store, rules, patience=partial(Patience, seconds=0.05))
-    for number in range(6):
-        begin(store, number, version=0)
+    fill(store, 6, finished=False)
     finish(store, 4, 0)
 
     assert names(await lessee.take(0)) == ["q4"]
@@ -662,8 +644,7 @@ async def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_on
     """Batches of 4, bound 0: a step may miss a quarter of its prompts, which are late then."""
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=4, max_staleness=0)
     lessee = Lessee(store, rules, patience=partial(Patience, ratio=0.25, wait_seconds=0.05))
-    for number in range(4):
-        begin(store, number, version=0)
+    fill(store, 4, finished=False)
 
     waiting = asyncio.ensure_future(lessee.take(0))
     finish(store, 0, 0)
@@ -687,8 +668,7 @@ async def test_a_step_trains_without_its_slowest_prompts_and_the_bias_of_late_on
 def test_an_episode_that_takes_too_long_is_late_and_the_bias_counts_it(stores: Stores) -> None:
     store, rules = stores.new(), make_rules(num_prompts=99, batch_size=2, max_staleness=0)
     lessee = Lessee(store, rules, counts_late=True)
-    for number in range(2):
-        begin(store, number, version=0)
+    fill(store, 2, finished=False)
     finish(store, 0, 0)
     store.drop("q1", reason="slow")
     store.drop("q0", reason="slow")  # it is ready: no effect
@@ -854,9 +834,7 @@ def test_an_episode_that_is_sampled_again_counts_once(stores: Stores) -> None:
 @pytest.mark.virtual_clock
 async def test_what_a_trainer_that_is_gone_leased_is_sampled_again_too(stores: Stores) -> None:
     store = stores.new()
-    for number in range(3):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 3)
     lessee = trainer(store, endless(1), 2)
     for step in range(2):  # the second one is not acknowledged
         await lessee.take(step)
@@ -890,9 +868,7 @@ def test_files_sample_again_what_a_kill_ended(tmp_path: Path) -> None:
 @pytest.mark.virtual_clock
 async def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stores: Stores) -> None:
     store = stores.new()
-    for number in range(2):
-        begin(store, number, 0)
-        finish(store, number, 0)
+    fill(store, 2)
     with pytest.raises(StalenessError, match="2 episodes must be trained by step 0, which has room for 1"):
         await trainer(store, endless(1), 0).take(0)
 
@@ -901,8 +877,7 @@ async def test_more_episodes_than_can_be_in_time_break_the_invariant_loudly(stor
 async def test_the_count_of_masked_tokens_continues_after_a_restart_and_leaves_out_what_was_not_trained() -> None:
     store = MemoryExperience()
     first = trainer(store, endless(1), 0, over_age="mask")
-    for number in range(3):
-        begin(store, number, 0)
+    fill(store, 3, finished=False)
     finish(store, 2, 0)
     await first.take(0)
     answer = episode(0, 0, 0, 0)
