@@ -36,6 +36,13 @@ def sender_of(kind: str, folder: Path, **changes: Any) -> Sender:
     return make_sender(SenderSettings(**values | changes))
 
 
+def connected(kind: str, folder: Path, servers: list[SGLangEndpoint], **changes: Any) -> Sender:
+    """As sender_of(), with these servers."""
+    sender = sender_of(kind, folder, **changes)
+    sender.connect(servers)
+    return sender
+
+
 def limit(sender: Any, seconds: float) -> None:
     """Give the next pushes a short time limit. Everything before had a long one, also on a busy host."""
     sender._settings = replace(sender._settings, timeout_seconds=seconds)

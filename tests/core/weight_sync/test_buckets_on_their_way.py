@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.weight_sync.push import PushError, in_background
-from helpers.push_doubles import buckets, holds, limit, paused, sender_of
+from helpers.push_doubles import buckets, connected, holds, limit, paused
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.updates import BROADCAST
@@ -26,8 +26,7 @@ def sending_later(doubles: Sequence[SGLangDouble], servers: Sequence[Any], folde
     """Return a sender that has prepared a push to servers which receive when they are told to."""
     for double in doubles:
         double.receives_later = True
-    sender: Any = sender_of("nccl", folder, **settings)
-    sender.connect(servers)
+    sender: Any = connected("nccl", folder, servers, **settings)
     sender.prepare(buckets(1), verify=False)
     return sender
 

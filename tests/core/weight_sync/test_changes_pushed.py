@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.weight_sync.buckets import Sender
 from core.weight_sync.push import PushError, SendReport
-from helpers.push_doubles import UPDATE_OF, paused, sender_of
+from helpers.push_doubles import UPDATE_OF, connected, paused
 from helpers.sglang_double import model
 from helpers.sglang_double.server import SGLangDouble
 from helpers.sglang_double.weights import Parameters
@@ -55,8 +55,7 @@ def holds(double: SGLangDouble, version: int, *, all_of: int | None = None) -> b
 
 def test_after_the_first_push_only_changes_are_sent_and_every_rank_has_the_weights_bit_for_bit(folder: Path) -> None:
     with paused(2, 1) as (doubles, servers):
-        sender = sender_of("disk", folder, changes="always")
-        sender.connect(servers)
+        sender = connected("disk", folder, servers, changes="always")
         whole = push(sender, 1)
         assert whole.changed is None
         for version in (2, 3):
@@ -72,15 +71,13 @@ def test_after_the_first_push_only_changes_are_sent_and_every_rank_has_the_weigh
 
 def test_without_the_setting_every_push_is_whole(folder: Path) -> None:
     with paused(1) as (_, servers):
-        sender = sender_of("disk", folder)
-        sender.connect(servers)
+        sender = connected("disk", folder, servers)
         assert [push(sender, version).changed for version in (1, 2)] == [None, None]
 
 
 def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from_then_on(folder: Path, caplog) -> None:
     with paused(1, 2) as (doubles, servers):
-        sender = sender_of("disk", folder, changes="always")
-        sender.connect(servers)
+        sender = connected("disk", folder, servers, changes="always")
         all_bytes = push(sender, 1).num_bytes
         doubles[1].parameters = Parameters(model.weights(0), tp=2, dtype=torch.float32)
         doubles[1].push = None
@@ -98,8 +95,7 @@ def test_a_server_that_has_started_anew_gets_everything_at_once_and_changes_from
 
 def test_a_server_that_cannot_apply_changes_gets_everything_now_and_later(folder: Path, caplog) -> None:
     with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder, changes="always")
-        sender.connect(servers)
+        sender = connected("disk", folder, servers, changes="always")
         push(sender, 1)
         double.faults.refuse(UPDATE_OF["disk"], "NotImplementedError: add of a tensor", status=400)
         push(sender, 2)
@@ -111,8 +107,7 @@ def test_a_server_that_cannot_apply_changes_gets_everything_now_and_later(folder
 
 def test_a_damaged_file_of_changes_is_named_and_everything_is_sent(folder: Path, caplog) -> None:
     with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder, changes="always")
-        sender.connect(servers)
+        sender = connected("disk", folder, servers, changes="always")
         sender.prepare(iter([weights(1)]), verify=True)
         sender.send()
         sender.prepare(iter([weights(2)]), verify=True)
@@ -132,8 +127,7 @@ def test_after_a_push_that_failed_the_next_one_is_whole(when: str, folder: Path,
         raise OSError("the disk is full")
 
     with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder, changes="always")
-        sender.connect(servers)
+        sender = connected("disk", folder, servers, changes="always")
         push(sender, 1)
         with monkeypatch.context() as patched:
             if when == "prepare":

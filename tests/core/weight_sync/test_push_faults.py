@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.weight_sync.push import PushError, SendReport, in_background
-from helpers.push_doubles import KINDS, UPDATE_OF, buckets, holds, limit, paused, push, sender_of
+from helpers.push_doubles import KINDS, UPDATE_OF, buckets, connected, holds, limit, paused, push, sender_of
 from helpers.sglang_double import model
 from helpers.sglang_double.updates import UPDATES
 from rollout.errors import GeneratorCallError, GeneratorGone
@@ -36,8 +36,7 @@ def test_every_rank_of_every_server_has_the_pushed_weights_and_the_report_says_t
     with paused(2, 1) as (doubles, servers):
         for double in doubles:
             double.ranks_backwards = backwards
-        sender = sender_of(kind, folder)
-        sender.connect(servers)
+        sender = connected(kind, folder, servers)
         for version in (1, 2):
             report = push(sender, version)
             assert isinstance(report, SendReport)
@@ -55,8 +54,7 @@ def test_every_rank_of_every_server_has_the_pushed_weights_and_the_report_says_t
 
 def test_servers_in_bfloat16_get_float32_weights_rounded(folder: Path) -> None:
     with paused(2, dtype=torch.bfloat16) as ((double,), servers):
-        sender = sender_of("ipc", folder, dtype="bfloat16")
-        sender.connect(servers)
+        sender = connected("ipc", folder, servers, dtype="bfloat16")
         fine = {name: tensor * 1.001 for name, tensor in model.weights(1).items()}
         sender.prepare(iter([fine]), verify=True)
         report = sender.send()
@@ -67,8 +65,7 @@ def test_servers_in_bfloat16_get_float32_weights_rounded(folder: Path) -> None:
 
 def test_nothing_is_said_to_be_compared_where_nothing_was(folder: Path) -> None:
     with paused(1, 1) as (doubles, servers):
-        sender = sender_of("disk", folder)
-        sender.connect(servers)
+        sender = connected("disk", folder, servers)
         assert push(sender, 1, verify=False).compared == ""
         staged = [servers[0], replace(servers[1], pp=2)]
         for addresses, compared in (
@@ -85,8 +82,7 @@ def test_nothing_is_said_to_be_compared_where_nothing_was(folder: Path) -> None:
 def test_one_flipped_bit_in_one_rank_is_found_where_checksums_are_compared(kind: str, rank: int, folder: Path) -> None:
     with paused(1, 2) as (doubles, servers):
         doubles[1].ranks_backwards = rank == 1
-        sender = sender_of(kind, folder)
-        sender.connect(servers)
+        sender = connected(kind, folder, servers)
         flip = {"rank": rank, "name": MLP, "byte": 4321}
         sender.prepare(buckets(1), verify=True)
         doubles[1].flip_after(1 if kind == "disk" else 3, **flip)  # a later bucket could write over it
@@ -102,8 +98,7 @@ def test_one_flipped_bit_in_one_rank_is_found_where_checksums_are_compared(kind:
 def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(kind, fault, folder) -> None:
     path = UPDATE_OF[kind]
     with paused(1, 2) as (doubles, servers):
-        sender = sender_of(kind, folder)
-        sender.connect(servers)
+        sender = connected(kind, folder, servers)
         if fault == "dropped":
             doubles[1].faults.drop(path)
         else:
@@ -116,8 +111,7 @@ def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(ki
             push(sender, 1)
         assert not pushed_folders(folder)
         sender.close()
-        again = sender_of(kind, folder)
-        again.connect(servers)
+        again = connected(kind, folder, servers)
         assert push(again, 2).compared == "all checksums equal"
         assert all(holds(double, 2) for double in doubles)
         again.close()
@@ -127,8 +121,7 @@ def test_a_failed_update_names_server_path_and_reason_and_the_next_push_works(ki
 def test_a_failed_push_through_shared_memory_ends_when_no_call_of_it_is_under_way(folder: Path) -> None:
     path = UPDATE_OF["ipc"]
     with paused(1, 1) as (doubles, servers):
-        sender = sender_of("ipc", folder)
-        sender.connect(servers)
+        sender = connected("ipc", folder, servers)
         late = doubles[0].faults.hold_call(path)
         doubles[1].faults.refuse(path, "out of memory")
         pushed = in_background(push, sender, 1)
@@ -149,8 +142,7 @@ def test_the_communicator_of_a_failed_push_is_aborted_once_and_that_of_a_good_on
     aborted: list[object] = []
     monkeypatch.setattr(dist.ProcessGroupGloo, "abort", lambda group: aborted.append(group))
     with paused(1, 2) as (doubles, servers):
-        sender = sender_of("nccl", folder)
-        sender.connect(servers)
+        sender = connected("nccl", folder, servers)
         push(sender, 1)
         assert not aborted
         hold = None
@@ -166,8 +158,7 @@ def test_the_communicator_of_a_failed_push_is_aborted_once_and_that_of_a_good_on
         assert len(aborted) == 1 and not doubles[0].bodies("/destroy_weights_update_group")
         if hold is not None:
             hold.release()
-        again = sender_of("nccl", folder)
-        again.connect(servers)
+        again = connected("nccl", folder, servers)
         push(again, 3)
         assert all(len(double.groups) == 2 for double in doubles)
         again.close()
@@ -177,8 +168,7 @@ def test_the_communicator_of_a_failed_push_is_aborted_once_and_that_of_a_good_on
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_that_answers_too_late_is_named_and_the_next_push_works(kind: str, folder: Path) -> None:
     with paused(1, 1) as (doubles, servers):
-        sender = sender_of(kind, folder)
-        sender.connect(servers)
+        sender = connected(kind, folder, servers)
         held = doubles[1].faults.hold_answer(UPDATE_OF[kind])
         limit(sender, 1.0)
         with pytest.raises(PushError, match=r"no answer within push.timeout_seconds=1 from ") as late:
@@ -187,8 +177,7 @@ def test_a_server_that_answers_too_late_is_named_and_the_next_push_works(kind: s
         held.release()
         assert not pushed_folders(folder)
         sender.close()
-        again = sender_of(kind, folder)
-        again.connect(servers)
+        again = connected(kind, folder, servers)
         assert push(again, 2).compared == "all checksums equal"
         assert all(holds(double, 2) for double in doubles)
         again.close()
@@ -212,8 +201,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_sent_is_removed(folder: Path)
         raise OSError("the disk is full")
 
     with paused(1) as (_, servers):
-        sender = sender_of("disk", folder)
-        sender.connect(servers)
+        sender = connected("disk", folder, servers)
         with pytest.raises(OSError, match="disk is full"):
             sender.prepare(breaks(), verify=True)
         assert not pushed_folders(folder)
@@ -228,8 +216,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_sent_is_removed(folder: Path)
 def test_a_pushed_folder_is_complete_when_a_server_reads_it(folder: Path, tmp_path: Path) -> None:
     """Tensors, their index and the model's config.json."""
     with paused(1) as ((double,), servers):
-        sender = sender_of("disk", folder)
-        sender.connect(servers)
+        sender = connected("disk", folder, servers)
         sender.prepare(buckets(1), verify=True)
         (written,) = pushed_folders(folder)
         assert len({path.stat().st_mode for path in written.iterdir()}) == 1, "all follow the umask"
