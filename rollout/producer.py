@@ -57,11 +57,12 @@ class RolloutProducer:
         While the generators have fewer requests than `max_in_flight`, prompts are started, each of which counts as
         `group_size` requests until it has sent more or ended that many; best a little more than what the generators run
         at once, as what only queues there ages for nothing. A workflow that raises is run again `max_retries` times,
-        with the same seeds, and so is one that takes `timeout_seconds` beside generation and scoring; then `errors`
+        with the same seeds, and so is one that takes `timeout_seconds` beside generation and scoring. It begins anew;
+        only the first retry after the end of an environment's worker goes on with what the episode has. Then `errors`
         decides: the episode is skipped, or the store fails. None: it fails. A prompt that takes `dynamic_timeout` times
-        the mean of those of the last batch is late, and not run again. `limits`: what else than `group_size` a
-        group must keep. `processors`: get every finished episode. `stats_sources` are added to stats(): a reward
-        pool's, a router's.
+        the mean of those of the last batch is late, and not run again. `limits`: what else than `group_size` a group
+        must keep. `processors`: get every finished episode. `stats_sources` are added to stats(): a reward pool's, a
+        router's.
         """
         sizes = [*group_size.values()] if isinstance(group_size, Mapping) else [group_size]
         for name, value, least in (

@@ -14,6 +14,7 @@ from rollout.data.chat_template import Messages
 from rollout.data.encoder import Encoder
 from rollout.environments.pool import EnvironmentPool, RemoteEnvironment
 from rollout.journal import recorded
+from rollout.plugins import unknown_name
 from rollout.rewards.pool import RewardPool
 from rollout.sandbox.pool import LEVELS, Sandbox, SandboxSettings
 from rollout.sessions.bridge import Bridge
@@ -23,6 +24,7 @@ from rollout.trajectories import Conversation, all_of
 from rollout.types import Prompt, Sampler, SamplingParams, Tokenizer, Trajectory
 
 _MCP = "mcp:"
+_NAMED = ("python", "shell")
 
 
 async def _run_command(shell: RemoteEnvironment, turn: asyncio.Lock, arguments: Mapping[str, object]) -> str:
@@ -81,8 +83,12 @@ class ToolsWorkflow:
                     check_mcp(spec.removeprefix(_MCP))
                 elif spec == "shell" and find_spec("shellsim") is None:
                     raise ValueError("shell: shellsim is not installed; pip install 'slipstream[sandbox]'")
+                elif spec in _NAMED:
+                    names.append((spec, spec))
+                elif ":" not in spec:
+                    raise ValueError(unknown_name(spec, kind="tool", known=(*_NAMED, "mcp:COMMAND"), own="function"))
                 else:
-                    names.append((spec, spec if spec in ("python", "shell") else function_tool(spec).name))
+                    names.append((spec, function_tool(spec).name))
             check_names(names)
             return tools
 

@@ -448,6 +448,18 @@ def test_a_journal_survives_until_its_episode_ends_or_begins_again(stores: Store
     assert store.events("q1") == []
 
 
+def test_events_of_one_call_are_written_together_or_not_at_all(stores: Stores) -> None:
+    if not stores.are_durable:
+        pytest.skip("a store in memory writes nothing")
+    store = stores.new()
+    begin(store, 0, 0)
+    with pytest.raises(TypeError, match="cannot be saved"):
+        store.journal("q0", Event(key="a", asked="", value=1), Event(key="b", asked="", value=object()))
+    assert store.events("q0") == []
+    store.journal("q0", Event(key="a", asked="", value=1), Event(key="b", asked="", value=2))
+    assert [event.key for event in stores.continued(store).events("q0")] == ["a", "b"]
+
+
 async def test_sampled_tokens_are_written_after_a_moment_or_with_what_needs_them(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

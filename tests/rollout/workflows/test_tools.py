@@ -226,6 +226,11 @@ def test_what_is_no_tool_is_refused(spec: str, said: str) -> None:
         function_tool(spec)
 
 
+def test_a_name_that_is_no_tool_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"unknown tool 'shel'; use one of python, shell, mcp.*did you mean 'shell'"):
+        ToolsWorkflow.Config(tools=["shel"])
+
+
 def test_two_tools_of_one_name_are_refused(module: Path) -> None:
     (module / "more_tools.py").write_text("from own_tools import add\nasync def python():\n    'Run.'\n")
     for other, name in (("own_tools:add", "add"), ("more_tools:add", "add"), ("more_tools:python", "python")):
