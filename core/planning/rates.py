@@ -45,6 +45,8 @@ _PREFILL_PASSES = 18  # elements that a layer of a prompt reads or writes beside
 _SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to sample a token
 _REQUEST_SECONDS = 0.0014
 """In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
+_TOKEN_SECONDS = 15e-6
+"""Of the server's process for a token of one request, beside the GPU: with many requests a decode step waits for it."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
@@ -174,8 +176,9 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     turn = _TURN_SECONDS if scene.shares_gpus and scene.on_gpu else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
 
-    def batch(every: float) -> float:
-        return prefill + _batch_seconds(scene, servers, decode, answers, running=running, every=every)
+    def batch(every: float) -> float:  # while it decodes, the prompts of later batches are computed
+        decoded = _batch_seconds(scene, servers, decode, answers, running=running, every=every)
+        return prefill + decoded * (1 + prefill / every)
 
     if in_turns:
         rollout, lag = batch(math.inf), 0.0
@@ -411,7 +414,8 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
 
     def seconds(running: float, context: float) -> float:
         # Weights are read while others are multiplied; the overlap is not complete.
-        return launched + math.hypot(reading, running * products) + running * (sampling + context * token)
+        gpu = launched + math.hypot(reading, running * products) + running * (sampling + context * token)
+        return max(gpu, running * _TOKEN_SECONDS) if servers.on_gpu else gpu
 
     return seconds
 

@@ -7,6 +7,7 @@ Invariant: what is proposed has been resolved and checked by the rules that the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -29,7 +30,10 @@ time from the begin of an answer to the end of the last step that may train on i
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _LEVELS: tuple[Level, ...] = ("selective", "linear", "full")
 _DEGREES = (1, 2, 4, 8, 16)
-_RUNNING = (1024, 512, 256, 128, 64, 32)
+_RUNNING = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
+_NEARLY = 0.95
+"""Of the planned speed; the fewest requests at once that reach it are proposed. With many, servers wait for their own
+processor and each answer takes longer (benchmarks/planner.md, Search)."""
 _NODE_GPUS = 8
 _MOST_CHECKED = 400
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
@@ -243,9 +247,8 @@ def _candidates(
                 continue
             servers = replace(scene.servers, layout=replace(side, dp=side.dp - others))
             for trainer in trainers:
-                whole = _with_requests(replace(trainer, servers=servers), servers, answers)
-                if (time := step_time(whole, calibration, answers)) is not None:
-                    yield whole, time
+                if found := _with_requests(replace(trainer, servers=servers), calibration, answers):
+                    yield found
 
 
 def _in_turns(scene: Scene) -> Scene:
@@ -254,16 +257,25 @@ def _in_turns(scene: Scene) -> Scene:
     return replace(scene, engines=engines, shares_gpus=True, max_staleness=0)
 
 
-def _with_requests(scene: Scene, servers: Servers, answers: Lengths) -> Scene:
-    """Return the scene whose servers decode as many requests at once as their cache holds, of those that the staleness
-    bound lets begin."""
+def _with_requests(scene: Scene, calibration: Calibration, answers: Lengths) -> tuple[Scene, StepTime] | None:
+    """Return the scene with the fewest requests at once that are nearly the fastest, of those that the cache of the
+    servers holds and that the staleness bound lets begin, and its time; None where there are no times."""
+    servers = scene.servers
+    assert servers is not None, "the caller has generators"
     length = scene.prompt_tokens / 2 + answers.mean
     allowed = 1.25 * scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
+    best: tuple[Scene, StepTime] | None = None
+    fastest = math.inf
     for running in _RUNNING:
         more = replace(servers, max_running=running)
         if running < 2 * allowed and plan_servers(scene, more).tokens >= running * length:
-            return replace(scene, servers=more)
-    return scene
+            time = step_time(whole := replace(scene, servers=more), calibration, answers)
+            if time is None or time.step * _NEARLY > fastest:
+                break
+            best, fastest = (whole, time), min(fastest, time.step)
+    if best is None and (time := step_time(scene, calibration, answers)) is not None:
+        best = scene, time
+    return best
 
 
 def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:

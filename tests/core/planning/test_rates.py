@@ -156,6 +156,7 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
         # Trained tokens/s of benchmarks/asynchronous.md: servers and ranks of the trainer, each on a GPU of its own.
         (1, 448, 4, False, 44610), (1, 384, 4, False, 45520), (1, 256, 4, False, 40560), (2, 192, 4, False, 75486),
         (1, 192, 0, False, 15354), (2, 192, 0, False, 22173), (2, 240, 0, True, 20520),
+        (1, 1024, 4, False, 41200),  # of benchmarks/planner.md
     ],
 )  # fmt: skip
 def test_a_simulated_run_trains_about_as_fast_as_was_measured(replicas, running, staleness, shares, measured) -> None:
@@ -250,6 +251,19 @@ def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> 
     )
     ages = {one.scene.max_staleness for one in (*found.best, *found.others)}
     assert ages == {0, 1}, "those that take turns, and those apart"
+
+
+def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
+    """Measured on two H200: 45,520 tokens/s with 384 requests at once, 41,200 with 1,024 (benchmarks/planner.md)."""
+    path = write_recipe(tmp_path, SHAPES["1.5B"])
+    words = ["dataset.train_bs_n_seqs=60", "group_size=8", "dataset.max_prompt_len=32", "ppo.gen.max_new_tokens=4096",
+             "ppo.kl_ctl=0.0", "ppo.ppo_n_minibatches=1", "staleness.max_staleness=4"]  # fmt: skip
+    scene = scene_of(load_config("ppo-math", path, words).config, GPUS["H200"])
+    found = search(
+        scene, CALIBRATION, Lengths(mean=679, longest=4096, spread=0.95), num_gpus=2, accepts=lambda one: True
+    )
+    servers = found.best[0].scene.servers
+    assert found.best[0].mode == "sglang.d1m1p1+d1m1p1" and servers is not None and servers.max_running == 384
 
 
 def test_a_gpu_without_calibration_has_no_times() -> None:
