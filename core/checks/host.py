@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from allocation import Allocation, AllocationError
+from allocation import GENERATOR_ROLE, Allocation, AllocationError
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.parsing.problems import Problem
-from core.placement import connection_error, joined_cluster, resolve_allocation
+from core.placement import connection_error, joined_cluster, resolve_allocation, started
 from core.processes.watchdog import unusable_temporary
 from core.runs.paths import RunPaths
 from model_specs.model_folder import stored_parameters
@@ -132,11 +132,11 @@ def _ray(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _on_own_ray(config: ExperimentConfig) -> Allocation | None:
-    """Return the allocation of a run that starts Ray itself; None where it joins a cluster."""
+    """Return what a job that starts Ray itself runs; None where it joins a cluster."""
     if joined_cluster(config):
         return None
     try:
-        return resolve_allocation(config)
+        return started(config, resolve_allocation(config))
     except AllocationError:
         return None  # reported with the configuration
 
@@ -155,7 +155,7 @@ def _gpus(config: ExperimentConfig) -> Iterator[Problem]:
 def _software(config: PPOMATHConfig) -> Iterator[Problem]:
     """Yield what generators need and this machine does not have installed; those of a joined cluster run elsewhere."""
     allocation = _on_own_ray(config)
-    if allocation is None or allocation.n_nodes > 1:
+    if allocation is None or allocation.n_nodes > 1 or GENERATOR_ROLE not in allocation.roles:
         return
     backend = BACKENDS[allocation.generator.backend]
     for key, message in backend.host_problems(config.generator.python, config.merged_flags):
@@ -181,7 +181,7 @@ def _nodes(config: ExperimentConfig) -> Iterator[Problem]:
     if cluster is None or cluster.address is None or connection_error(cluster):
         return  # reported by _connection
     try:
-        slots = resolve_allocation(config).gpu_slots
+        slots = started(config, resolve_allocation(config)).gpu_slots
     except AllocationError:
         return  # reported with the configuration
     command = [sys.executable, "-m", "core.launch.cluster"]  # in a process of its own: Ray loads for seconds

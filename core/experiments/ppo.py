@@ -31,7 +31,7 @@ from core.launch.trainer_group import PublishedWeights, TrainerGroup
 from core.monitoring.logs import NOTICE
 from core.monitoring.metrics import Journal, read_rows
 from core.monitoring.screen import Screen
-from core.placement import resolve_allocation, transport_of
+from core.placement import resolve_allocation, started, transport_of
 from core.processes.stacks import forget_modules
 from core.runs.paths import RunPaths
 from core.train.periodic import DueTimer, Evaluations, Frequency
@@ -112,7 +112,7 @@ def sampling(
     screen.begin("starting Ray")
     with context.cluster(num_actors=len(placed.slots) + 1) as cluster:
         screen.begin("starting the processes")
-        cluster.reserve(allocation.only(placed.role))
+        cluster.reserve(started(config, allocation))
         generators, rollout = start_generators(config, allocation, cluster, context.memory)
         _, schedule = wait_facts(config, rollout)
         generators.wait_started()
@@ -316,7 +316,7 @@ def both(config: PPOMATHConfig, context: RunContext) -> None:
 def train(config: PPOMATHConfig, context: RunContext) -> None:
     """Train on what explore jobs put into the store, and publish weights that they follow."""
     allocation, screen = resolve_allocation(config), context.screen
-    ranks = allocation.only(*config.roles)
+    ranks = started(config, allocation)
     screen.begin("starting Ray")
     with context.cluster(num_actors=sum(len(role.slots) for role in ranks.roles.values()) + 1) as cluster:
         screen.begin("starting the processes")

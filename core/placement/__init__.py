@@ -18,6 +18,7 @@ from typing import cast
 
 from allocation import (
     CPU,
+    GENERATOR_ROLE,
     GPU,
     TRAINER_ROLE,
     Allocation,
@@ -142,6 +143,13 @@ def resolve_allocation(config: ExperimentConfig, checks: Checks | None = None) -
         checks=None if checks is None else on_devices(config, checks),
     )
     return _on_devices(config, allocation, default)
+
+
+def started(config: ExperimentConfig, allocation: Allocation) -> Allocation:
+    """Return the roles that this job starts: without generators in mode=train, those alone in others than both."""
+    if config.job == "both":
+        return allocation
+    return allocation.only(*(config.roles if config.job == "train" else (GENERATOR_ROLE,)))
 
 
 def on_devices(config: ExperimentConfig, checks: Checks) -> Checks:

@@ -418,6 +418,10 @@ def test_the_gpus_of_the_trainer_are_looked_at_as_those_of_the_servers(tmp_path,
     assert (
         "allocation_mode: GPU 1: 91000 of its 141000 MiB are in use by other processes: process 77 (python)" in message
     )
+    sql = ["experience.store=sqlite", f"experience.path={tmp_path / 'x.db'}"]
+    (again,) = problems(path, *apart, *sql, "mode=train")
+    assert "GPU 1: 91000 of its" in again
+    assert problems(path, *apart, *sql, "mode=explore") == [], "the trainer of another job has that GPU"
     assert problems(path, "allocation_mode=sglang.d1m1p1", "n_gpus_per_node=1") == []
     (message,) = problems(path, "allocation_mode=sglang.d1m1p1+d1m2p1", "n_gpus_per_node=3")
     assert "allocation_mode requires GPU 2, this machine has 2 (0 to 1)" in message
