@@ -1,5 +1,6 @@
 """A store as text: what is exported comes back, and trained episodes lose their tokens alone."""
 
+import argparse
 import json
 import sqlite3
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rollout.experience import Episode, EveryEpisode, SQLiteExperience, Tags
 from rollout.experience.episode import summary
 from rollout.types import Trajectory
 from tests.tools.test_ledger import fill, trajectory
-from tools.experience.__main__ import main
+from tools.experience.__main__ import export, main
 from tools.experience.ledger import main as ledger
 
 
@@ -49,6 +50,26 @@ def test_what_is_exported_is_imported_with_every_token(tmp_path: Path, capsys: p
             assert getattr(value, "dtype", None) == getattr(getattr(other, name), "dtype", None), name
     assert main(["stats", "--path", str(new)]) == 0
     assert "ready" in capsys.readouterr().out
+
+
+class Busy(SQLiteExperience):
+    """A store in which a job finishes an episode as soon as the tags of all have been read."""
+
+    def tags(self) -> list[Tags]:
+        found = super().tags()
+        for tags in found:
+            if tags.fate == "open":
+                group = [trajectory(reward=1.0)]
+                self.put(Episode(tags=replace(tags, **summary(group)), trajectories=group))
+        return found
+
+
+def test_an_episode_that_a_job_finishes_meanwhile_is_exported_with_its_rewards(tmp_path: Path, capsys) -> None:
+    store, file = Busy(tmp_path / "old.db"), tmp_path / "episodes.jsonl"
+    store.open(Tags(id="q", group_id="q", task="math", row="q", epoch=0, version=0), EveryEpisode())
+    export(store, argparse.Namespace(file=file))
+    assert main(["import", "--path", str(tmp_path / "new.db"), str(file)]) == 0
+    assert [tags.rewards for tags in SQLiteExperience(tmp_path / "new.db").tags()] == [[1.0]]
 
 
 def test_pruning_keeps_the_tokens_of_the_last_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.data.tokenizer import load_tokenizer
-from rollout.experience import Episode, EveryEpisode, Experience, StoreError
+from rollout.experience import Episode, EveryEpisode, Experience, StoreError, Tags
 from rollout.experience.stores.files import from_row, to_row
 from rollout.plugins import PluginError
-from rollout.types import Trajectory
 from tools.arguments import BadRequest, data_file, integer, parser_of, refused
 from tools.experience.ledger import add_store, open_store
 
@@ -91,16 +90,19 @@ def export(store: Experience, arguments: argparse.Namespace) -> None:
     """Write every episode as a row of a jsonl file. Raises OSError."""
     with arguments.file.open("w", encoding="utf-8") as file:
         for tags in store.tags():
-            row = to_row(tags, _trajectories(store, tags.id))
+            episode = _episode(store, tags)
+            row = to_row(episode.tags, episode.trajectories)
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def _trajectories(store: Experience, id: str) -> Sequence[Trajectory]:
+def _episode(store: Experience, tags: Tags) -> Episode:
+    """Return an episode with its tokens and the tags of now, as a job may have finished it since `tags`; without tokens
+    where there are none."""
     try:
-        (episode,) = store.values([id])
+        (episode,) = store.values([tags.id])
     except KeyError:  # it is sampled, or its tokens are dropped
-        return ()
-    return episode.trajectories
+        return Episode(tags=tags, trajectories=())
+    return episode
 
 
 def to_sft(store: Experience, arguments: argparse.Namespace) -> None:
@@ -109,7 +111,7 @@ def to_sft(store: Experience, arguments: argparse.Namespace) -> None:
     count = left_out = 0
     with arguments.file.open("w", encoding="utf-8") as file:
         for tags in store.tags():
-            good = [t for t in _trajectories(store, tags.id) if t.reward >= arguments.min_reward]
+            good = [t for t in _episode(store, tags).trajectories if t.reward >= arguments.min_reward]
             best = sorted(good, key=lambda t: -t.reward)[: arguments.best]
             for trajectory in best:
                 sampled = np.flatnonzero(trajectory.loss_mask)
