@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.experience import Episode, Lessee, SQLiteExperience, Tags, make_rules
+from rollout.experience import Episode, EveryEpisode, Lessee, SQLiteExperience, Tags, make_rules
 from rollout.experience.episode import summary
 from rollout.types import Trajectory
 from tools.experience.ledger import main
@@ -65,6 +65,28 @@ def test_a_run_without_a_store_of_its_own_is_refused(tmp_path: Path, capsys: pyt
     (tmp_path / "config.yaml").write_text("experience: {store: memory}\n")
     assert main([str(tmp_path)]) == 2
     assert "keeps its episodes in memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("made", "said"), [(True, "has finished episodes alone"), (False, "there is no such store")])
+def test_a_store_of_files_has_no_balance(tmp_path: Path, capsys, made: bool, said: str) -> None:
+    path = tmp_path / "episodes"
+    if made:
+        path.mkdir()
+    assert main(["--store", "file", "--path", str(path)]) == 2
+    assert said in capsys.readouterr().err and path.exists() == made
+
+
+def test_what_a_job_draws_meanwhile_is_not_missing(tmp_path: Path, monkeypatch, capsys) -> None:
+    fill(tmp_path / "e.db")
+    tags_of = SQLiteExperience.tags
+
+    def drawn_before(store: SQLiteExperience) -> list[Tags]:
+        store.open(Tags(id="new", group_id="new", task="math", row="new", epoch=0, version=0), EveryEpisode())
+        return tags_of(store)
+
+    monkeypatch.setattr(SQLiteExperience, "tags", drawn_before)
+    assert main(["--path", str(tmp_path / "e.db")]) == 0
+    assert "7 prompts drawn" in capsys.readouterr().out
 
 
 def test_the_picture_compares_what_was_trained_with_what_was_finished(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rollout.experience import open_store as open_by_name
 from rollout.experience.episode import length_bias
 from rollout.experience.selection import no_spread
 from rollout.experience.serial import SchemaError
+from rollout.experience.stores.files import FileExperience
 from rollout.plugins import PluginError
 from tools.arguments import BadRequest, parser_of, refused, run_with
 
@@ -31,6 +32,7 @@ _FATES = {
     "trained": "trained", "leased": "leased by the trainer", "ready": "ready", "open": "in flight",
     "skipped": "skipped: the workflow kept failing", "late": "dropped: late",
 }  # fmt: skip
+_EXISTS = {"sqlite": Path.is_file, "file": Path.is_dir}
 _REASONS = {"all_right": "dropped: every answer right", "all_wrong": "dropped: every answer wrong"}
 
 
@@ -42,12 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         store = open_store(arguments)
+        if isinstance(store, FileExperience):
+            raise BadRequest("a store of files has finished episodes alone, not what was drawn; see experience stats")
+        drawn = store.status().num_opened
+        episodes = store.tags()[:drawn]  # a job may draw more meanwhile
         if arguments.picture is not None:
-            finished, trained = _finished(store.tags())
+            finished, trained = _finished(episodes)
             draw(arguments.picture, _panels(finished, trained))
     except (BadRequest, PluginError, StoreError, OSError) as error:
         return refused(error)
-    return report(store.tags(), drawn=store.status().num_opened, console=Console())
+    return report(episodes, drawn=drawn, console=Console())
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +73,7 @@ def open_store(arguments: argparse.Namespace, *, new: bool = False) -> Experienc
         raise BadRequest("this run keeps its episodes in memory; write experience.store=sqlite to look into them")
     if not path:
         raise BadRequest("name a run, or the store with --path")
-    if store == "sqlite" and not new and not Path(path).is_file():
+    if not new and store in _EXISTS and not _EXISTS[store](Path(path)):
         raise BadRequest(f"{path}: there is no such store")
     try:
         return open_by_name(store, path)
