@@ -234,7 +234,7 @@ def run_killed(
 ) -> tuple[str, str]:
     """Take these actions in one process after the other, all but the last killed; return what the last saw, and the
     steps that were made."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     monkeypatch.setenv("STEPS", str(folder / "steps"))
     root = Path(__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{folder.parent}")
@@ -249,13 +249,17 @@ def run_killed(
 def test_after_a_kill_the_steps_before_a_snapshot_are_not_made_again_and_results_are_equal(
     tmp_path, monkeypatch
 ) -> None:
-    undisturbed, _ = run_killed("own_games:Counted", tmp_path / "whole", monkeypatch, "1 2 3 4")
+    total = 1 / 3
+    seen: list[Any] = [f"Begin at {total}."]
+    for number in range(1, 5):
+        total = (total + number) / 7
+        seen.append((f"{total}", total, False))
     for store, spec, steps in (("memory", "Kept", "1234"), ("sqlite", "Kept", "1234"), ("memory", "Counted", "121234")):
         folder = tmp_path / f"{store} {spec}"
         found = run_killed(f"own_games:{spec}", folder, monkeypatch, "1 2", "1 2 3 4", store=store)
-        assert found == (undisturbed, steps)
-    _, steps = run_killed("own_games:Kept", tmp_path / "other", monkeypatch, "1 2", "1 5")
-    assert steps == "1215", "another action than before: run again from the seed"
+        assert found == (f"{seen!r}\n", steps)
+    _, steps = run_killed("own_games:Kept", tmp_path / "sqlite Kept", monkeypatch, "1 5", store="sqlite")
+    assert steps == "123415", "another action than before: run again from the seed"
 
 
 class Written(SQLiteExperience):
