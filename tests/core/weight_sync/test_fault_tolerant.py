@@ -35,7 +35,7 @@ class Trainer:
 
     def push_connect(self, plan: SenderSettings, servers: list[Any]) -> None:
         self.num_connects += 1
-        self.sender = sender_of(self._kind, self._folder, timeout_seconds=20.0)
+        self.sender = sender_of(self._kind, self._folder, timeout_seconds=120.0)
         self.sender.connect(servers)
 
     def push_prepare(self, engine: str, bucket_bytes: int, *, verify: bool, timeout_seconds: float) -> None:
@@ -94,7 +94,7 @@ class Fleet:
         self.rollout, self.trainer = Rollout(self.pool), Trainer(kind, folder)
         plan = SenderSettings(
             type=kind,  # type: ignore[arg-type]
-            model_path=str(folder), dtype="float32", bucket_bytes=1, timeout_seconds=20.0, folder=folder,
+            model_path=str(folder), dtype="float32", bucket_bytes=1, timeout_seconds=120.0, folder=folder,
         )  # fmt: skip
         self._push = WeightPush(
             self.trainer, self.pool, self.rollout, plan=plan, slots=ALLOCATION.trainer, shares_gpus=False,  # type: ignore[arg-type]
