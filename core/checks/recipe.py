@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from allocation import AllocationError
 from core.algorithms.build import check_algorithm
 from core.checks.resumption import ReadStream, check_checkpoint, check_prompts, check_rows, check_settings
+from core.checks.rules import read_shape
 from core.config.common import ModelUse
 from core.config.experiments import DPOConfig, ExperimentConfig, PPOMATHConfig, SFTConfig
 from core.config.parsing.problems import Problem
@@ -25,6 +26,7 @@ from model_specs import hub
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.model_folder import ModelFolderError, read_model_folder
+from model_specs.tensors import hf_shapes
 from model_specs.weight_files import serving_problems
 from rollout.data.prompts import check_lengths, num_surely_fitting
 from rollout.data.rows import Row, by_column, read_examples, read_preferences, scan_rows
@@ -50,7 +52,7 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
     lengths = lengths and not any(problem.key.endswith(".path") for problem in models)  # they may have no tokenizer
     if (sampled := config.sampling) is not None:
         yield from _prompts(sampled, lengths=lengths, read=read)
-        for check in (_reward, _workflow, _curricula, _store, _quantization, _auxiliary, check_algorithm):
+        for check in (_reward, _workflow, _curricula, _store, _quantization, _auxiliary, _loaded, check_algorithm):
             yield from check(sampled)
     else:
         yield from _rows(cast("SFTConfig | DPOConfig", config), lengths=lengths, read=read)
@@ -105,6 +107,24 @@ def _auxiliary(config: PPOMATHConfig) -> Iterator[Problem]:
             yield Problem(key="auxiliary.path", message=message)
         for refused in split_errors(placed.layout, placed.role, model, path):
             yield Problem(key="auxiliary.path", message=str(refused).removeprefix(f"{refused.key}: "))
+
+
+def _loaded(config: PPOMATHConfig) -> Iterator[Problem]:
+    """Check the models that a job without a trainer loads into the generators of actor.path."""
+    model = read_shape(config.model_folder)
+    for key, path in config.loaded_models:
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            yield Problem(key=key, message=f"{path}: no such folder; write a Hugging Face folder")
+            continue
+        try:
+            own = read_model_folder(str(folder), weights=True, tokenizer=False, value_head=False)
+        except ModelFolderError as error:
+            yield Problem(key=key, message=str(error))
+            continue
+        if model is not None and hf_shapes(own, is_critic=False) != hf_shapes(model, is_critic=False):
+            message = f"{path}: its tensors have other shapes than those of actor.path={config.model_folder}"
+            yield Problem(key=key, message=f"{message}; write that model's folder as actor.path of a job of its own")
 
 
 def _quantization(config: PPOMATHConfig) -> Iterator[Problem]:

@@ -275,6 +275,15 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
         return self.staleness.max_staleness if fixed is None else fixed
 
     @property
+    def loaded_models(self) -> list[tuple[str, str]]:
+        """The folders of models, with their keys, that a job loads in place of actor.path."""
+        if self.job == "bench":
+            return [("bench.models", model) for model in self.bench.models]
+        if self.job == "serve" and self.serve.model and not self.serve.follow:
+            return [("serve.model", self.serve.model)]
+        return []
+
+    @property
     def weights_folder(self) -> str:
         """Folder of the weights that a train job publishes."""
         given, store = self.synchronizer.folder, self.experience_path

@@ -217,7 +217,9 @@ class PublishedWeights:
     @property
     def _files(self) -> list[Path]:
         assert self.current is not None, "follow() claims a version first"
-        return sorted(Path(self.current.where).glob("*.safetensors"))
+        if not (found := sorted(Path(self.current.where).glob("*.safetensors"))):
+            raise FileNotFoundError(f"{self.current.where} has no weights (*.safetensors)")
+        return found
 
     def export_weights(self, engine: str, bucket_bytes: int, timeout_seconds: float) -> tuple[list[Ref], int]:
         """Return the files as buckets in the object store, and their bytes."""

@@ -21,6 +21,7 @@ from rollout.data.tokenizer import load_tokenizer
 from rollout.experience import make_rules
 from rollout.inference.backend import FlagValue
 from rollout.inference.sglang import arguments
+from tools.demo.data import save_model
 
 SERVERS = ["allocation_mode=sglang.d1m1p1+d1m1p1", "n_gpus_per_node=2", "actor.sglang={}"]
 
@@ -247,6 +248,23 @@ def test_prompts_that_are_too_long_are_counted_and_none_that_fits_is_an_error(as
     assert "left out" not in capsys.readouterr().out
     assert dry_run(path, model, "dataset.max_prompt_len=3", "dataset.train_bs_n_seqs=8") == 2
     assert f"dataset.path: {data}: max_prompt_len=3 leaves none of 64 prompts" in capsys.readouterr().err
+
+
+def test_every_model_that_a_job_loads_must_be_one_of_the_architecture_of_the_actor(assets, tmp_path) -> None:
+    path = write_run(tmp_path)
+    save_model(tmp_path / "other", seed=1, hidden_size=48)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    shutil.copy(assets.model / "config.json", tmp_path / "bare")
+    evaluates = ["mode=bench", f"evaluation.path={tmp_path / 'prompts.jsonl'}", f"actor.path={assets.model}"]
+    assert dry_run(path, *evaluates, f"bench.models=[{assets.model}]") == 0
+    models = [assets.model, *(tmp_path / name for name in ("none", "empty", "bare", "other"))]
+    loaded = load_config("ppo-math", path, [*evaluates, f"bench.models=[{', '.join(map(str, models))}]"])
+    said = [problem.message for problem in run_checks(loaded) if problem.key == "bench.models"]
+    for text, reason in zip(said, ("no such folder", "config.json", "no .*safetensors", "other shapes"), strict=True):
+        assert re.search(reason, text), text
+    serves = ["mode=serve", f"serve.model={tmp_path / 'none'}", f"actor.path={assets.model}"]
+    assert dry_run(path, *serves) == 2 and dry_run(path, *serves, "serve.follow=true") == 0
 
 
 def saved_with(path: Path, data: Path, *words: str, max_prompt_len: int = 16) -> None:
