@@ -418,13 +418,6 @@ def _slow(history: History) -> Found | None:
     return Found("bad" if share < 0.2 else "warning", reason, share)
 
 
-def _gradients(history: History) -> Found | None:
-    share = history.now("update_skipped")
-    if share <= 0:
-        return None
-    return Found("bad" if share > 0.2 else "warning", f"{share:.0%} of the updates had no finite gradient.", share)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy", title="Entropy", problem="Answers become alike",
@@ -530,7 +523,8 @@ RULES: tuple[Rule, ...] = (
         name="gradients", title="Gradients", problem="Updates have no finite gradient", is_share=True,
         healthy="All updates of the last steps had finite gradients.",
         actions=("lower actor.optimizer.lr",),
-        docs="monitoring.md#metrics-to-watch", needs=("update_skipped",), check=_gradients,
+        docs="monitoring.md#metrics-to-watch", needs=("update_skipped",),
+        check=_above("update_skipped", 0.0, 0.2, "{value:.0%} of the updates had no finite gradient."),
     ),
 )  # fmt: skip
 
