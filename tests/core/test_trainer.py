@@ -75,13 +75,6 @@ def test_without_a_critic_every_token_of_an_answer_has_the_reward_of_the_answer_
     )  # fmt: skip
 
 
-def test_the_bias_is_subtracted_from_rewards_before_they_are_scaled() -> None:
-    # (1 - 0.5) * 4 = 2 and (0.25 - 0.5) * 4 = -1
-    run = train(pair(1.0, 0.25), reward_output_bias=0.5, reward_output_scaling=4.0)
-    assert_close(run.trained_on("advantages"), [[2.0, 2.0], [-1.0, -1.0, -1.0]])
-    assert_metrics(run, {"task_reward": 0.5, "final_reward": 0.5, "mask_no_eos_with_zero": 0.0})
-
-
 def test_a_cut_off_answer_scores_zero_after_bias_and_scaling_with_mask_no_eos_with_zero() -> None:
     settings = {"reward_output_bias": 0.5, "reward_output_scaling": 4.0, "mask_no_eos_with_zero": True}
     run = train(pair(1.0, 0.25), **settings)

@@ -84,42 +84,6 @@ def due_by_brute_force(
     return any(in_time([k for k in started if k not in batch]) for batch in combinations(sorted(finished), size))
 
 
-def test_an_episode_that_began_again_at_newer_weights_comes_after_an_older_one(stores: Stores) -> None:
-    async def main() -> list[str]:
-        store = stores.new()
-        lessee = trainer(store, Schedule(num_prompts=6, batch_size=1, total_epochs=1), 2)
-        fill(store, 3, finished=False)
-        finish(store, 2, 0)
-        assert names(await lessee.take(0)) == ["q2"]
-        store.reopen("q0", 1)
-        finish(store, 0, 1)
-        finish(store, 1, 0)
-        return names(await lessee.take(1))
-
-    assert run_virtual(main()) == ["q1"]
-
-
-def test_a_lease_that_waits_for_an_old_episode_ends_when_it_begins_again(stores: Stores) -> None:
-    async def main() -> list[str]:
-        store = stores.new()
-        lessee = trainer(store, Schedule(num_prompts=6, batch_size=1, total_epochs=1), 1)
-        begin(store, 0, 0)
-        begin(store, 1, 0)
-        finish(store, 1, 0)
-        assert names(await lessee.take(0)) == ["q1"]
-        begin(store, 2, 1)
-        finish(store, 2, 1)
-        taking = asyncio.create_task(lessee.take(1))
-        await a_moment()
-        assert not taking.done(), "episode 0 would be two steps old in step 2"
-        store.reopen("q0", 1)
-        await a_moment()
-        assert taking.done()
-        return names(taking.result())
-
-    assert run_virtual(main()) == ["q2"]
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(max_staleness=st.integers(0, 3), batch_size=st.integers(1, 3), num_prompts=st.integers(1, 6), data=st.data())
 def test_a_lease_waits_exactly_as_long_as_it_must_and_the_bound_never_breaks(
