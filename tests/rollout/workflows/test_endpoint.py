@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import tiny_models
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
+from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.journal import JournaledSampler
 from rollout.programs import ProgramError
+from rollout.trajectories import turns
 from rollout.types import Completion, GenerateRequest, Prompt, SamplingParams
 from rollout.workflows import WorkflowChoice, make_workflow
 
@@ -310,6 +313,47 @@ def test_an_agent_of_smolagents_writes_code() -> None:
     first, last = code.format("print(1 + 2)"), code.format("final_answer(3)")
     answer = lambda text: f"{last if 'print(1 + 2)' in text else first}<|im_end|>"  # noqa: E731
     assert trained_by(agent, answer) == first + last
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["agents", "smolagents"])
+def test_agents_train_what_an_embedded_generator_samples_for_them(framework: str, tmp_path: Path) -> None:
+    library, openai = pytest.importorskip(framework), pytest.importorskip("openai")
+    model = tiny_models.make_model("qwen2", vocab_size=len(TOKENIZER), max_position_embeddings=32_768)
+    model.save_pretrained(tmp_path)
+    sampled: list[list[int]] = []
+
+    class Recorded(EmbeddedGenerator):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            completion = await super().generate(request)
+            sampled.append(completion.token_ids.tolist())
+            return completion
+
+    async def with_agents(endpoint: Any) -> object:
+        library.set_tracing_disabled(True)
+        async with openai.AsyncOpenAI(**endpoint.openai) as client:
+            model = library.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+            return (await library.Runner.run(library.Agent(name="guesser", model=model), "Guess.")).final_output
+
+    async def with_smolagents(endpoint: Any) -> object:
+        url, key = str(endpoint.openai["base_url"]), endpoint.openai["api_key"]
+        model = library.OpenAIServerModel("policy", api_base=url, api_key=key, max_tokens=20)
+        coder = library.CodeAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+        return await asyncio.to_thread(coder.run, "Guess.")
+
+    async def agent(row: dict[str, Any], endpoint: Any) -> str:
+        return str(await (with_agents if framework == "agents" else with_smolagents)(endpoint))
+
+    async def main() -> list[Any]:
+        made = workflow(group_size=1, program="own_agent:agent", context_tokens=32_000)
+        made._program = agent
+        generator = Recorded(tmp_path, max_running=4)
+        group = await made.run(PROMPT, generator)
+        await generator.close()
+        return group
+
+    trained = [t.token_ids[first:end].tolist() for t in asyncio.run(main()) for first, end in turns(t.loss_mask)]
+    assert sorted(trained) == sorted(sampled) != []
 
 
 VERIFIERS_PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON")
