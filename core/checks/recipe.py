@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -51,8 +50,10 @@ def recipe_problems(config: ExperimentConfig, *, lengths: bool) -> Iterator[Prob
     yield from models
     lengths = lengths and not any(problem.key.endswith(".path") for problem in models)  # they may have no tokenizer
     if (sampled := config.sampling) is not None:
-        yield from _prompts(sampled, lengths=lengths, read=read)
-        for check in (_reward, _workflow, _curricula, _store, _quantization, _auxiliary, _loaded, check_algorithm):
+        rewards = list(_reward(sampled))
+        yield from _prompts(sampled, lengths=lengths, with_columns=not rewards, read=read)
+        yield from rewards
+        for check in (_workflow, _curricula, _store, _quantization, _auxiliary, _loaded, check_algorithm):
             yield from check(sampled)
     else:
         yield from _rows(cast("SFTConfig | DPOConfig", config), lengths=lengths, read=read)
@@ -176,9 +177,9 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
                 yield Problem(key=error.key, message=message)
 
 
-def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:
-    """Check the rows of every data set, and with `lengths` how many prompts are short enough; then whether a recover
-    checkpoint can be continued with them."""
+def _prompts(config: PPOMATHConfig, *, lengths: bool, with_columns: bool, read: ReadStream) -> Iterator[Problem]:
+    """Check the rows of every data set, with `with_columns` whether rewards find theirs, and with `lengths` how many prompts
+    are short enough; then whether a recover checkpoint can be continued with them."""
     model, longest = Path(config.model_folder), config.trained_tokens[0]
     trained: list[Row] = []
 
@@ -189,7 +190,8 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, read: ReadStream) -> Itera
             by_column(rows, one.column, source.path)
         if not trained:
             trained.extend(rows)
-        _check_columns(config, one, source, rows)
+        if with_columns:
+            _check_columns(config, one, source, rows)
         if lengths:
             written = config.set_format(one)
             check_lengths(source.path, rows, model=model, prompt_format=written, max_prompt_len=longest)
@@ -227,12 +229,11 @@ def _check_columns(config: PPOMATHConfig, one: SetConfig, source: DataSource, ro
         chat = {"messages": row.messages, "tools": row.tools}
         columns[row.task].update(row.meta, ANSWERS if row.solutions else (), (name for name in chat if chat[name]))
     for task, known in columns.items():
-        with suppress(PluginError):  # reported elsewhere
-            if missing := missing_columns(spec, task, sorted(known)):
-                key = next(key for key, other in config.rewards.items() if other == spec)
-                raise DatasetError(
-                    f"{source.path}: {missing}; name the column so, or give the argument a default", setting=key
-                )
+        if missing := missing_columns(spec, task, sorted(known)):
+            key = next(key for key, other in config.rewards.items() if other == spec)
+            raise DatasetError(
+                f"{source.path}: {missing}; name the column so, or give the argument a default", setting=key
+            )
 
 
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:

@@ -195,7 +195,7 @@ subprocess.run([sys.executable, "-m", "core.quickstart", "ppo-math", "--dry-run"
 def test_a_script_that_a_run_imports_does_not_start_another_run(call: str, tmp_path: Path) -> None:
     config = write_run(tmp_path, SMALLEST_PPO)
     done = python(TRAIN.format(call=call.format(config=str(config))), tmp_path)
-    assert len((tmp_path / "starts").read_text()) <= 3, "the script, and its imports by two checks, which fail"
+    assert (tmp_path / "starts").read_text() in ("x", "xx"), "the script, and its import by the run"
     refused = [line for line in done.stderr.splitlines() if "a run imports train, which starts a run itself" in line]
     assert len(refused) == 1 and refused[0].count('put the call under `if __name__ == "__main__":`') == 1
 
