@@ -178,8 +178,8 @@ def _split(config: ExperimentConfig, use: ModelUse, model: ModelConfig) -> Itera
 
 
 def _prompts(config: PPOMATHConfig, *, lengths: bool, with_columns: bool, read: ReadStream) -> Iterator[Problem]:
-    """Check the rows of every data set, with `with_columns` whether rewards find theirs, and with `lengths` how many prompts
-    are short enough; then whether a recover checkpoint can be continued with them."""
+    """Check the rows of every data set, with `with_columns` whether rewards find theirs, and with `lengths` how many
+    prompts are short enough; then whether a recover checkpoint can be continued with them."""
     model, longest = Path(config.model_folder), config.trained_tokens[0]
     trained: list[Row] = []
 
