@@ -1,4 +1,5 @@
-"""Weights on their way to a generator: many tensors laid end to end in one flat piece of memory.
+"""Weights on their way to a generator: many tensors laid end to end in one flat piece of memory, and the group of
+processes in which it is broadcast.
 
 The one carrier from the exporter's tensors to the generator, whatever the transport. A bucket is pickled as one numpy
 array, which crosses the object store without copies.
@@ -9,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +77,16 @@ def _memory_of(tensors: Sequence[Tensor]) -> Tensor | None:
     if end != memory.data_ptr() + memory.nbytes():
         return None
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory, 0, (memory.nbytes(),), (1,))  # type: ignore[call-overload]
+
+
+def join_group(
+    store: dist.Store, name: str, *, backend: str, rank: int, world: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a group beside this process's own world, as a SGLang server makes it: with the same prefixes in the store,
+    and the same helper. Returns when all ranks have come."""
+    group, _ = c10d._new_process_group_helper(
+        world, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+    return group

@@ -18,12 +18,11 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from core.processes.meeting import LOOPBACK, Gate, from_hosts, listen, served_store
 from core.weight_sync.buckets import Buckets, BucketSender, compare_checksums
 from core.weight_sync.push import SENDER, Deadline, PushError, SenderSettings, SendReport, call_all, in_background
-from rollout.bucket import FlatBucket
+from rollout.bucket import FlatBucket, join_group
 from rollout.inference.backend import GroupMembership, WeightEndpoint
 from tracing import add_span
 
@@ -81,7 +80,9 @@ class NcclSender(BucketSender):
             first += server.tp
         store = served_store(listener, world, timeout_seconds=deadline.left())
         joined = call_all(self._servers, lambda s, left: s.join_group(places[s.name], timeout_seconds=left), deadline)
-        group = in_background(self._make_group, backend, store, world, deadline.left())
+        # The library's own timeout ends the process; it must come after the deadline has been noticed here.
+        limit = timedelta(seconds=2 * deadline.left() + 60)
+        group = in_background(join_group, store, self._name, backend=backend, rank=0, world=world, timeout=limit)
         deadline.wait(joined | {SENDER: group}, "joining the group of the weight push")
         self._group = group.result()
 
@@ -155,16 +156,6 @@ class NcclSender(BucketSender):
         answers = call_all(self._servers, receive, deadline)
         work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         return _Broadcast(number, bucket.num_bytes, answers, work)
-
-    def _make_group(self, backend: str, store: dist.Store, world: int, timeout_seconds: float) -> dist.ProcessGroup:
-        """Return a group beside the trainer's own world, as the servers make it: same store prefixes, same helper."""
-        # The library's own timeout ends the process; it must come after the deadline has been noticed here.
-        group, _ = c10d._new_process_group_helper(
-            world, 0, [], dist.Backend(backend), dist.PrefixStore(self._name, store),
-            group_name=c10d.GroupName(self._name), timeout=timedelta(seconds=2 * timeout_seconds + 60),
-        )  # fmt: skip
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
-        return group
 
     def _abort(self) -> None:
         """Free this rank from a collective that will never complete."""

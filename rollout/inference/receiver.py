@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from torch.distributed import distributed_c10d as c10d
 
 from model_specs.untrusted import parse_json
-from rollout.bucket import FlatBucket
+from rollout.bucket import FlatBucket, join_group
 from rollout.inference.sglang.client import SGLangEndpoint, headers
 
 
@@ -70,14 +69,11 @@ class BroadcastReceiver:
     def _join(self, body: dict[str, Any]) -> None:
         for name in [*self._groups]:  # of a trainer that has gone
             self._leave({"group_name": name})
-        name, world = body["group_name"], body["world_size"]
         store = dist.TCPStore(body["master_address"], body["master_port"], timeout=self._limit)
-        group, _ = c10d._new_process_group_helper(
-            world, body["rank_offset"], [], dist.Backend(body["backend"]), dist.PrefixStore(name, store),
-            group_name=c10d.GroupName(name), timeout=self._limit,
+        self._groups[body["group_name"]] = join_group(
+            store, body["group_name"], backend=body["backend"], rank=body["rank_offset"], world=body["world_size"],
+            timeout=self._limit,
         )  # fmt: skip
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
-        self._groups[name] = group
 
     def _receive(self, body: dict[str, Any]) -> None:
         dtypes = tuple(getattr(torch, name) for name in body["dtypes"])

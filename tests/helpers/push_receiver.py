@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 
+from rollout.bucket import join_group
 from rollout.inference.sglang.hooks.checksums import position_checksum
 from rollout.inference.sglang.hooks.recorded_copies import RecordedCopies
 from rollout.inference.sglang.receivers import BroadcastBuckets, SharedBuckets
@@ -37,12 +37,10 @@ class Receiver(nn.Module):
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
         name = body["group_name"]
         store = dist.TCPStore(body["master_address"], body["master_port"], timeout=timedelta(seconds=60))
-        group, _ = c10d._new_process_group_helper(
-            body["world_size"], body["rank_offset"], [], dist.Backend(body["backend"]), dist.PrefixStore(name, store),
-            group_name=c10d.GroupName(name), timeout=timedelta(seconds=60),
+        self.groups[name] = join_group(
+            store, name, backend=body["backend"], rank=body["rank_offset"], world=body["world_size"],
+            timeout=timedelta(seconds=60),
         )  # fmt: skip
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(body["world_size"])}
-        self.groups[name] = group
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         dist.destroy_process_group(self.groups.pop(body["group_name"]))
