@@ -408,6 +408,25 @@ learning: {rate: 3e-4}
 """
 
 
+@pytest.mark.parametrize(
+    ("mode", "buffer", "ours"),
+    [
+        ("both", "storage_type: sql, path: 'sqlite:///a/b.db'", ("sqlite", "a/b.db")),
+        ("both", "storage_type: sql", ("sqlite", "experience")),
+        ("both", "storage_type: queue, path: 'sqlite:///a/b.db'", ("memory", "")),
+        ("train", "storage_type: queue, path: 'sqlite:///a/b.db'", ("sqlite", "a/b.db")),
+        ("explore", "storage_type: file, path: a/b", ("file", "a/b")),
+    ],
+)
+def test_a_buffer_in_a_database_keeps_its_file(mode: str, buffer: str, ours: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(RECIPES["Trinity-RFT"].replace("{storage_type: queue, ", f"{{{buffer}, "))
+    assert main([str(path), f"mode={mode}", "-o", str(tmp_path / "ours.yaml")]) == 0
+    config = load_config("ppo-math", tmp_path / "ours.yaml").config
+    assert isinstance(config, PPOMATHConfig)
+    assert (config.experience.store, config.experience.path) == ours
+
+
 def test_stages_become_runs_that_follow_one_another(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")

@@ -21,6 +21,7 @@ from rich.table import Table
 from config_schema.section import all_keys
 from core.config.experiments import EXPERIMENTS
 from core.config.migrate import Recipe, Row, System, counts, nested, read, stages_of, system_of, systems, translate
+from core.config.runtime import APART
 from tools.arguments import BadRequest, data_file, parser_of, refused
 
 _MODELS = ("actor.path", "model.path")
@@ -119,6 +120,8 @@ def _final(row: Row, ours: Mapping[str, object], values: Mapping[str, object], e
     target = row.target if row.target in values else _of_experiment(row.target, experiment)
     if row.target and target not in values:
         return replace(row, fate="no meaning here", note=_DROPPED)
+    if row.target == "experience.store" and values[target] != ours[row.target]:
+        return replace(row, note=f"{target}={values[target]}, which several jobs share")
     if row.target and row.target.endswith("max_tokens_per_mb") and values[target] != ours[row.target]:
         return replace(row, note=f"{target}={values[target]}, {_LONGEST}")
     return row
@@ -147,6 +150,12 @@ def completed(
         values = {key: v for key, v in values.items() if "eval_" not in key and not key.startswith("evaluation.")}
     if values.get("mode", "both") == "both":
         values = {key: v for key, v in values.items() if not key.startswith("synchronizer.")}
+    elif values["mode"] in APART and values.get("experience.store", "memory") == "memory":
+        values["experience.store"] = "sqlite"  # their queue is shared
+    if values.get("experience.store", "memory") == "memory":
+        values.pop("experience.path", None)
+    else:
+        values.setdefault("experience.path", "experience")
     if values.get("algorithm.name", "ppo") == "ppo" and "critic.path" not in values:
         values["critic.init_critic_from_actor"] = True
     longest = _count(values, "dataset.max_prompt_len") + _count(values, "ppo.gen.max_new_tokens")

@@ -233,6 +233,8 @@ def _taken(key: str, value: object, target: str, recipe: Recipe) -> tuple[Row, d
         if not isinstance(value, int) or value < 1 or whole < 1 or whole % value:
             return Row(key=key, value=value, fate="no equivalent", note=f"write {name}; {other} is no integer"), {}
         given = whole // value
+    elif name == "experience.path":
+        given = str(value).removeprefix("sqlite:///")
     elif isinstance(value, list):
         given = value[0] if len(value) == 1 or name.endswith("path") and name != "evaluation.path" else value
     fate: Fate = "taken over" if name == key else "renamed"
