@@ -45,7 +45,7 @@ _PREFILL_PASSES = 18  # elements that a layer of a prompt reads or writes beside
 _SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to sample a token
 _REQUEST_SECONDS = 0.0014
 """In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
-_TOKEN_SECONDS = 14e-6
+_TOKEN_SECONDS = 15e-6
 """Of the server's process for a token of one request, beside the GPU: with many requests a decode step waits for it."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
