@@ -562,7 +562,8 @@ def test_a_process_that_is_killed_between_any_two_statements_loses_and_repeats_n
         trained = path.with_suffix(".trained").read_text().split()
         assert sorted(trained) == [f"q{i}" for i in range(NUM_KILLED)], statement
         with sqlite3.connect(path) as db:
-            fates = db.execute("SELECT id, fate, value IS NULL FROM episodes ORDER BY number").fetchall()
+            tables = "episodes LEFT JOIN trajectories USING (number)"
+            fates = db.execute(f"SELECT id, fate, value IS NULL FROM {tables} ORDER BY number").fetchall()
             assert fates[:2] == [(f"q{i}", "trained", 1) for i in range(2)], statement
             assert db.execute("SELECT count(*) FROM journals").fetchone() == (0,)
     assert statement > 100
