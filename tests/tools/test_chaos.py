@@ -27,10 +27,12 @@ def test_effects_of_tools_are_compared_by_the_ids_of_their_calls(tmp_path: Path)
         (trial.effects / "executions").write_text("a\na\n")
     verdict = Verdict(problems=[])
     compare(*trials, verdict)
-    assert (verdict.problems, verdict.effects, verdict.repeated) == ([], 1, 1)
+    assert verdict.holds
+    assert "; 1 effects of tools and environments, each once: yes; 1 calls made again" in verdict.summary
     (trials[1].effects / "b").write_text("asked\n8")
     compare(*trials, verdict)
     assert verdict.problems == ["two: other effects: 0 missing, 1 more, 0 with another content"]
+    assert "each once: no" in verdict.summary
 
 
 def test_a_run_that_never_continued_from_a_checkpoint_is_a_failure(tmp_path, monkeypatch) -> None:

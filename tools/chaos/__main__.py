@@ -184,8 +184,6 @@ def main() -> int:
         )  # fmt: skip
     for problem in verdict.problems:
         print(problem)
-    if given.workflow == "agent":
-        print(f"{verdict.effects} effects of tools and environments, each once; {verdict.repeated} calls made again")
     print(f"{given.kills} kills: {verdict.summary}")
     return 0 if verdict.holds else 1
 

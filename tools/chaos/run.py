@@ -165,9 +165,6 @@ class Trial:
 
 def make_assets(folder: Path) -> None:
     """Write a model of a few thousand parameters and forty prompts."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     save_model(folder / "model", seed=0, hidden_size=32, intermediate_size=64, num_hidden_layers=1, **heads)
     sums = [(a, b) for a in range(8) for b in range(5)]
@@ -410,7 +407,8 @@ class Verdict:
     losses_equal: bool = True
     problems: list[str]
     effects: int = 0
-    """Of tools, in all runs that were killed."""
+    """Of tools and environments, in all runs that were killed."""
+    effects_equal: bool = True
     repeated: int = 0
     """Executions of a tool whose effect was there already."""
 
@@ -423,8 +421,15 @@ class Verdict:
         """What was found, in one line."""
         if not self.compared:
             return "nothing was compared, as a run failed"
-        equal = "yes" if self.losses_equal else "no"
-        return f"{self.lost} lost, {self.duplicated} duplicated, losses bit-equal: {equal}"
+        found = f"{self.lost} lost, {self.duplicated} duplicated, losses bit-equal: {_yes(self.losses_equal)}"
+        if not self.effects:
+            return found
+        once = f"{self.effects} effects of tools and environments, each once: {_yes(self.effects_equal)}"
+        return f"{found}; {once}; {self.repeated} calls made again"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 def compare(expected: Trial, found: Trial, verdict: Verdict) -> None:
@@ -466,6 +471,7 @@ def _compare_effects(expected: Trial, found: Trial, verdict: Verdict) -> None:
     verdict.effects += len(got)
     verdict.repeated += num_executions(found.effects) - len(got)
     if wanted != got:
+        verdict.effects_equal = False
         missing, more = len(wanted.keys() - got.keys()), len(got.keys() - wanted.keys())
         other = sum(wanted[name] != got[name] for name in wanted.keys() & got.keys())
         problem = f"{found.name}: other effects: {missing} missing, {more} more, {other} with another content"
