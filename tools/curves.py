@@ -186,9 +186,7 @@ def measure(cases: Sequence[str], root: Path, steps: int, console: Console) -> R
 def make_inputs(folder: Path) -> dict[str, str]:
     """Write a random model, prompts and pairs to `folder`. Return what the numbers depend on beside the code."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     save_model(folder / "model", seed=1)
     sums = [(a, b) for a in range(10, 18) for b in range(20, 25)]
     (folder / "curve_reward.py").write_text(REWARD)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
@@ -50,11 +51,14 @@ def test_every_answer_is_the_sum_and_the_reward_says_so(files: DemoFiles) -> Non
         assert math_reward(prompt, str(int(a) + int(b) + 1)) == WRONG
 
 
-def test_the_model_is_small_and_a_function_of_the_seed(files: DemoFiles, tmp_path: Path) -> None:
+def test_the_model_is_small_and_a_function_of_the_seed(files: DemoFiles, tmp_path: Path, capfd) -> None:
     model = AutoModelForCausalLM.from_pretrained(files.model)
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
     for seed, same in ((1, True), (2, False)):
+        capfd.readouterr()
         save_model(tmp_path / str(seed), seed=seed)
+        assert capfd.readouterr().err == "", "no progress bar"
+        assert logging.is_progress_bar_enabled()
         again = AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))
         assert torch.equal(model.model.embed_tokens.weight, again.model.embed_tokens.weight) == same
 

@@ -113,6 +113,7 @@ def save_model(folder: Path, *, seed: int, **shape: int) -> None:
     config.json; without any it has 0.9M parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
     tokenizer = make_tokenizer()
     demo = {
@@ -138,7 +139,11 @@ def save_model(folder: Path, *, seed: int, **shape: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
+    if shows_progress:
+        logging.enable_progress_bar()
     follow_umask(folder)
     tokenizer.save_pretrained(folder)
 
