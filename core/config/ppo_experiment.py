@@ -650,9 +650,16 @@ class PPOMATHConfig(CommonExperimentConfig, PPOMATHOptions):
             model=self.model_folder,
             optimizer=self.actor.optimizer.about,
             batch=f"{self.batch_size} prompts × {self.group_size} answers a step",
-            sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self.reward.spec}"),
+            sampled=(f"{self.ppo.gen.max_new_tokens} tokens an answer", f"reward {self._given_by}"),
             algorithm=self.algorithm_name,
         )
+
+    @property
+    def _given_by(self) -> str:
+        """What gives the reward: a reward function, or a workflow that may give its own."""
+        types = dict.fromkeys(self.workflow.types)
+        own = [f"by {name}" for name in types if name not in ("math", "tools")]
+        return " or ".join([*own, self.reward.spec] if types.keys() != {"environment"} else own)
 
     @property
     def judged_by(self) -> Judged:

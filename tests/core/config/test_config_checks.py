@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from core import placement, quickstart
+from core.checks.rules import load_config
 from core.config.parsing.problems import ConfigError
 from helpers.config_inputs import (
     TINY_CONFIG,
@@ -331,6 +332,19 @@ def test_a_reward_or_workflow_that_is_not_there_is_named(tmp_path, monkeypatch, 
     assert problems(path, "reward.function=mine:score") == []
     (message,) = problems(path, override, "group_size=4")
     assert said in message and f"{override.partition('=')[0]}: " in message
+
+
+@pytest.mark.parametrize(
+    ("workflow", "said"),
+    [
+        ("workflow.type=tools", "reward math"),
+        ("workflow.type=environment", "reward by environment"),
+        ("workflow.type=endpoint", "reward by endpoint or math"),
+        ("workflow.by_task={game: environment}", "reward by environment or math"),
+    ],
+)
+def test_the_start_names_a_workflow_that_gives_the_reward(tmp_path: Path, workflow: str, said: str) -> None:
+    assert load_config("ppo-math", write_run(tmp_path), [workflow]).config.summary.sampled[-1] == said
 
 
 def test_a_reward_of_trl_names_the_column_that_no_row_has(tmp_path, monkeypatch) -> None:
