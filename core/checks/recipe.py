@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -28,11 +27,11 @@ from model_specs.model_folder import ModelFolderError, read_model_folder
 from model_specs.tensors import hf_shapes
 from model_specs.weight_files import serving_problems
 from rollout.data.prompts import check_lengths, num_surely_fitting
-from rollout.data.rows import Row, by_column, read_examples, read_preferences, scan_rows
+from rollout.data.rows import Row, by_column, columns_by_task, read_examples, read_preferences, scan_rows
 from rollout.data.source import DatasetError, DataSource
 from rollout.inference.registry import BACKENDS
 from rollout.plugins import PluginError
-from rollout.rewards.load import ANSWERS, check_reward, missing_columns
+from rollout.rewards.load import check_reward, missing_columns
 
 if TYPE_CHECKING:
     from core.data.datasets import Rows
@@ -219,21 +218,12 @@ def _prompts(config: PPOMATHConfig, *, lengths: bool, with_columns: bool, read: 
 
 
 def _check_columns(config: PPOMATHConfig, one: SetConfig, source: DataSource, rows: Iterable[Row]) -> None:
-    """Check that rewards find the columns that they ask for, unless a workflow of another kind may add some. Raises
-    DatasetError."""
+    """Check that rewards find the columns that they ask for. Raises DatasetError."""
     spec = config.set_reward(one)
-    if {config.workflow.type, *config.workflow.by_task.values(), one.workflow or "math"} != {"math"} or ":" not in spec:
-        return
-    columns: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        chat = {"messages": row.messages, "tools": row.tools}
-        columns[row.task].update(row.meta, ANSWERS if row.solutions else (), (name for name in chat if chat[name]))
-    for task, known in columns.items():
-        if missing := missing_columns(spec, task, sorted(known)):
-            key = next(key for key, other in config.rewards.items() if other == spec)
-            raise DatasetError(
-                f"{source.path}: {missing}; name the column so, or give the argument a default", setting=key
-            )
+    workflows = config.workflow.types if one.workflow is None else (one.workflow,)
+    if missing := missing_columns(spec, workflows, columns_by_task(rows)):
+        key = next(key for key, other in config.rewards.items() if other == spec)
+        raise DatasetError(f"{source.path}: {missing}", setting=key)
 
 
 def _rows(config: SFTConfig | DPOConfig, *, lengths: bool, read: ReadStream) -> Iterator[Problem]:

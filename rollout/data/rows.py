@@ -17,6 +17,7 @@ import os
 import re
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,6 +170,15 @@ class Row:
     tools: tuple[object, ...] | None = None
     """Functions for the chat template."""
     meta: Mapping[str, object] = field(default_factory=dict)
+
+
+def columns_by_task(rows: Iterable[Row]) -> dict[str, set[str]]:
+    """Return the columns that rows of each task have beside the prompt: `meta`, messages, tools and solutions."""
+    columns: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        known = {"messages": row.messages, "tools": row.tools, "solutions": row.solutions}
+        columns[row.task].update(row.meta, (name for name in known if known[name]))
+    return columns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ one text, "0.5*package.module:name + math", so that a run, its record and an eva
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from config_schema.section import Section, Violation, key
@@ -30,7 +30,7 @@ QUICK_REWARDS: dict[str, Callable[[Prompt, str], float | None]] = {"math": quick
 _TERM = re.compile(r"\s*(?:(-?[\d.]+(?:e-?\d+)?)\s*\*)?\s*([^\s*]+)\s*", re.IGNORECASE)
 _SCORE = "score"
 """Key of the reward in a result with several figures."""
-ANSWERS = ("answer", "solution", "ground_truth")
+_ANSWERS = ("answer", "solution", "ground_truth")
 """Columns that TRL's functions ask for, where the data set's own answer column is meant."""
 
 
@@ -79,14 +79,21 @@ def check_reward(spec: str) -> None:
         _load(name)
 
 
-def missing_columns(spec: str, task: str, columns: Iterable[str]) -> str:
-    """Return which columns the functions of TRL ask for that score rows of `task`, and which there are; empty: they
-    find all. `columns`: those of the rows, with ANSWERS where they have solutions. Raises PluginError."""
+def missing_columns(spec: str, workflows: Iterable[str], columns: Mapping[str, Set[str]]) -> str:
+    """Return which columns a function of TRL asks for that no row of a task has, which there are, and what to do;
+    empty: all find theirs. `workflows`: of the rows; one that is not math may add columns. `columns`: see
+    columns_by_task(). Raises PluginError."""
+    if ":" not in spec or {*workflows} != {"math"}:
+        return ""
     specs = specs_by_task(spec)
-    known = [*columns, "prompts", "completions"]
-    functions = {name: _load(name) for _, name in split_spec(specs.get(task, specs[""]))}
-    found = {name: _missing(one.parameters, known) for name, one in functions.items() if isinstance(one, _OfLists)}
-    return "; ".join(f"{name}: {missing}" for name, missing in found.items() if missing)
+    for task, given in columns.items():
+        answers = _ANSWERS if "solutions" in given else ()
+        known = [*sorted({*given, *answers} - {"solutions"}), "prompts", "completions"]
+        for _, name in split_spec(specs.get(task, specs[""])):
+            function = _load(name)
+            if isinstance(function, _OfLists) and (missing := _missing(function.parameters, known)):
+                return f"{name}: {missing}; name the column so, or give the argument a default"
+    return ""
 
 
 def uses_math(spec: str) -> bool:
@@ -169,7 +176,7 @@ class _OfLists:
     def __call__(self, prompt: Prompt, text: str) -> object:
         """Return the result. A conversation gets its completion as messages."""
         messages = prompt.meta.get("messages")
-        answers = dict.fromkeys(ANSWERS, prompt.answers[0]) if prompt.answers else {}
+        answers = dict.fromkeys(_ANSWERS, prompt.answers[0]) if prompt.answers else {}
         row: dict[str, object] = {
             **answers,
             **prompt.meta,

@@ -154,6 +154,18 @@ def test_bad_input_is_one_clear_error(change: list[str], says: str, model: Path,
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
+def test_a_reward_of_trl_whose_column_is_missing_is_refused_before_sampling(
+    model: Path, data: Path, tmp_path, capsys, monkeypatch
+) -> None:
+    (tmp_path / "levels.py").write_text("def reward(completions, answer, level):\n    return [0.0]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([*arguments(model, data, tmp_path / "out"), "--reward", "levels:reward"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith("error: --data_names sums: levels:reward: the reward asks for level; the data set has ")
+    assert said.endswith("name the column so, or give the argument a default\n")
+    assert not (tmp_path / "out").exists()
+
+
 def test_answers_of_other_settings_are_not_mixed_in(evaluated: Path, model: Path, data: Path, capsys) -> None:
     assert main(arguments(model, data, evaluated, "--temperature", "1.0")) == BAD_INPUT
     assert "temperature=1.0: the answers in" in capsys.readouterr().err

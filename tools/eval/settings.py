@@ -21,9 +21,10 @@ from core.explore.workflow import workflow_choice
 from core.runs.paths import RunPaths
 from core.runs.record import CONFIG, is_own, newest_model
 from rollout.data.encoder import BOXED_INSTRUCTION, PromptFormat
+from rollout.data.rows import columns_by_task
 from rollout.data.source import DataSource, Fields
 from rollout.plugins import PluginError
-from rollout.rewards.load import check_reward
+from rollout.rewards.load import check_reward, missing_columns
 from rollout.rewards.math import RIGHT
 from rollout.types import SamplingParams
 from rollout.workflows import check_workflow
@@ -97,6 +98,9 @@ def settings_from(given: argparse.Namespace) -> EvalSettings:
     twice = {b.name for b in found if sum(other.name == b.name for other in found) > 1}
     if twice:
         raise EvalError(f"--data_names: {', '.join(sorted(twice))} twice; their answers would go into one file")
+    for one in found:
+        if missing := missing_columns(judging.reward, judging.workflow.types, columns_by_task(one.rows)):
+            raise EvalError(f"--data_names {one.name}: {missing}")
     generator = GeneratorChoice(
         backend=given.generator, tensor_parallel=given.tensor_parallel, max_running=given.max_running,
         dtype=given.dtype, sglang_python=given.sglang_python, sglang=server_arguments(given.sglang),
