@@ -308,10 +308,11 @@ def _store(config: PPOMATHConfig) -> Iterator[Problem]:
     given = config.experience
     if not given.needs_checks:
         return
-    from rollout.experience import check_store  # imports numpy, which a dry run does without
+    from rollout.experience import StoreError, check_store  # imports numpy, which a dry run does without
+    from rollout.experience.serial import SchemaError
 
     for key, check in {
-        "store": lambda: check_store(given.store),
+        "store": lambda: check_store(given.store, "" if config.job in ("bench", "serve") else config.experience_path),
         "replay.priority": given.replay.make_priority,
         "processors": given.load_processors,
     }.items():
@@ -319,3 +320,5 @@ def _store(config: PPOMATHConfig) -> Iterator[Problem]:
             check()
         except PluginError as error:
             yield Problem(key=f"experience.{key}", message=str(error))
+        except (SchemaError, StoreError) as error:
+            yield Problem(key="experience.path", message=str(error))

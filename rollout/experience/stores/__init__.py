@@ -6,7 +6,7 @@ from rollout.experience.base import Experience
 from rollout.experience.stores.files import FileExperience
 from rollout.experience.stores.memory import MemoryExperience
 from rollout.experience.stores.postgres import PostgresExperience
-from rollout.experience.stores.sqlite import SQLiteExperience
+from rollout.experience.stores.sqlite import SQLiteExperience, check_file
 from rollout.plugins import PluginError, build_plugin, check_factory, unknown_name
 
 STORES: dict[str, Callable[[str], Experience]] = {
@@ -28,9 +28,12 @@ def open_store(store: str, path: str = "") -> Experience:
     return built
 
 
-def check_store(spec: str) -> None:
-    """Check the name or import path of a store, without opening it. Raises PluginError."""
+def check_store(spec: str, path: str = "") -> None:
+    """Check the name or import path of a store, and whether this release can continue a SQLite file, without opening
+    it. Raises PluginError, SchemaError and StoreError."""
     if ":" in spec:
         check_factory(spec, kind="store", methods=_METHODS, settings=("path",))
     elif spec not in STORES:
         raise PluginError(unknown_name(spec, kind="store", known=sorted(STORES), own="Class"))
+    elif spec == "sqlite":
+        check_file(path)

@@ -98,6 +98,17 @@ _JOURNAL = """INSERT INTO journals SELECT ?, ?, ? WHERE EXISTS (SELECT 1 FROM ep
 ON CONFLICT (id, key) DO UPDATE SET event = excluded.event"""
 
 
+def check_versions(name: str, *, layout: object, schema: object) -> None:
+    """Raise SchemaError for a store that this release cannot continue. `layout`: version of its tables; `schema`: of
+    the serial form of its values."""
+    if layout != _LAYOUT:
+        raise SchemaError(
+            f"{name} has tables of version {layout or 1}, this release has version {_LAYOUT}: continue with the "
+            "release that made it, or export its episodes there and import them into another store"
+        )
+    check_schema(schema)
+
+
 class Rows(Protocol):
     """Result of a statement."""
 
@@ -175,12 +186,7 @@ class SQLExperience(ABC):
     def _check_layout(self) -> None:
         """Raise SchemaError for tables that another release has made."""
         if self._has_tables():
-            if (found := self._meta("layout")) != _LAYOUT:
-                raise SchemaError(
-                    f"{self._name} has tables of version {found or 1}, this release has version {_LAYOUT}: continue "
-                    "with the release that made it, or export its episodes there and import them into another store"
-                )
-            check_schema(self._meta("schema"))
+            check_versions(self._name, layout=self._meta("layout"), schema=self._meta("schema"))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

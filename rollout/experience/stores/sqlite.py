@@ -1,16 +1,34 @@
 """Episodes in a SQLite file, for processes of one host: WAL lets readers and the one writer work at the same time."""
 
 import fcntl
+import json
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 from rollout.experience.base import StoreError
-from rollout.experience.stores.sql import Rows, SQLExperience
+from rollout.experience.stores.sql import Rows, SQLExperience, check_versions
 
 _BUSY_SECONDS = 60.0
 """Most seconds to wait for the transaction of another process."""
+
+
+def check_file(path: str | Path) -> None:
+    """Check, without opening the store, that this release can continue a file if there is one. Raises SchemaError, and
+    StoreError for a file that is no database."""
+    if not Path(path).is_file():
+        return
+    try:
+        with closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
+            tables = db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchall()
+            found = dict(db.execute("SELECT key, value FROM meta")) if tables else {}
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}; name another file, or restore it") from error
+    if found:
+        versions = {key: json.loads(found.get(key, "null")) for key in ("layout", "schema")}
+        check_versions(str(path), **versions)
 
 
 class SQLiteExperience(SQLExperience):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from helpers.config_inputs import (
     write_run,
     write_safetensors,
 )
+from rollout.experience import SQLiteExperience
 
 
 def test_a_run_that_can_start_has_no_problem(tmp_path: Path) -> None:
@@ -332,6 +334,21 @@ def test_a_reward_or_workflow_that_is_not_there_is_named(tmp_path, monkeypatch, 
     assert problems(path, "reward.function=mine:score") == []
     (message,) = problems(path, override, "group_size=4")
     assert said in message and f"{override.partition('=')[0]}: " in message
+
+
+def test_a_store_that_this_release_cannot_continue_is_named(tmp_path: Path) -> None:
+    path, file = write_run(tmp_path), tmp_path / "store.db"
+    words = ["experience.store=sqlite", f"experience.path={file}", "mode=explore"]
+    SQLiteExperience(file).close()
+    assert problems(path, *words) == []
+    with sqlite3.connect(file) as db:
+        db.execute("UPDATE meta SET value = 2 WHERE key = 'layout'")
+    (message,) = problems(path, *words)
+    assert "experience.path: store.db has tables of version 2, this release has version " in message
+    assert problems(path, *words, "mode=serve") == [], "it opens no store"
+    file.write_text("not a store" * 100)
+    (message,) = problems(path, *words)
+    assert "experience.path: store.db: file is not a database; name another file, or restore it" in message
 
 
 @pytest.mark.parametrize(
