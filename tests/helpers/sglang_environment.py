@@ -104,14 +104,14 @@ def running_server(settings: BackendSettings) -> Iterator[SGLangServer]:
 class Models:
     """One architecture, a version of random weights for every number; version 0 is in `folder`."""
 
-    def __init__(self, folder: Path, *, num_heads: int = 4, head_dim: int = 32) -> None:
+    def __init__(self, folder: Path, *, num_heads: int = 4, head_dim: int = 32, positions: int = 2048) -> None:
         from transformers import Qwen2Config
 
         torch.set_num_threads(1)
         self.folder = folder
         self._config = Qwen2Config(
             vocab_size=VOCAB, hidden_size=num_heads * head_dim, intermediate_size=256, num_hidden_layers=2,
-            num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, max_position_embeddings=2048,
+            num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, max_position_embeddings=positions,
             tie_word_embeddings=True, eos_token_id=END, bos_token_id=None,
         )  # fmt: skip
         self._models: dict[tuple[int, torch.dtype], Any] = {}

@@ -14,6 +14,7 @@ import pytest
 
 from helpers import tiny_models
 from helpers.chat_tokenizer import Scripted, chat_tokenizer
+from helpers.frameworks import FRAMEWORKS
 from rollout.experience import MemoryExperience, Schedule, StalenessAdmission, Tags
 from rollout.inference.embedded.generator import EmbeddedGenerator
 from rollout.journal import JournaledSampler
@@ -318,7 +319,7 @@ def test_an_agent_of_smolagents_writes_code() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("framework", ["agents", "smolagents"])
 def test_agents_train_what_an_embedded_generator_samples_for_them(framework: str, tmp_path: Path) -> None:
-    library, openai = pytest.importorskip(framework), pytest.importorskip("openai")
+    pytest.importorskip(framework)
     model = tiny_models.make_model("qwen2", vocab_size=len(TOKENIZER), max_position_embeddings=32_768)
     model.save_pretrained(tmp_path)
     sampled: list[list[int]] = []
@@ -329,20 +330,8 @@ def test_agents_train_what_an_embedded_generator_samples_for_them(framework: str
             sampled.append(completion.token_ids.tolist())
             return completion
 
-    async def with_agents(endpoint: Any) -> object:
-        library.set_tracing_disabled(True)
-        async with openai.AsyncOpenAI(**endpoint.openai) as client:
-            model = library.OpenAIChatCompletionsModel(model="policy", openai_client=client)
-            return (await library.Runner.run(library.Agent(name="guesser", model=model), "Guess.")).final_output
-
-    async def with_smolagents(endpoint: Any) -> object:
-        url, key = str(endpoint.openai["base_url"]), endpoint.openai["api_key"]
-        model = library.OpenAIServerModel("policy", api_base=url, api_key=key, max_tokens=20)
-        coder = library.CodeAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
-        return await asyncio.to_thread(coder.run, "Guess.")
-
     async def agent(row: dict[str, Any], endpoint: Any) -> str:
-        return str(await (with_agents if framework == "agents" else with_smolagents)(endpoint))
+        return str(await FRAMEWORKS[framework](endpoint))
 
     async def main() -> list[Any]:
         made = workflow(group_size=1, program="own_agent:agent", context_tokens=32_000)
