@@ -76,6 +76,7 @@ class DiskSender:
         target = self._new_folder()
         try:
             num_bytes, changed = self._write(flat, target)
+            follow_umask(target)
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             self._last = []  # the next push is whole: what the servers have is no longer what is here
@@ -100,7 +101,6 @@ class DiskSender:
         for i, tensors in enumerate(parts):
             changes.add(tensors, self._last[i])
             self._last[i] = tensors
-        follow_umask(target)
         changes.finish(base=base, identity=self._identity)
         return changes.num_bytes, changes.num_changed / max(1, changes.num_values)
 
@@ -216,7 +216,6 @@ class WholeWriter:
 
     def finish(self, model_path: str, identity: str) -> None:
         """Write the index, the configuration of the model in `model_path`, and the identity of the push."""
-        follow_umask(self._folder)
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = read_json_object(Path(model_path) / "config.json")
