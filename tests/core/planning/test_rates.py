@@ -194,6 +194,14 @@ def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int
     assert time.step == pytest.approx(simulate(world, 12 + 2 * staleness).seconds, rel=0.15)
 
 
+def test_answers_wait_while_the_prompts_of_later_batches_are_computed() -> None:
+    scene, answers = make_scene(SHAPES["1.5B"]), Lengths(mean=900, longest=15360)
+    scene = replace(scene, max_staleness=2, answer_tokens=15360, prompt_tokens=512)
+    time, world = step_time(scene, CALIBRATION, answers), world_of(scene, CALIBRATION, answers)
+    assert time is not None and world is not None and time.limited_by == "longest answers"
+    assert time.step == pytest.approx(simulate(world, 16).seconds, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "staleness", "metric", "fixed"),
     [(16, 1, "tokens", None), (8, 0, "cost", None), (1024, 4, "latency", None), (16, 2, "tokens", "sglang.d4m2p1")],
