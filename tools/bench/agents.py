@@ -252,10 +252,8 @@ async def _talk(
     messages = [{"role": "user", "content": "1+2="}]
     headers = {"Authorization": f"Bearer {key}"}
     for turn in range(NUM_TURNS):
-        body, began = (
-            {"model": "policy", "messages": messages, "max_tokens": _length(number, turn)},
-            time.perf_counter(),
-        )
+        body = {"model": "policy", "messages": messages, "max_tokens": _length(number, turn)}
+        began = time.perf_counter()
         async with http.post(f"{server.url}/v1/chat/completions", json=body, headers=headers) as response:
             response.raise_for_status()
             answer = await response.json()

@@ -483,11 +483,17 @@ def _predictions(name: str) -> dict[str, object]:
         return {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
-        of_gpu = {on: list(RUNS) for on in _CALIBRATED}
-        if name == "plan_search":
-            hand = [replace(BY_HAND, model=model) for model in _SEARCHED_MODELS]
-            of_gpu = {on: [run for one in hand for run in alternatives(one, scene, GPUS[on])] for on in _CALIBRATED}
-        return {on: {str(run): run.predicted(_of(scene, run), GPUS[on]) for run in runs} for on, runs in of_gpu.items()}
+        if name == "plan_runs":
+            return {str(run): {on: run.predicted(_of(scene, run), GPUS[on]) for on in _CALIBRATED} for run in RUNS}
+        hand = [replace(BY_HAND, model=model) for model in _SEARCHED_MODELS]
+        return {
+            on: {
+                str(run): run.predicted(_of(scene, run), GPUS[on])
+                for one in hand
+                for run in alternatives(one, scene, GPUS[on])
+            }
+            for on in _CALIBRATED
+        }
 
 
 if __name__ == "__main__":
