@@ -7,6 +7,7 @@ Single values of a config.json are read with the type and range of the function'
 ModelConfigError with key and value.
 """
 
+import hmac
 import json
 import math
 import os
@@ -81,6 +82,12 @@ def parse_json(content: str | bytes, *, max_depth: int = MAX_DEPTH) -> object:
     if deep:
         raise json.JSONDecodeError(f"nested more than {max_depth} deep", text, 0)
     return value
+
+
+def is_secret(given: str, secret: str) -> bool:
+    """Return whether text from a request, which may hold bytes that are no text, is this secret; how long it takes does
+    not tell how much of it is right."""
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), secret.encode())
 
 
 def is_inside(name: object) -> TypeGuard[str]:

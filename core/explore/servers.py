@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import json
 import logging
@@ -19,7 +18,7 @@ from aiohttp import web
 
 from core.runs.paths import QUESTIONS
 from model_specs.families import read_config
-from model_specs.untrusted import parse_json
+from model_specs.untrusted import is_secret, parse_json
 from rollout.data.encoder import Encoder
 from rollout.data.rows import Row
 from rollout.data.source import DatasetError
@@ -140,8 +139,7 @@ class Questions:
         return {"rollout/num_questions": float(self.num_answered)}
 
     async def _post(self, request: web.Request) -> web.Response:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        if not is_secret(request.headers.get("Authorization", ""), f"Bearer {self._key}"):
             return web.json_response({"error": f"the key is in {self._file}"}, status=401)
         try:
             return web.json_response(await self._answer(parse_json(await request.read())))

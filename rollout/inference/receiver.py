@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from model_specs.untrusted import parse_json
+from model_specs.untrusted import is_secret, parse_json
 from rollout.bucket import FlatBucket, join_group
 from rollout.inference.sglang.client import SGLangEndpoint, headers
 
@@ -55,8 +55,7 @@ class BroadcastReceiver:
 
     def _handler(self, call: Callable[[dict[str, Any]], None]) -> Callable[[web.Request], Any]:
         async def answer(request: web.Request) -> web.Response:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not secrets.compare_digest(given, headers(self._key)["Authorization"].encode()):
+            if not is_secret(request.headers.get("Authorization", ""), headers(self._key)["Authorization"]):
                 return web.json_response({"success": False, "message": "the key is missing or another"}, status=401)
             try:
                 await asyncio.to_thread(call, cast(dict[str, Any], parse_json(await request.read())))

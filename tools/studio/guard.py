@@ -9,7 +9,6 @@ The content policy of each answer allows only scripts, styles and pictures of th
 executed.
 """
 
-import hmac
 import ipaddress
 import os
 import struct
@@ -17,6 +16,8 @@ from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from model_specs.untrusted import is_secret
 
 COOKIE = "slipstream_studio"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -60,7 +61,7 @@ def guard(*, host: str, port: int, token: str | None) -> Middleware:
             return _refusal("requests of other pages are refused")
         if token is not None:
             given = request.query.get("token") or request.cookies.get(f"{COOKIE}_{port}", "")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
+            if not is_secret(given, token):
                 return _refusal("open the address with the token that the studio shows at its start")
         elif not same_user(request.transport):
             return _refusal("this studio belongs to another user of this host")
