@@ -21,7 +21,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -34,13 +33,10 @@ from core.config.load import LoadedConfig, taken_config
 from core.config.parsing.problems import ConfigError
 from core.planning.memory import GIB, MemoryPlan, Phase, advice, plan_memory, verdict
 from core.planning.rates import (
-    LONGEST_ANSWERS,
     SPREAD,
     Calibration,
     Lengths,
-    StepTime,
     read_calibration,
-    step_time,
     usual_calibration,
     write_calibration,
 )
@@ -56,10 +52,8 @@ from core.planning.search import (
     unplaced,
     usual_lengths,
 )
+from core.planning.simulation import LONGEST_ANSWERS, Forecast, Outcome, forecast, simulate_with_faults, world_of
 from tools.arguments import integer, new_folder, number, parser_of, refused
-
-if TYPE_CHECKING:
-    from core.planning.simulation import Outcome
 
 _COLUMNS = {
     "weights": ("weights", "FP8 copies"),
@@ -147,7 +141,7 @@ def _plan(given: argparse.Namespace) -> int:
         print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
         show(scene, plan, console)
-        console.print(time_line(scene, calibration, time, answers))
+        console.print(time_lines(scene, calibration, time, answers))
     return 0 if plan.fits or plan.is_tight else _DOES_NOT_FIT
 
 
@@ -195,8 +189,6 @@ def _simulate(
     scene: Scene, calibration: Calibration, answers: Lengths, given: argparse.Namespace, console: Console
 ) -> int:
     """Print what a simulated run comes to, as planned and with each fault, and write pictures; return the exit code."""
-    from core.planning.simulation import simulate_with_faults, world_of
-
     world = world_of(scene, calibration, answers)
     assert world is not None, "the caller has servers on GPUs"
     runs = simulate_with_faults(world, given.simulate)
@@ -212,9 +204,7 @@ def _simulate(
             cells = [f"{run.tokens_per_second:,.0f}", change, f"{run.seconds:.1f}", f"{run.trainer_share:.0%}"]
             table.add_row(name, *cells, f"{run.mean_running:.0f}", f"{run.mean_staleness:.2f}")
         console.print(table)
-        ages = first.staleness
-        shares = ", ".join(f"{age}: {count / ages.total():.0%}" for age, count in sorted(ages.items()))
-        console.print(f"Answers by staleness, as planned: {shares}.")
+        console.print(f"Answers by staleness, as planned: {shares(first.staleness)}.")
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
         paths = (given.output / "timeline.png", given.output / "simulation.png")
@@ -273,27 +263,33 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> StepTime | None:
-    """Return the time of a step; None without a calibration, or without servers on GPUs."""
-    return None if calibration is None else step_time(scene, calibration, answers)
+def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> Forecast | None:
+    """Return what a step takes; None without a calibration, or without servers on GPUs."""
+    return None if calibration is None else forecast(scene, calibration, answers)
 
 
-def time_line(scene: Scene, calibration: Calibration | None, time: StepTime | None, answers: Lengths) -> str:
+def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | None, answers: Lengths) -> str:
     """Return the time of a step in words."""
     if calibration is None:
         name = scene.gpu.name if scene.on_gpu else "a CPU"
         return f"No calibration for {name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
         return "No time: it needs generators, and both sides on GPUs or both on the CPU."
-    parts = (
-        f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, generation {time.rollout:.1f}, "
-        f"weight update {time.push:.2f} s"
-    )
     more = " (a larger staleness.max_staleness hides them)" if time.limited_by == LONGEST_ANSWERS else ""
+    stop = f" A recover checkpoint stops the trainer for {time.checkpoint:.1f} s." if time.checkpoint else ""
     return (
         f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
-        f"{parts}. {time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}{more}."
+        f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, weight update {time.push:.2f}, wait for "
+        f"answers {time.wait:.1f} s; all its answers take {time.rollout:.1f} s. {time.tokens_per_second:,.0f} trained "
+        f"tokens/s, limited by the {time.limited_by}{more}.\n"
+        f"The trainer computes {time.trainer_share:.0%} of the time, servers decode {time.slots_share:.0%} of "
+        f"generator.max_running. Answers by staleness: {shares(time.staleness)}.{stop}"
     )
+
+
+def shares(ages: Mapping[int, float]) -> str:
+    """Return shares by age in words."""
+    return ", ".join(f"{age}: {share:.0%}" for age, share in ages.items())
 
 
 def _proposal_json(proposal: Proposal) -> dict[str, object]:
@@ -381,7 +377,7 @@ def _cells(phase: Phase) -> list[str]:
     return [f"{size / GIB:.1f}" if size else "" for size in (*sums, phase.allocated, phase.total)]
 
 
-def as_json(scene: Scene, plan: MemoryPlan, time: StepTime | None) -> dict[str, object]:
+def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, object]:
     """Return the plan as plain values; sizes are bytes."""
     changes = advice(scene, plan)
     return {

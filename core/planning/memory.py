@@ -342,22 +342,30 @@ def _host(scene: Scene) -> dict[str, float]:
     if scene.servers is not None:
         on_node = min(scene.servers.layout.world_size, scene.n_gpus_per_node)
         host["servers"] = on_node * _SERVER_BYTES
-    copies = offloaded = away = 0.0
+    offloaded = away = 0.0
     for engine in scene.engines:
-        states = [states_of(engine, stage) for stage in range(engine.layout.pp)]
-        largest = max(states, key=lambda s: s.total)
-        size = engine.layout.dp * engine.layout.cp
-        copies += ranks * (largest.masters + largest.moments + largest.weights / size) if engine.trains else 0.0
+        largest = _largest(engine)
         offloaded += ranks * (largest.masters + largest.moments) if engine.offload else 0.0
         if scene.shares_gpus and not engine.offload:
             away += ranks * (largest.masters + largest.moments + (0 if engine is scene.actor else largest.weights))
     if scene.writes_checkpoints:
-        host["recover checkpoint"] = copies
+        host["recover checkpoint"] = ranks * checkpoint_bytes(scene)
     if offloaded:
         host["optimizer in host memory"] = offloaded
     if away:
         host["trainer while servers sample"] = away
     return host
+
+
+def checkpoint_bytes(scene: Scene) -> float:
+    """Return the bytes that a rank copies to host memory for a recover checkpoint."""
+    trained = ((_largest(e), e.layout.dp * e.layout.cp) for e in scene.engines if e.trains)
+    return sum(held.masters + held.moments + held.weights / size for held, size in trained)
+
+
+def _largest(engine: Engine) -> States:
+    """Return what an engine holds on the ranks of its largest stage."""
+    return max((states_of(engine, stage) for stage in range(engine.layout.pp)), key=lambda s: s.total)
 
 
 def smallest_world(scene: Scene) -> int | None:

@@ -16,7 +16,14 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 
-from core.planning.memory import cache_bytes_per_token, plan_servers, server_weights, states_of, usual_level
+from core.planning.memory import (
+    cache_bytes_per_token,
+    checkpoint_bytes,
+    plan_servers,
+    server_weights,
+    states_of,
+    usual_level,
+)
 from core.planning.scene import Engine, PlanError, Scene, Servers
 from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
@@ -50,8 +57,6 @@ _TOKEN_SECONDS = 15e-6
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
-LONGEST_ANSWERS = "longest answers"
-"""One of StepTime.limited_by."""
 _TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
 
 
@@ -88,7 +93,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one training step, and trained tokens per second."""
+    """Seconds of one training step by a formula."""
 
     update: float
     passes: float
@@ -97,27 +102,20 @@ class StepTime:
     push: float
     turn: float
     """Seconds in which colocated trainer and servers hand over GPU memory."""
-    lag: float
-    """Least time of a step by the staleness bound: from the begin of a batch, with its longest answer, to the end of
-    its update, divided by the steps that this may take. 0 where sides take turns."""
+    checkpoint: float
+    """Seconds in which the trainer stops for a recover checkpoint; not in a step, as few steps have one."""
     step: float
     tokens: float
 
     @property
     def tokens_per_second(self) -> float:
+        """Trained tokens, those of prompts too."""
         return self.tokens / self.step
 
     @property
-    def limited_by(self) -> str:
-        """The slower side, or the longest answers where both sides wait for them."""
-        if self.waits > 0:
-            return LONGEST_ANSWERS
-        return "generators" if self.rollout > self.update + self.passes else "trainer"
-
-    @property
-    def waits(self) -> float:
-        """Seconds that the slower side waits for the longest answers; negative: it does not."""
-        return self.lag - max(self.rollout, self.update + self.passes)
+    def trainer(self) -> float:
+        """Seconds in which the trainer computes."""
+        return self.update + self.passes
 
 
 def calibration_of(gpu: str) -> Calibration | None:
@@ -148,7 +146,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepTime | None:
     """Return the time of a step whose answers have such lengths; None without generators, or with one side on GPUs and
-    the other on the CPU."""
+    the other on the CPU. `step` is what steps would take if all were alike: simulation.forecast() runs them."""
     servers = scene.servers
     if servers is None or servers.on_gpu != scene.on_gpu:
         return None
@@ -176,12 +174,11 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     turn = _TURN_SECONDS if scene.shares_gpus and scene.on_gpu else 0.0
     trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
 
-    def batch(every: float) -> float:  # while it decodes, the prompts of later batches are computed
-        decoded = _batch_seconds(scene, servers, decode, answers, running=running, every=every)
-        return prefill + decoded * (1 + prefill / every)
+    def batch(every: float) -> float:
+        return prefill + _batch_seconds(scene, servers, decode, answers, running=running, every=every)
 
     if in_turns:
-        rollout, lag = batch(math.inf), 0.0
+        rollout = batch(math.inf)
         step = rollout + trainer + push + turn
     else:
         step = lag = max(rollout, trainer)
@@ -189,9 +186,11 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
             lag = (lag + (batch(step) + trainer) / (scene.max_staleness + 1)) / 2
             step = max(rollout, trainer, lag)
         step = step * _SLACK + push
+    checkpoint = checkpoint_bytes(scene) / _HOST_LINK if scene.writes_checkpoints and scene.on_gpu else 0.0
     return StepTime(
-        update=update, passes=passes, rollout=rollout, push=push, turn=turn, lag=lag, step=step, tokens=tokens
-    )
+        update=update, passes=passes, rollout=rollout, push=push, turn=turn, checkpoint=checkpoint, step=step,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 def _batch_seconds(

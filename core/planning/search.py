@@ -18,8 +18,9 @@ from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world
-from core.planning.rates import LONGEST_ANSWERS, Calibration, Lengths, StepTime, calibration_of, step_time
+from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
+from core.planning.simulation import LONGEST_ANSWERS, Forecast, forecast
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from rollout.inference.registry import DEFAULT_BACKEND
@@ -36,6 +37,8 @@ _NEARLY = 0.95
 processor and each answer takes longer (benchmarks/planner.md, Search)."""
 _NODE_GPUS = 8
 _MOST_CHECKED = 400
+_SIMULATED, _MORE = 8_000, 3
+"""Answers of the measured steps of each, and how many are simulated beyond those that are returned."""
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
 
 
@@ -46,7 +49,7 @@ class Proposal:
     scene: Scene
     asked: Scene
     """The configuration: only what differs from it is set."""
-    time: StepTime
+    time: Forecast
     memory: MemoryPlan
 
     @property
@@ -60,31 +63,12 @@ class Proposal:
     @property
     def mode(self) -> str:
         """allocation_mode."""
-        assert self.scene.servers is not None, "a search has generators"
-        servers, separator = self.scene.servers, "|" if self.scene.shares_gpus else "+"
-        placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
-        return f"{servers.backend}.{placed}{separator}{self.scene.actor.layout}"
+        return _mode(self.scene)
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """Keys to set, as on the command line."""
-        actor, before, servers = self.scene.actor, self.asked.actor, self.scene.servers
-        assert servers is not None and self.asked.servers is not None, "a search has generators"
-        keys = [f"allocation_mode={self.mode}", f"n_nodes={self.scene.n_nodes}"]
-        keys.append(f"n_gpus_per_node={self.scene.n_gpus_per_node}")
-        for engine in self.scene.engines:
-            if engine.trains:
-                level = "true" if engine.recompute == "full" else engine.recompute
-                keys.append(f"{engine.name}.gradient_checkpointing={level}")
-                if engine.offload:
-                    keys.append(f"{engine.name}.optimizer.offload=true")
-        if actor.tokens != before.tokens:
-            keys.append(f"actor_train.mb_spec.max_tokens_per_mb={actor.tokens}")
-        if servers.max_running != self.asked.servers.max_running:
-            keys.append(f"generator.max_running={servers.max_running}")
-        if self.scene.max_staleness != self.asked.max_staleness:
-            keys.append(f"staleness.max_staleness={self.scene.max_staleness}")
-        return tuple(keys)
+        return _overrides(self.scene, self.asked)
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -112,12 +96,12 @@ class Proposal:
         if metric == "cost":
             slower = f"{ratio * best.num_gpus / self.num_gpus - 1:+.0%} tokens/s of a GPU"
         if self.scene.shares_gpus and not best.scene.shares_gpus:
-            return f"{slower}: generation and update take turns, {mine.rollout:.1f} + {mine.update + mine.passes:.1f} s"
+            return f"{slower}: generation and update take turns, {mine.rollout:.1f} + {mine.trainer:.1f} s"
         if mine.limited_by == LONGEST_ANSWERS:
-            return f"{slower}: a step waits {mine.waits:.1f} s for the {LONGEST_ANSWERS}"
+            return f"{slower}: a step waits {mine.wait:.1f} s for the {LONGEST_ANSWERS}"
         parts = {
             "generation": (mine.rollout, other.rollout),
-            "update and log-probabilities": (mine.update + mine.passes, other.update + other.passes),
+            "update and log-probabilities": (mine.trainer, other.trainer),
         }
         name, (took, takes) = max(parts.items(), key=lambda part: part[1][0] - part[1][1])
         return f"{slower}: {name} {took:.1f} instead of {takes:.1f} s"
@@ -140,32 +124,62 @@ def search(
     answers: Lengths,
     *,
     num_gpus: int,
-    accepts: Callable[[Proposal], bool],
+    accepts: Callable[[Scene, Sequence[str]], bool],
     metric: Metric = "tokens",
     fixed: Spec | None = None,
     most: int = 3,
     num_others: int = 2,
 ) -> Found:
-    """Return the best allocations of `num_gpus` GPUs, or with metric="cost" of at most so many. `accepts`: whether a
-    run would start with it. `fixed`: what the user has decided. Raises PlanError for a number that equal nodes cannot
-    have."""
+    """Return the best allocations of `num_gpus` GPUs, or with metric="cost" of at most so many: a formula chooses which
+    ones are simulated. `accepts`: whether a run would start with an allocation, set by these keys. `fixed`: what the
+    user has decided. Raises PlanError for a number that equal nodes cannot have."""
     sizes = [num_gpus]
     while metric == "cost" and sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
     candidates = [one for size in sizes for one in _candidates(_on(scene, size), calibration, answers, fixed)]
-    candidates.sort(key=lambda one: (_cost(metric, *one), one[1].update + one[1].passes))
+    candidates.sort(key=lambda one: (_cost(metric, *one), one[1].trainer))
     found: list[Proposal] = []
     splits = set()
-    for candidate, time in candidates[:_MOST_CHECKED]:
+    for candidate, _ in candidates[:_MOST_CHECKED]:
         if _split(candidate) in splits:
             continue
-        proposal = Proposal(scene=candidate, asked=scene, time=time, memory=plan_memory(candidate))
-        if proposal.memory.fits and accepts(proposal):
+        memory = plan_memory(candidate)
+        if memory.fits and accepts(candidate, _overrides(candidate, scene)):
+            time = forecast(candidate, calibration, answers, most_answers=_SIMULATED)
+            assert time is not None, "it has a time by the formula"
             splits.add(_split(candidate))
-            found.append(proposal)
-        if len(found) == most + num_others:
+            found.append(Proposal(scene=candidate, asked=scene, time=time, memory=memory))
+        if len(found) == most + num_others + _MORE:
             break
-    return Found(best=found[:most], others=found[most:], num_considered=len(candidates))
+    found.sort(key=lambda one: _cost(metric, one.scene, one.time))
+    return Found(best=found[:most], others=found[most : most + num_others], num_considered=len(candidates))
+
+
+def _mode(scene: Scene) -> str:
+    assert scene.servers is not None, "a search has generators"
+    servers, separator = scene.servers, "|" if scene.shares_gpus else "+"
+    placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
+    return f"{servers.backend}.{placed}{separator}{scene.actor.layout}"
+
+
+def _overrides(scene: Scene, asked: Scene) -> tuple[str, ...]:
+    """Return the keys that make a run of `scene` from one of `asked`."""
+    actor, before, servers = scene.actor, asked.actor, scene.servers
+    assert servers is not None and asked.servers is not None, "a search has generators"
+    keys = [f"allocation_mode={_mode(scene)}", f"n_nodes={scene.n_nodes}", f"n_gpus_per_node={scene.n_gpus_per_node}"]
+    for engine in scene.engines:
+        if engine.trains:
+            level = "true" if engine.recompute == "full" else engine.recompute
+            keys.append(f"{engine.name}.gradient_checkpointing={level}")
+            if engine.offload:
+                keys.append(f"{engine.name}.optimizer.offload=true")
+    if actor.tokens != before.tokens:
+        keys.append(f"actor_train.mb_spec.max_tokens_per_mb={actor.tokens}")
+    if servers.max_running != asked.servers.max_running:
+        keys.append(f"generator.max_running={servers.max_running}")
+    if scene.max_staleness != asked.max_staleness:
+        keys.append(f"staleness.max_staleness={scene.max_staleness}")
+    return tuple(keys)
 
 
 def parse_fixed(text: str) -> Spec:
@@ -400,9 +414,9 @@ def proposals(
 ) -> Found:  # fmt: skip
     """Search for allocations that a run with this configuration would start with. Raises PlanError."""
 
-    def accepts(proposal: Proposal) -> bool:
+    def accepts(one: Scene, overrides: Sequence[str]) -> bool:
         try:
-            return scene_of(load(proposal.overrides).config, scene.gpu).actor.layout == proposal.scene.actor.layout
+            return scene_of(load(overrides).config, scene.gpu).actor.layout == one.actor.layout
         except (ConfigError, PlanError, AllocationError):
             return False
 

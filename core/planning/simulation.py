@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from core.planning.memory import plan_servers
-from core.planning.rates import Calibration, Lengths, decoding, prefill_seconds, step_time
+from core.planning.rates import Calibration, Lengths, StepTime, decoding, prefill_seconds, step_time
 from core.planning.scene import Scene
 from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
 from rollout.inference.backend import GeneratorConfig
@@ -27,6 +27,12 @@ from rollout.inference.router import Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 _GROUPS = 4096
+_FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 16_000, 6, 24
+"""Of the steps that a forecast measures."""
+_ENOUGH_ANSWERS = 1024
+"""Of a step, for the longest of them."""
+_EVEN = 1.1
+"""A step that takes longer than its longer side, by this factor, waits for both."""
 _FAULT_STEPS = 200
 """Most of a run with a fault: enough for its mean."""
 _PREFILL_STEPS = 2.5  # decode steps that a prefill takes beside its tokens: it has no CUDA graph, as was measured
@@ -65,6 +71,11 @@ class World:
     tool_seconds: float = 0.0
     """Mean of what tools take in each answer, exponentially distributed; the server decodes others meanwhile."""
 
+    @property
+    def first_steps(self) -> int:
+        """In these the buffer fills."""
+        return 2 * self.max_staleness + 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -90,7 +101,7 @@ class Step:
         return mean_of(self.staleness)
 
 
-def mean_of(counts: Mapping[int, int]) -> float:
+def mean_of(counts: Mapping[int, float]) -> float:
     """Return the mean of values of which there are so many each; 0 of none."""
     return sum(value * count for value, count in counts.items()) / max(1, sum(counts.values()))
 
@@ -107,7 +118,7 @@ class Outcome:
     @property
     def measured(self) -> list[Step]:
         """The steps after the first ones, in which the buffer fills."""
-        return self.steps[min(len(self.steps) // 4, 2 * self.world.max_staleness + 2) :]
+        return self.steps[min(len(self.steps) // 2, self.world.first_steps) :]
 
     @property
     def measured_seconds(self) -> float:
@@ -129,13 +140,24 @@ class Outcome:
         return sum(s.trained - s.taken for s in self.measured) / self.measured_seconds
 
     @property
+    def wait(self) -> float:
+        """Seconds of a step in which the trainer waits for answers."""
+        return sum(s.taken - s.begin for s in self.measured) / len(self.measured)
+
+    @property
+    def slots_share(self) -> float:
+        """Share of the requests that servers may decode at once which they decode on average."""
+        return self.mean_running / self.world.max_running
+
+    @property
     def mean_staleness(self) -> float:
         return mean_of(self.staleness)
 
     @property
-    def staleness(self) -> Counter[int]:
-        """Answers by age, of all measured steps."""
-        return sum((Counter(s.staleness) for s in self.measured), Counter())
+    def staleness(self) -> dict[int, float]:
+        """Share of the answers of the measured steps by age in versions."""
+        counts = sum((Counter(s.staleness) for s in self.measured), Counter[int]())
+        return {age: count / counts.total() for age, count in sorted(counts.items())}
 
     @property
     def mean_running(self) -> float:
@@ -144,9 +166,17 @@ class Outcome:
 
     def as_json(self) -> dict[str, object]:
         """Return figures of the run, and of each step, as plain values."""
-        names = ("tokens_per_second", "seconds", "trainer_share", "mean_running", "mean_staleness")
+        names = (
+            "tokens_per_second",
+            "seconds",
+            "wait",
+            "trainer_share",
+            "slots_share",
+            "mean_running",
+            "mean_staleness",
+        )
         steps = [vars(step) | {"staleness": dict(step.staleness)} for step in self.steps]
-        return {name: getattr(self, name) for name in names} | {"staleness": dict(self.staleness), "steps": steps}
+        return {name: getattr(self, name) for name in names} | {"staleness": self.staleness, "steps": steps}
 
 
 class _Server:
@@ -218,7 +248,7 @@ class _Server:
     def stall(self, seconds: float) -> None:
         """Decode nothing for a while: a prefill, or a weight update."""
         self.advance()
-        self._since += seconds
+        self._pass(seconds)
         self._schedule()
 
     def advance(self) -> None:
@@ -228,8 +258,11 @@ class _Server:
             step, growth = self._step()
             elapsed = now - self._since
             self._tokens += 2 * elapsed / (step + math.sqrt(step**2 + 2 * growth * elapsed))
-            self.request_seconds += (now - self._since) * len(self._running)
-            self._since = now
+            self._pass(elapsed)
+
+    def _pass(self, seconds: float) -> None:
+        self._since += seconds
+        self.request_seconds += seconds * len(self._running)
 
     def _step(self) -> tuple[float, float]:
         """Return the seconds of the next decode step, and by how much more each further one takes."""
@@ -251,7 +284,7 @@ class _Server:
                     groups.add(id(group))
                     heapq.heappush(self._running, (self._tokens + length, self._number, self._tokens, group))
                     self._began += self._tokens
-            self._since += _PREFILL_STEPS * self._steps[0] + self._prefill * len(groups)
+            self._pass(_PREFILL_STEPS * self._steps[0] + self._prefill * len(groups))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -291,14 +324,75 @@ _EMPTY = Completion(
 )  # fmt: skip
 
 
+LONGEST_ANSWERS = "longest answers"
+"""One of Forecast.limited_by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(StepTime):
+    """A step as it is on average in a simulated run."""
+
+    wait: float
+    """Seconds in which the trainer waits for answers."""
+    trainer_share: float
+    """Share of the time in which the trainer computes."""
+    slots_share: float
+    """Share of generator.max_running that is decoded on average."""
+    staleness: Mapping[int, float]
+    """Share of the answers by age in versions."""
+
+    @property
+    def limited_by(self) -> str:
+        """The slower side, or the longest answers where both sides wait for them."""
+        if self.step > _EVEN * max(self.rollout, self.trainer) and not self.takes_turns:
+            return LONGEST_ANSWERS
+        return "generators" if self.rollout > self.trainer else "trainer"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether no answer is sampled beside an update."""
+        return set(self.staleness) == {0}
+
+
+def forecast(
+    scene: Scene, calibration: Calibration, answers: Lengths, *, most_answers: int = _FORECAST_ANSWERS
+) -> Forecast | None:
+    """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
+    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together."""
+    time, world = step_time(scene, calibration, answers), world_of(scene, calibration, answers)
+    if time is None or world is None:
+        return None
+    parts = _parts(world)
+    if parts > 1:
+        world = replace(
+            world, num_servers=world.num_servers // parts, prompts=world.prompts // parts,
+            train_token_seconds=world.train_token_seconds * parts,
+        )  # fmt: skip
+    steps = min(_MOST_STEPS, max(_FEWEST_STEPS, most_answers // (world.prompts * world.group_size)))
+    run = simulate(world, world.first_steps + steps)
+    return Forecast(
+        **vars(time) | {"step": time.tokens / parts / run.tokens_per_second},
+        wait=run.wait, trainer_share=run.trainer_share, slots_share=run.slots_share,
+        staleness=run.staleness,
+    )  # fmt: skip
+
+
+def _parts(world: World) -> int:
+    """Return in how many equal parts servers and batch of a world are divided, each with enough answers a step."""
+    most = world.prompts * world.group_size // _ENOUGH_ANSWERS
+    common = math.gcd(world.num_servers, world.prompts)
+    return max(n for n in range(1, max(1, most) + 1) if common % n == 0)
+
+
 def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World | None:
-    """Return the world of a scene; None without servers on GPUs."""
+    """Return the world of a scene; None where step_time() has no times."""
     time, servers = step_time(scene, calibration, answers), scene.servers
     if time is None or servers is None:
         return None
     prompt = scene.prompt_tokens / 2
-    context = prompt + answers.mean_begun
-    most = max(1, min(servers.max_running, int(plan_servers(scene, servers).tokens / context)))
+    most = servers.max_running
+    if servers.on_gpu:
+        most = max(1, min(most, int(plan_servers(scene, servers).tokens / (prompt + answers.mean_begun))))
     decode = decoding(servers, calibration)
     steps = [decode(n, prompt) for n in range(most + 1)]
     return World(
@@ -309,7 +403,7 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
             servers, calibration, prompts=1, length=prompt, answers=scene.group_size
         ),
         prompt_tokens=prompt, max_staleness=scene.max_staleness,
-        train_token_seconds=(time.update + time.passes) / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
+        train_token_seconds=time.trainer / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
     )  # fmt: skip
 
 
@@ -344,7 +438,8 @@ def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
 class _Run:
     def __init__(self, world: World, num_steps: int, seed: int) -> None:
         self._world, self._num_steps = world, num_steps
-        self._num_prompts = world.prompts * num_steps
+        # The run goes on after the last step: those that it would train on then are sampled beside it.
+        self._num_prompts = world.prompts * (num_steps + world.max_staleness + 1)
         self._random = random.Random(seed)
         self._sampling = SamplingParams(max_new_tokens=world.answers.longest)
         self._rules: Rules = make_rules(

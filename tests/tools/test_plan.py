@@ -22,7 +22,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_the_plan_needs_neither_torch_nor_ray(recipe: Path) -> None:
     program = (
         "import sys; from tools.plan import main; code = main(sys.argv[1:]); "
-        "heavy = {'torch', 'ray', 'megatron', 'transformers', 'numpy'} & set(sys.modules); "
+        "heavy = {'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules); "
         "print(heavy or 'light', file=sys.stderr); sys.exit(code)"
     )
     words = [sys.executable, "-c", program, "--config", str(recipe), "--gpu", "H100"]
@@ -110,6 +110,7 @@ def test_a_calibration_of_another_gpu_gives_times(recipe: Path, tmp_path, capsys
     assert main(["--config", str(recipe), "--calibration", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "(B200, 178.0 GiB)" in shown and "trained tokens/s" in shown
+    assert "The trainer computes " in shown and "Answers by staleness: " in shown and "checkpoint stops" in shown
     write_calibration(replace(known, gpu="CPU of 2 cores", gib=0.0), path)
     assert main(["--config", str(recipe), "--calibration", str(path)]) == 2
     assert "rates of a CPU of 2 cores, but the trainer computes on GPUs" in capsys.readouterr().err

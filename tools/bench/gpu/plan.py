@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,11 +29,11 @@ from torch import Tensor
 from allocation import GPU, ParallelLayout
 from core.checks.rules import load_config
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
-from core.planning.rates import Lengths, calibration_of, step_time, update_seconds
+from core.planning.rates import Lengths, calibration_of, update_seconds
 from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
 from core.planning.search import Loader, proposals
-from core.planning.simulation import mean_of, simulate, world_of
+from core.planning.simulation import forecast, mean_of
 from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
@@ -356,23 +355,17 @@ class Run:
         return Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
 
     def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
-        """Return trained tokens of answers per second by the plan and by the simulation, the share of the time in which
-        the trainer computes, and the mean staleness. Raises ValueError without a calibration of the GPU."""
+        """Return trained tokens of answers per second, the shares of the time in which the trainer computes and of the
+        slots that servers use, and the mean staleness. Raises ValueError without a calibration of the GPU."""
         planned, answers, calibration = self.planned(scene, gpu), self.answers, calibration_of(gpu.name)
-        time = None if calibration is None else step_time(planned, calibration, answers)
-        world = None if calibration is None else world_of(planned, calibration, answers)
-        if time is None or world is None:
+        time = None if calibration is None else forecast(planned, calibration, answers)
+        if time is None:
             raise ValueError(f"{gpu.name}: no calibration")
-        # The last simulated steps lack what a run starts beside them for the steps after it.
-        simulated = simulate(world, self.warm_up + self.steps + self.max_staleness + 1).steps
-        steps = simulated[self.warm_up : self.warm_up + self.steps]
-        seconds = steps[-1].end - steps[0].begin
-        answered = planned.sequences * answers.mean
         return {
-            "tokens/s": answered / time.step,
-            "simulated tokens/s": answered * len(steps) / seconds,
-            "trainer computes, %": 100 * sum(step.trained - step.taken for step in steps) / seconds,
-            "mean staleness": mean_of(sum((Counter(step.staleness) for step in steps), Counter())),
+            "tokens/s": planned.sequences * answers.mean / time.step,
+            "trainer computes, %": 100 * time.trainer_share,
+            "slots used, %": 100 * time.slots_share,
+            "mean staleness": mean_of(time.staleness),
         }
 
 
@@ -461,10 +454,11 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
     seconds = sum(row["time/step"] for row in rows)
     rate = sum(row["n_valid_tokens"] for row in rows) / seconds
     computes = 100 * sum(row["time/update"] + row.get("time/old_log-probs", 0.0) for row in rows) / seconds
+    slots = 100 * statistics.fmean(row["rollout/generators_busy"] for row in rows)
     staleness = statistics.fmean(row["staleness/mean"] for row in rows)
     yield Figure(f"run.{run}, tokens", rate, "tokens/s", guess.get("tokens/s"), "within 10 %")
-    yield Figure(f"run.{run}, simulated tokens", rate, "tokens/s", guess.get("simulated tokens/s"), "within 10 %")
     yield Figure(f"run.{run}, trainer computes", computes, "%", guess.get("trainer computes, %"), "within 10 %")
+    yield Figure(f"run.{run}, slots used", slots, "%", guess.get("slots used, %"), "within 10 %")
     yield Figure(f"run.{run}, staleness", staleness, "steps", guess.get("mean staleness"))
 
 

@@ -230,6 +230,7 @@ export async function configurePage({ content, alive, studio }) {
     planned.replaceChildren(head, h("p", { class: plan.fits ? "" : "warn" }, plan.verdict),
       plan.seconds ? facts([["step", duration(plan.seconds.step)], ["update", duration(plan.seconds.update)],
         ["log-probabilities", duration(plan.seconds.passes)], ["generation", duration(plan.seconds.rollout)], ["weight update", duration(plan.seconds.push)],
+        ["wait for answers", duration(plan.seconds.wait)],
         ["trained tokens/s", figure(plan.seconds.tokens / plan.seconds.step)]]) : "",
       ...plan.ranks.map((rank) => h("div", {},
         h("p", { class: "muted" }, `${plan.ranks.length > 1 ? `stage ${rank.stage}: ` : ""}${figure(rank.num_ranks)} ${rank.num_ranks === 1 ? "rank" : "ranks"}`),
