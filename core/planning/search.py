@@ -35,6 +35,8 @@ _RUNNING = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
 _NEARLY = 0.95
 """Of the planned speed; the fewest requests at once that reach it are proposed. With many, servers wait for their own
 processor and each answer takes longer (benchmarks/planner.md, Search)."""
+_CLEARLY = 0.98
+"""Of the simulated seconds of a step: what is not even so much faster is not worth more requests."""
 _NODE_GPUS = 8
 _MOST_CHECKED = 400
 _SIMULATED, _MORE = 8_000, 3
@@ -138,21 +140,35 @@ def search(
         sizes.append(sizes[-1] // 2)
     candidates = [one for size in sizes for one in _candidates(_on(scene, size), calibration, answers, fixed)]
     candidates.sort(key=lambda one: (_cost(metric, *one), one[1].trainer))
+
+    def proposed(candidate: Scene) -> Proposal | None:
+        memory = plan_memory(candidate)
+        if not memory.fits or not accepts(candidate, _overrides(candidate, scene)):
+            return None
+        time = forecast(candidate, calibration, answers, most_answers=_SIMULATED)
+        assert time is not None, "it has a time by the formula"
+        return Proposal(scene=candidate, asked=scene, time=time, memory=memory)
+
+    def cost(one: Proposal) -> float:
+        return _cost(metric, one.scene, one.time)
+
     found: list[Proposal] = []
     splits = set()
     for candidate, _ in candidates[:_MOST_CHECKED]:
-        if _split(candidate) in splits:
-            continue
-        memory = plan_memory(candidate)
-        if memory.fits and accepts(candidate, _overrides(candidate, scene)):
-            time = forecast(candidate, calibration, answers, most_answers=_SIMULATED)
-            assert time is not None, "it has a time by the formula"
+        if _split(candidate) not in splits and (proposal := proposed(candidate)):
             splits.add(_split(candidate))
-            found.append(Proposal(scene=candidate, asked=scene, time=time, memory=memory))
-        if len(found) == most + num_others + _MORE:
-            break
-    found.sort(key=lambda one: _cost(metric, one.scene, one.time))
-    return Found(best=found[:most], others=found[most : most + num_others], num_considered=len(candidates))
+            found.append(proposal)
+            if len(found) == most + num_others + _MORE:
+                break
+    found.sort(key=cost)
+    best = []
+    for proposal in found[:most]:  # with more requests at once, while that is faster by far
+        while (more := _with_more_requests(proposal.scene, answers)) and (next_one := proposed(more)):
+            if next_one.time.step > _CLEARLY * proposal.time.step:
+                break
+            proposal = next_one
+        best.append(proposal)
+    return Found(best=sorted(best, key=cost), others=found[most : most + num_others], num_considered=len(candidates))
 
 
 def _mode(scene: Scene) -> str:
@@ -290,6 +306,18 @@ def _with_requests(scene: Scene, calibration: Calibration, answers: Lengths) -> 
     if best is None and (time := step_time(scene, calibration, answers)) is not None:
         best = scene, time
     return best
+
+
+def _with_more_requests(scene: Scene, answers: Lengths) -> Scene | None:
+    """Return the scene with the next larger number of requests at once that the cache holds; None without one."""
+    servers = scene.servers
+    assert servers is not None, "the caller has generators"
+    running = min((number for number in _RUNNING if number > servers.max_running), default=None)
+    if running is None:
+        return None
+    more = replace(servers, max_running=running)
+    holds = plan_servers(scene, more).tokens >= running * (scene.prompt_tokens / 2 + answers.mean)
+    return replace(scene, servers=more) if holds else None
 
 
 def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:

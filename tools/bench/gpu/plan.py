@@ -411,11 +411,12 @@ def plan_runs(scene: Scene) -> Iterator[Figure]:
 
 
 def plan_search(scene: Scene) -> Iterator[Figure]:
-    """Yield tokens/s of what a search proposes for two GPUs, and of the same run as it is set by hand, beside the
-    predictions; then how far the first proposal is from the fastest of them."""
+    """Yield tokens/s of what a search proposes for the GPUs of this host, beside the predictions; then how far the
+    first proposal is from the fastest of them."""
     gpu, by_hand = gpu_of_machine() or GPUS["H200"], replace(BY_HAND, model=scene.shape)
+    runs = alternatives(by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu, max(2, len(query_gpus())))
     rates = []
-    for number, run in enumerate(alternatives(by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu)):
+    for number, run in enumerate(runs):
         run_ppo(scene.folder, f"search-{number}", run.config(_of(scene, run)))
         rows = [row for row in metrics_of(scene.folder, f"search-{number}") if "task_reward" in row][run.warm_up :]
         figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu)))
@@ -429,15 +430,23 @@ BY_HAND = Run(
 )
 
 
-def alternatives(by_hand: Run, scene: Scene, gpu: Gpu) -> list[Run]:
-    """Return a run of two GPUs in the layouts that a search proposes, the best first, then as it is set by hand. Those
-    in turns need fewer steps before they count."""
+def alternatives(by_hand: Run, scene: Scene, gpu: Gpu, num_gpus: int) -> list[Run]:
+    """Return a run in the layouts that a search proposes for so many GPUs, the best first, then the best one with fewer
+    and with more requests at once. Those in turns need fewer steps before they count."""
     of, calibration = _of(scene, by_hand), calibration_of(gpu.name)
     assert calibration is not None, "the caller's GPU has rates"
-    found = proposals(by_hand.loader(of), by_hand.planned(of, gpu), calibration, by_hand.answers, num_gpus=2, most=2)
+    load = by_hand.loader(of)
+    found = proposals(load, by_hand.planned(of, gpu), calibration, by_hand.answers, num_gpus=num_gpus).best
     turns = replace(by_hand, warm_up=2, steps=3)
-    searched = [replace(turns if one.scene.shares_gpus else by_hand, keys=one.overrides) for one in found.best]
-    return [*searched, by_hand]
+    searched = [replace(turns if one.scene.shares_gpus else by_hand, keys=one.overrides) for one in found]
+    servers = found[0].scene.servers
+    assert servers is not None, "a search has generators"
+    kept = tuple(key for key in found[0].overrides if not key.startswith(_REQUESTS))
+    others = (servers.max_running * 2 // 3, servers.max_running * 4 // 3)
+    return searched + [replace(searched[0], keys=(*kept, f"{_REQUESTS}={number}")) for number in others]
+
+
+_REQUESTS = "generator.max_running"
 
 
 def _trial(run: Run) -> str:
@@ -463,7 +472,7 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
 
 
 _CALIBRATED = ("H100", "H200")
-_SEARCHED_MODELS = ("1.5B", "0.6B")
+_SEARCHED = (("1.5B", 2), ("0.6B", 2), ("3B", 2), ("1.5B", 4))
 _WAVES_OF = ("1.5B", "7B", "0.6B", "3B")
 """Models whose servers get waves of requests."""
 
@@ -479,12 +488,11 @@ def _predictions(name: str) -> dict[str, object]:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
         if name == "plan_runs":
             return {str(run): {on: run.predicted(_of(scene, run), GPUS[on]) for on in _CALIBRATED} for run in RUNS}
-        hand = [replace(BY_HAND, model=model) for model in _SEARCHED_MODELS]
         return {
             on: {
                 str(run): run.predicted(_of(scene, run), GPUS[on])
-                for one in hand
-                for run in alternatives(one, scene, GPUS[on])
+                for model, num_gpus in _SEARCHED
+                for run in alternatives(replace(BY_HAND, model=model), scene, GPUS[on], num_gpus)
             }
             for on in _CALIBRATED
         }
