@@ -38,6 +38,8 @@ _FAULT_STEPS = 200
 _PREFILL_STEPS = 2.5  # decode steps that a prefill takes beside its tokens: it has no CUDA graph, as was measured
 _HEALTH_SECONDS = 1e9  # a server that is lost is found by its failed requests
 _GONE = "the server is gone"
+Drawn = Callable[[int], Sequence[float]]
+"""Returns the lengths of the answers to a prompt by its number in the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,23 +426,25 @@ def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
     return {"as planned": simulate(world, num_steps), **runs}
 
 
-def simulate(world: World, num_steps: int, *, seed: int = 0) -> Outcome:
-    """Run so many training steps. The router does not log its faults: they are those of the simulation."""
+def simulate(world: World, num_steps: int, *, seed: int = 0, drawn: Drawn | None = None) -> Outcome:
+    """Run so many training steps. `drawn`: the lengths of answers, where they are known. The router does not log its
+    faults: they are those of the simulation."""
     logger = logging.getLogger(Router.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        return run_virtual(_Run(world, num_steps, seed).run())
+        return run_virtual(_Run(world, num_steps, seed, drawn).run())
     finally:
         logger.setLevel(level)
 
 
 class _Run:
-    def __init__(self, world: World, num_steps: int, seed: int) -> None:
+    def __init__(self, world: World, num_steps: int, seed: int, drawn: Drawn | None) -> None:
         self._world, self._num_steps = world, num_steps
         # The run goes on after the last step: those that it would train on then are sampled beside it.
         self._num_prompts = world.prompts * (num_steps + world.max_staleness + 1)
         self._random = random.Random(seed)
+        self._drawn = drawn or self._draw
         self._sampling = SamplingParams(max_new_tokens=world.answers.longest)
         self._rules: Rules = make_rules(
             num_prompts=self._num_prompts, batch_size=world.prompts, max_staleness=world.max_staleness,
@@ -529,8 +533,7 @@ class _Run:
 
     async def _episode(self, tags: Tags) -> None:
         world = self._world
-        drawn = (self._random.gauss(0.0, 1.0) for _ in range(world.group_size))
-        lengths = self._lengths[tags.id] = list(map(world.answers.of_normal, drawn))
+        lengths = self._lengths[tags.id] = list(self._drawn(int(tags.id)))
         request = GenerateRequest(request_id=tags.id, prompt_ids=(), sampling=self._sampling, group_id=tags.id)
         await self._router.generate(request)
         if world.tool_seconds:
@@ -545,6 +548,9 @@ class _Run:
             oldest=[tags.version] * len(lengths),
         )
         self._experience.put(Episode(tags=ready, trajectories=()))
+
+    def _draw(self, number: int) -> list[float]:
+        return [self._world.answers.of_normal(self._random.gauss(0.0, 1.0)) for _ in range(self._world.group_size)]
 
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -130,9 +130,15 @@ class PromptDataset:
             while len(self._orders) >= 2:
                 del self._orders[min(self._orders)]
             n = len(self.prompts)
-            shuffled = np.random.default_rng([self._seed, epoch]).permutation
-            self._orders[epoch] = shuffled(n) if self._shuffle else np.arange(n)
+            self._orders[epoch] = shuffled(n, seed=self._seed, epoch=epoch) if self._shuffle else np.arange(n)
         return self._orders[epoch]
+
+
+def shuffled(num_prompts: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the prompts in a shuffled epoch of a run with this seed: [num_prompts] int64."""
+    import numpy as np
+
+    return np.random.default_rng([seed, epoch]).permutation(num_prompts)
 
 
 def check_same_stream(before: Mapping[str, object], now: Mapping[str, object], settings: Mapping[str, str]) -> None:

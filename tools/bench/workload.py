@@ -9,12 +9,15 @@ from rollout.types import GenerateRequest, Prompt
 from rollout.workflows import SingleTurnMathWorkflow
 from tools.demo.data import write_jsonl
 
+_FIRST, _SECOND = range(10, 100), range(10, 55)
+NUM_ADDITIONS = len(_FIRST) * len(_SECOND)
+
 
 def additions(folder: Path) -> Path:
     """Return a file of additions as prompts in this folder, which is written once."""
     path = folder / "prompts.jsonl"
     if not path.exists():
-        sums = [(a, b) for a in range(10, 100) for b in range(10, 55)]
+        sums = [(a, b) for a in _FIRST for b in _SECOND]
         write_jsonl(path, [{"prompt": f"{a}+{b}=", "solutions": [f"\\boxed{{{a + b}}}"]} for a, b in sums])
     return path
 

@@ -57,6 +57,13 @@ def test_faults_cost_throughput() -> None:
         assert simulate(replace(few, **fault), 30).tokens_per_second < 0.97 * whole, fault  # type: ignore[arg-type]
 
 
+def test_known_lengths_are_those_that_are_trained() -> None:
+    run = simulate(replace(WORLD, max_staleness=0), 6, drawn=lambda number: [number + 1.0] * 4)
+    assert [step.tokens for step in run.steps] == [
+        4 * sum(number + 1 + 100 for number in range(32 * step, 32 * step + 32)) for step in range(6)
+    ]
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     assert simulate(WORLD, 10, seed=3).as_json() == simulate(WORLD, 10, seed=3).as_json()
     assert simulate(WORLD, 10, seed=3).seconds != simulate(WORLD, 10, seed=4).seconds

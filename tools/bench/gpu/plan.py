@@ -33,20 +33,22 @@ from core.planning.rates import Lengths, calibration_of, update_seconds
 from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
 from core.planning.search import Loader, proposals
-from core.planning.simulation import forecast, mean_of
+from core.planning.simulation import forecast, mean_of, simulate, world_of
 from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
 from mcore_adapter.parallel import destroy_parallel, initialize_parallel
 from mcore_adapter.settings import EngineConfig, EngineModel, Level, OptimizerConfig
 from model_specs.families import parse_config
+from rollout.data.prompts import shuffled
 from rollout.inference.gpus import device_names, query_gpus
+from rollout.trajectories import sample_seed
 from tools.bench import MODELS, PLANNED, Figure, Scene
 from tools.bench.cpu import metrics_of, run_ppo
 from tools.bench.gpu.runs import async_config
 from tools.bench.gpu.servers import predicted_waves
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
-from tools.bench.workload import SIGMA, length_of
+from tools.bench.workload import NUM_ADDITIONS, SIGMA, length_of
 
 _CASE_SECONDS = 150.0
 _WARM_UP, _ROUNDS = 1, 3
@@ -355,14 +357,27 @@ class Run:
         return Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
 
     def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
-        """Return trained tokens of answers per second, the shares of the time in which the trainer computes and of the
-        slots that servers use, and the mean staleness. Raises ValueError without a calibration of the GPU."""
+        """Return trained tokens of answers per second by the plan, and those of the steps that are measured if their
+        answers have the lengths that the seed of the run gives; by the plan the shares of the time in which the trainer
+        computes and of the slots that servers use, and the mean staleness. Raises ValueError without a calibration of
+        the GPU."""
         planned, answers, calibration = self.planned(scene, gpu), self.answers, calibration_of(gpu.name)
         time = None if calibration is None else forecast(planned, calibration, answers)
-        if time is None:
+        world = None if calibration is None else world_of(planned, calibration, answers)
+        if time is None or world is None:
             raise ValueError(f"{gpu.name}: no calibration")
+        seed = self.loader(scene)([]).config.seed
+        order = shuffled(NUM_ADDITIONS, seed=seed, epoch=0)
+
+        def drawn(number: int) -> list[float]:
+            seeds = (sample_seed(seed, 0, int(order[number]), sample) for sample in range(planned.group_size))
+            return [float(length_of(one, self.most_tokens)) for one in seeds]
+
+        steps = simulate(world, self.warm_up + self.steps, drawn=drawn).steps[self.warm_up :]
+        trained = sum(step.tokens - planned.sequences * world.prompt_tokens for step in steps)
         return {
             "tokens/s": planned.sequences * answers.mean / time.step,
+            "tokens/s of its lengths": trained / (steps[-1].end - steps[0].begin),
             "trainer computes, %": 100 * time.trainer_share,
             "slots used, %": 100 * time.slots_share,
             "mean staleness": mean_of(time.staleness),
@@ -426,7 +441,7 @@ def plan_search(scene: Scene) -> Iterator[Figure]:
 
 
 BY_HAND = Run(
-    model="1.5B", apart=True, max_staleness=4, max_running=384, prompts=60, most_tokens=4096, warm_up=7, steps=6
+    model="1.5B", apart=True, max_staleness=4, max_running=384, prompts=60, most_tokens=4096, warm_up=7, steps=20
 )
 
 
@@ -466,6 +481,8 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
     slots = 100 * statistics.fmean(row["rollout/generators_busy"] for row in rows)
     staleness = statistics.fmean(row["staleness/mean"] for row in rows)
     yield Figure(f"run.{run}, tokens", rate, "tokens/s", guess.get("tokens/s"), "within 10 %")
+    its_lengths = guess.get("tokens/s of its lengths")
+    yield Figure(f"run.{run}, tokens, lengths known", rate, "tokens/s", its_lengths, "within 10 %")
     yield Figure(f"run.{run}, trainer computes", computes, "%", guess.get("trainer computes, %"), "within 10 %")
     yield Figure(f"run.{run}, slots used", slots, "%", guess.get("slots used, %"), "within 10 %")
     yield Figure(f"run.{run}, staleness", staleness, "steps", guess.get("mean staleness"))
