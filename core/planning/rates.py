@@ -48,10 +48,13 @@ _OPTIMIZER_BYTES = 49
 _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
 """Of each parameter, in both directions at once; bytes per second in each, measured."""
 _WIDE_HEAD = 128
-_PREFILL_PASSES = 18  # elements that a layer of a prompt reads or writes beside products, for each of its width
-_SAMPLED_BYTES = 114  # of each entry of the vocabulary, read or written to sample a token
-_REQUEST_SECONDS = 0.0014
-"""In which a server takes up a request and decodes nothing: fitted with the two values above to measured servers."""
+_SAMPLED_BYTES, _CACHED_SAMPLED_BYTES = 170, 114
+"""Of each entry of the vocabulary, read or written to sample a token; on a CPU, whose caches hold some of it."""
+_REQUEST_SECONDS = 0.001
+"""In which a server takes up a request, while the GPU computes the prompts of others."""
+_WAVE_SECONDS = 0.14
+"""In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
+as are the time of a request, the bytes of sampling on a GPU, and `decode_step_seconds`."""
 _TOKEN_SECONDS = 15e-6
 """Of the server's process for a token of one request, beside the GPU: with many requests a decode step waits for it."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
@@ -380,8 +383,9 @@ def wave_seconds(servers: Servers, calibration: Calibration, *, running: int, pr
     """Return the seconds in which a server answers so many requests that begin at once: prompts, then one decode step
     for each token of an answer."""
     context = prompt + answer / 2
-    step = decoding(servers, calibration)(running, context)
-    return prefill_seconds(servers, calibration, prompts=running, length=prompt, answers=1) + answer * step
+    begin = prefill_seconds(servers, calibration, prompts=running, length=prompt, answers=1)
+    around = _WAVE_SECONDS if servers.on_gpu else 0.0
+    return around + begin + answer * decoding(servers, calibration)(running, context)
 
 
 def prefill_seconds(
@@ -393,9 +397,8 @@ def prefill_seconds(
     attention = 2.0 * _attention_width(config) * length
     seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
-    seconds += servers.itemsize * _PREFILL_PASSES * config.hidden_size / c.memory
-    each = _REQUEST_SECONDS if servers.on_gpu else 0.0
-    return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * each)
+    begun = answers * _REQUEST_SECONDS if servers.on_gpu else 0.0
+    return prompts * max(length * config.num_layers * seconds / servers.layout.tp, begun)
 
 
 def decoding(servers: Servers, calibration: Calibration) -> Decoding:
@@ -405,8 +408,11 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
     tp = servers.layout.tp
     layer, _ = layer_operations(config)
     products = (layer * config.num_layers + 2.0 * config.hidden_size * config.vocab_size) / tp / c.products
-    reading = server_weights(servers) * servers.layout.pp / c.memory
-    sampling = _SAMPLED_BYTES * config.vocab_size / tp / c.memory
+    # Of an embedding of its own, a step reads the rows of its tokens alone.
+    embedding = 0 if config.tied else servers.itemsize * config.hidden_size * config.vocab_size / tp
+    reading = (server_weights(servers) * servers.layout.pp - embedding) / c.memory
+    sampled = _SAMPLED_BYTES if servers.on_gpu else _CACHED_SAMPLED_BYTES
+    sampling = sampled * config.vocab_size / tp / c.memory
     token = cache_bytes_per_token(servers) / c.memory
     launched = c.decode_step_seconds + c.decode_layer_seconds * config.num_layers
     launched += c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0

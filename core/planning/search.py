@@ -32,9 +32,9 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 _LEVELS: tuple[Level, ...] = ("selective", "linear", "full")
 _DEGREES = (1, 2, 4, 8, 16)
 _RUNNING = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
-_NEARLY = 0.95
-"""Of the planned speed; the fewest requests at once that reach it are proposed. With many, servers wait for their own
-processor and each answer takes longer (benchmarks/planner.md, Search)."""
+_NEARLY = 0.9
+"""Of the speed by the formula; the fewest requests at once that reach it are simulated first. With many, servers wait
+for their own processor and each answer takes longer (benchmarks/planner.md, Search)."""
 _CLEARLY = 0.98
 """Of the simulated seconds of a step: what is not even so much faster is not worth more requests."""
 _NODE_GPUS = 8

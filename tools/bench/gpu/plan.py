@@ -490,7 +490,7 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
 
 _CALIBRATED = ("H100", "H200")
 _SEARCHED = (("1.5B", 2), ("0.6B", 2), ("3B", 2), ("1.5B", 4))
-_WAVES_OF = ("1.5B", "7B", "0.6B", "3B")
+_WAVES_OF = ("1.5B", "7B", "0.6B", "3B", "4B", "1.7B")
 """Models whose servers get waves of requests."""
 
 
