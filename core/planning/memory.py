@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allocation import AllocationError, ParallelLayout, layers_of_chunks
+from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, layers_of_chunks, model_errors
 from core.config.experiments import ExperimentConfig
 from core.planning.scene import Engine, PlanError, Scene, Servers, chosen_gpu, scene_of
 from mcore_adapter.memory.estimate import SPARE, States, UpdateShape, choose, in_flight, peak, rank_states
@@ -45,7 +45,11 @@ class Phase:
     @property
     def total(self) -> float:
         """The same with the context and the share that the allocator needs beside it."""
-        return self.allocated / (1 - SPARE) + self.parts.get("context", 0.0)
+        return _needed(self.allocated, self.parts.get("context", 0.0))
+
+
+def _needed(allocated: float, context: float) -> float:
+    return allocated / (1 - SPARE) + context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,8 @@ def plan_memory(scene: Scene) -> MemoryPlan:
     on_gpu = scene.servers is not None and scene.servers.on_gpu
     servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
     limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
-    return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene), limit=limit)
+    allocated = max(rank.peak.allocated for rank in ranks)
+    return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene, allocated), limit=limit)
 
 
 def _rank(scene: Scene, stage: int) -> RankPlan:
@@ -335,10 +340,12 @@ def cache_bytes_per_token(servers: Servers) -> float:
     return float(layers * 2 * heads * config.head_dim * servers.itemsize)
 
 
-def _host(scene: Scene) -> dict[str, float]:
-    """Return the host memory of the node that has most."""
+def _host(scene: Scene, allocated: float) -> dict[str, float]:
+    """Return the host memory of the node that has most. `allocated`: bytes of a rank at its peak, which on a CPU are
+    host memory."""
     ranks = min(scene.actor.layout.world_size, scene.n_gpus_per_node)
-    host = {"driver and rollout": _DRIVER_BYTES + _ROLLOUT_BYTES, "trainer ranks": ranks * _RANK_BYTES}
+    of_rank = _RANK_BYTES + (0.0 if scene.on_gpu else allocated)
+    host = {"driver and rollout": _DRIVER_BYTES + _ROLLOUT_BYTES, "trainer ranks": ranks * of_rank}
     if scene.servers is not None:
         on_node = min(scene.servers.layout.world_size, scene.n_gpus_per_node)
         host["servers"] = on_node * _SERVER_BYTES
@@ -370,11 +377,14 @@ def _largest(engine: Engine) -> States:
 
 def smallest_world(scene: Scene) -> int | None:
     """Return the smallest number of GPUs, a power of two, on which the trainer of a scene fits with recomputation of
-    whole layers and any layout; None up to 4096."""
+    whole layers, the optimizer where the configuration has it, and any layout; None up to 4096."""
     world, alone = 1, replace(scene, servers=None).with_engines(recompute="full")
+    limit = scene.gpu.gib * GIB
     while world <= 4096:
         for layout in small_layouts(scene.actor.config, world):
-            if plan_memory(alone.in_layout(layout)).fits:
+            placed = alone.in_layout(layout)
+            held, context = _held_by_all(placed, 0)  # much faster than a plan
+            if _needed(sum(held.values()), context["context"]) <= limit and plan_memory(placed).fits:
                 return world
         world *= 2
     return None
@@ -445,12 +455,10 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
         problems.append(f"{(peak.total - plan.limit) / GIB:.1f} GiB are missing in the {peak.name}.")
         if not any(change.fits for change in changes):
             smallest = smallest_world(scene)
-            need = (
-                "No number of GPUs up to 4096 is enough"
-                if smallest is None
-                else f"The trainer needs at least {smallest}"
-            )
-            problems.append(f"{need} GPUs of {scene.gpu.gib:.0f} GiB with all layers recomputed.")
+            need = "more than 4096" if smallest is None else f"at least {smallest}"
+            place = "in host memory" if scene.actor.offload else "on the GPUs"
+            where = f"with all layers recomputed and the optimizer {place}"
+            problems.append(f"The trainer needs {need} GPUs of {scene.gpu.gib:.0f} GiB {where}.")
     if plan.server_problem:
         problems.append(f"{plan.server_problem}; use more tensor-parallel ranks (m) for the servers.")
     return f"It does not fit: {' '.join(problems)}"
@@ -490,10 +498,40 @@ def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
         yield f"{name}.optimizer.offload=true", both
         keys = f"{name}.optimizer.offload=true {name}.gradient_checkpointing=auto"
         yield keys, both.with_engines(recompute="auto")
-    for letter, field in (("m", "tp"), ("p", "pp"), ("c", "cp")):
-        layout = engine.layout
-        if layout.dp % 2 or (field == "tp" and (engine.config.num_kv_heads % (2 * layout.tp))):
-            continue
+    for field in ("tp", "pp", "cp"):
+        if other := _doubled(scene, field):
+            yield _mode(other), other
+
+
+def _doubled(scene: Scene, field: str) -> Scene | None:
+    """Return the scene with half the data-parallel ranks of the trainer and twice those of another kind; None where its
+    models cannot be split so."""
+    layout = scene.actor.layout
+    try:
         other = replace(layout, dp=layout.dp // 2, **{field: getattr(layout, field) * 2})
-        engines = tuple(replace(e, layout=other) if e.layout == layout else e for e in scene.engines)
-        yield f"the trainer as {other} ({letter} doubled)", replace(scene, engines=engines)
+    except AllocationError:
+        return None  # experts do not divide among the ranks of a stage
+    engines = tuple(replace(e, layout=other) if e.layout == layout else e for e in scene.engines)
+    if layout.dp % 2 or not all(divides(engine.config, engine.layout, TRAINER_ROLE) for engine in engines):
+        return None
+    return replace(scene, engines=engines)
+
+
+def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
+    """Return whether a model can be split over such ranks."""
+    return not model_errors(
+        layout, role, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
+        vocab_size=config.vocab_size, path="", intermediate_size=config.intermediate_size,
+        num_experts=config.moe.num_experts if config.moe else 0,
+    )  # fmt: skip
+
+
+def _mode(scene: Scene) -> str:
+    """Return allocation_mode as on the command line; in words where the models of the trainer have several layouts."""
+    trainer, servers = scene.actor.layout, scene.servers
+    if any(engine.layout != trainer for engine in scene.engines):
+        return f"the trainer as {trainer}"
+    if servers is None:
+        return f"allocation_mode={trainer}"
+    placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
+    return f"allocation_mode={servers.backend}.{placed}{'|' if scene.shares_gpus else '+'}{trainer}"

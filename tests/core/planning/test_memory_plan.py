@@ -13,6 +13,8 @@ from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
 from tools.bench import SHAPES, SLICE
 
+FEW_LAYERS = SHAPES["7B"] | {"hidden_size": 14336, "intermediate_size": 75776, "num_hidden_layers": 1}
+
 
 def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:
     path = write_recipe(folder, raw or SHAPES["7B"])
@@ -118,6 +120,24 @@ def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Pa
     assert of((peak.allocated + context) / GIB - 0.1) == (False, False)
 
 
+def test_advice_is_for_layouts_that_divide_the_model_and_its_experts(tmp_path: Path) -> None:
+    eight, raw = ("n_nodes=1", "n_gpus_per_node=8"), SLICE | {"num_hidden_layers": 48}
+    keys = ("actor.optimizer.offload=true", "actor.gradient_checkpointing=auto")
+    scene = make_scene(tmp_path, "allocation_mode=sglang.d2m2p1+(attn:d4m1p1|ffn:d1m1p1e4)", *keys, *eight, raw=raw)
+    modes = [change.keys for change in advice(scene, plan_memory(scene)) if "allocation_mode=" in change.keys]
+    assert modes == ["allocation_mode=sglang.d2m2p1+d2m2p1e4"], "with two stages, e4 does not divide the ranks of one"
+    assert make_scene(tmp_path, *modes, *eight, raw=raw).actor.layout.tp == 2
+    one_layer = make_scene(tmp_path, *eight, "allocation_mode=sglang.d6m1p1+d2m1p1", raw=FEW_LAYERS)
+    assert all(change.plan.ranks[-1].layers for change in advice(one_layer, plan_memory(one_layer)))
+
+
+def test_a_rank_on_a_cpu_takes_host_memory(tmp_path: Path) -> None:
+    one = ("allocation_mode=embedded.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
+    scene = make_scene(tmp_path, *one, raw=SHAPES["1.5B"])
+    plan = plan_memory(scene)
+    assert not scene.on_gpu and plan.host["trainer ranks"] > plan.peak.allocated
+
+
 def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:
     one = ("allocation_mode=sglang.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
     huge = {**SHAPES["7B"], "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
@@ -126,6 +146,8 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
     plan = plan_memory(scene)
     text = verdict(scene, plan, advice(scene, plan))
     assert "does not fit" in text and "The trainer needs at least 32 GPUs" in text
+    scene = make_scene(tmp_path, *one, raw=huge | {"hidden_size": 1 << 17, "num_hidden_layers": 500})
+    assert "The trainer needs more than 4096 GPUs of 79 GiB" in verdict(scene, plan_memory(scene), [])
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
