@@ -131,8 +131,13 @@ def _plan(given: argparse.Namespace) -> int:
         what = "--search" if given.search else "--simulate"
         if calibration is None:
             raise PlanError(f"{what}: no calibration for {gpu.name}; without {what} the plan has memory alone")
-        if scene.servers is None or not scene.servers.on_gpu:
-            raise PlanError(f"{what}: the run has no servers on GPUs; without {what} the plan has memory alone")
+        if scene.servers is None:
+            raise PlanError(f"{what}: {experiment} has no servers; plan it without {what}")
+        if not scene.servers.on_gpu:
+            raise PlanError(
+                f"{what}: {scene.servers.backend} generates on the CPU; write allocation_mode=search for layouts on "
+                f"GPUs, or plan this one without {what}"
+            )
         if given.search:
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)

@@ -56,6 +56,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
         (["--output", "/tmp"], "--output /tmp: has no effect without --simulate STEPS"),
         (["--search", "--simulate", "20"], "--simulate: not with a search"),
         (["allocation_mode=search", "--simulate", "20"], "--simulate: not with a search"),
+        (["allocation_mode=embedded.d8m1p1+d8m1p1", "--search"], "write allocation_mode=search"),
         (["--mean-tokens", "999999"], "--mean-tokens 999999: the longest answer has"),
     ],
 )
