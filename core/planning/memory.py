@@ -4,6 +4,7 @@ The arithmetic of a rank is that of mcore_adapter/memory, which the engine itsel
 allocates, but for "context", which the driver holds beside it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from mcore_adapter.memory.estimate import SPARE, States, UpdateShape, choose, in
 from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
 from model_specs.config import ModelConfig
 
-GIB = 2**30
+GIB, _MIB = 2**30, 2**20
 CONTEXT_BYTES = 0.7 * GIB
 """CUDA's context with the loaded kernels of a process."""
 _GROUP_BYTES = 0.4 * GIB  # NCCL's buffers of one group of ranks
@@ -25,6 +26,11 @@ _BUCKETS = 3  # of a weight update, at least
 _MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
 _RANK_BYTES, _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 3.4e9, 1.5e9, 0.9e9, 6e9  # of processes, in host memory
 _MANY = 1 << 20  # microbatches
+_META_MIB, _GRAPH_MIB = (
+    512,
+    2,
+)  # of a server, and of its CUDA graphs for each request at once (ServerArgs, reserved_mem)
+_BESIDE = ("context", "server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +39,28 @@ class Phase:
 
     name: str
     parts: Mapping[str, float]
-    """Bytes by purpose, "context" beside what torch allocates."""
+    """Bytes by purpose. Not of torch are "context", and "server": of a server on the same GPU."""
     detail: str = ""
     """Where in the phase the peak is, and what is recomputed."""
 
     @property
     def allocated(self) -> float:
-        """Bytes that torch has allocated at the peak."""
-        return sum(size for name, size in self.parts.items() if name != "context")
+        """Bytes that torch has allocated in the trainer at the peak."""
+        return sum(self.parts.values()) - self.beside
+
+    @property
+    def beside(self) -> float:
+        """Bytes of the context and of a server on the same GPU."""
+        return sum(self.parts.get(name, 0.0) for name in _BESIDE)
 
     @property
     def total(self) -> float:
-        """The same with the context and the share that the allocator needs beside it."""
-        return _needed(self.allocated, self.parts.get("context", 0.0))
+        """All of them, with the share that the allocator needs beside what it has allocated."""
+        return _needed(self.allocated, self.beside)
 
 
-def _needed(allocated: float, context: float) -> float:
-    return allocated / (1 - SPARE) + context
+def _needed(allocated: float, beside: float) -> float:
+    return allocated / (1 - SPARE) + beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +91,11 @@ class ServerPlan:
     """Sequences of the longest length that fit."""
     rest: float
     """What is left for CUDA graphs and activations."""
+    graphs: float
+    """What the server reserves of it for the graphs."""
     context: float
+    trainer: float = 0.0
+    """What the trainer keeps on the same GPU while the server samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +121,7 @@ class MemoryPlan:
     @property
     def is_tight(self) -> bool:
         """Whether it fits with less spare memory, and may run out of it by fragmentation."""
-        peak = max(p.allocated + p.parts.get("context", 0.0) for rank in self.ranks for p in rank.phases)
+        peak = max(phase.allocated + phase.beside for rank in self.ranks for phase in rank.phases)
         return not self.fits and peak <= self.limit and not self.server_problem
 
     @property
@@ -117,11 +132,18 @@ class MemoryPlan:
         return "The weights of a server leave no memory for its cache"
 
 
+SAMPLING = "sampling"
+"""Phase of a GPU that trainer and servers share, in the turn of the servers."""
+
+
 def plan_memory(scene: Scene) -> MemoryPlan:
     """Return the memory of every rank, server and node of a run."""
     ranks = tuple(_rank(scene, stage) for stage in range(scene.actor.layout.pp))
     on_gpu = scene.servers is not None and scene.servers.on_gpu
     servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
+    if servers is not None and scene.shares_gpus:
+        kept = max(p.allocated + p.parts["context"] for rank in ranks for p in rank.phases if p.name == SAMPLING)
+        servers = replace(servers, trainer=kept, rest=servers.rest - kept)
     limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
     allocated = max(rank.peak.allocated for rank in ranks)
     return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene, allocated), limit=limit)
@@ -136,37 +158,53 @@ def _rank(scene: Scene, stage: int) -> RankPlan:
 
 
 def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
-    """Yield the phases of a rank of the trainer."""
-    held, context = _held_by_all(scene, rank)
+    """Yield the phases of a rank of the trainer, and of a server on its GPU."""
+    held, beside = _held_by_all(scene, rank)
     for engine in scene.engines:
         stage = _stage(engine, rank)
         if engine.trains:
-            yield _update(scene, engine, stage, held, context)
+            yield _update(scene, engine, stage, held, beside)
             if step := _optimizer_step(engine, states_of(engine, stage)):
-                parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **context}
+                parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **beside}
                 yield Phase(name=f"{engine.name} optimizer", parts=parts)
         else:
-            parts = {**held, "activations": _inference_bytes(engine, stage), **context}
+            parts = {**held, "activations": _inference_bytes(engine, stage), **beside}
             yield Phase(name=f"{engine.name} log-probs", parts=parts)
-    if scene.servers is not None:
-        yield Phase(name="weight update", parts={**held, "buckets": float(_BUCKETS * scene.bucket_bytes), **context})
+    if scene.servers is None:
+        return
+    buckets = {"buckets": float(_BUCKETS * scene.bucket_bytes)}
+    if "server" not in beside:
+        yield Phase(name="weight update", parts={**held, **buckets, **beside})
+        return
+    # In turns: the actor's weights stay on the GPU, which servers read; the server takes its weights, then its cache.
+    weights = float(states_of(scene.actor, _stage(scene.actor, rank)).weights)
+    kept = {"weights": weights} | {name: held[name] for name in ("workspaces", "FP8 copies") if name in held}
+    server = plan_servers(scene, scene.servers)
+    beside["server"] += server.weights
+    yield Phase(name="weight update", parts={**kept, **buckets, **beside})
+    beside["server"] += max(0.0, server.cache) + _server_activations(scene.servers, scene.gpu.gib)
+    yield Phase(name=SAMPLING, parts={**kept, **beside})
 
 
 def _held_by_all(scene: Scene, rank: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what a rank holds in every phase, of all engines, and the context of its GPU."""
+    """Return what a rank holds in its turn, of all engines, and what is beside it on its GPU."""
     held: dict[str, float] = {}
     for engine in scene.engines:
         for part, size in _held(engine, states_of(engine, _stage(engine, rank))).items():
             held[part] = held.get(part, 0.0) + size
         held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
     groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
-    return held, {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
+    beside = {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
+    if scene.shares_gpus and scene.on_gpu:  # a server that has released its weights and its cache
+        graphs = 0.0 if scene.servers is None else _graph_bytes(scene.servers)
+        beside["server"] = CONTEXT_BYTES + _META_MIB * _MIB + graphs
+    return held, beside
 
 
 def usual_level(scene: Scene, engine: Engine) -> Level:
     """Return what most layers of the first stage recompute."""
-    held, context = _held_by_all(scene, 0)
-    levels, _ = _levels(scene, engine, update_shape(engine, 0), sum(held.values()), context["context"])
+    held, beside = _held_by_all(scene, 0)
+    levels, _ = _levels(scene, engine, update_shape(engine, 0), sum(held.values()), sum(beside.values()))
     return Counter(levels).most_common(1)[0][0]
 
 
@@ -242,15 +280,15 @@ def update_shape(engine: Engine, stage: int) -> UpdateShape:
     )  # fmt: skip
 
 
-def _update(scene: Scene, engine: Engine, stage: int, held: Mapping[str, float], context: Mapping[str, float]) -> Phase:
+def _update(scene: Scene, engine: Engine, stage: int, held: Mapping[str, float], beside: Mapping[str, float]) -> Phase:
     shape = update_shape(engine, stage)
-    levels, words = _levels(scene, engine, shape, sum(held.values()), context["context"])
+    levels, words = _levels(scene, engine, shape, sum(held.values()), sum(beside.values()))
     moment = peak(shape, levels)
     detail = f"at the {moment.name}; recomputed: {words}"
     if engine.config.moe is not None and engine.layout.ep > 1:
         worst = peak(replace(shape, imbalance=worst_imbalance(engine)), levels).total - moment.total
         detail += f"; with all tokens for the experts of one rank {worst / GIB:.1f} GiB more"
-    return Phase(name=f"{engine.name} update", parts={**held, **moment.parts, **context}, detail=detail)
+    return Phase(name=f"{engine.name} update", parts={**held, **moment.parts, **beside}, detail=detail)
 
 
 def worst_imbalance(engine: Engine) -> float:
@@ -262,12 +300,12 @@ def worst_imbalance(engine: Engine) -> float:
 
 
 def _levels(
-    scene: Scene, engine: Engine, shape: UpdateShape, held: float, context: float
+    scene: Scene, engine: Engine, shape: UpdateShape, held: float, beside: float
 ) -> tuple[tuple[Level, ...], str]:
     """Return what each layer recomputes, and that in words; with auto as the engine will choose it."""
     if engine.recompute != "auto":
         return (engine.recompute,) * len(shape.layers), engine.recompute
-    whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - context)
+    whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - beside)
     if not scene.on_gpu:
         whole = float("inf")
     host = (engine.host_gib or 0.0) * GIB if scene.on_gpu else 0.0
@@ -301,6 +339,7 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
         tokens=tokens,
         longest=tokens // max(1, scene.longest),
         rest=free * (1 - share),
+        graphs=_graph_bytes(servers),
         context=CONTEXT_BYTES,
     )
 
@@ -309,9 +348,29 @@ def _usual_share(servers: Servers, gpu_gib: float) -> float:
     """Return mem_fraction_static as a server chooses it: activations of a chunk of prompts, ranks, CUDA graphs
     (ServerArgs, reserved_mem)."""
     mib = 1024 * gpu_gib + _DRIVER_MIB
-    chunk = 16384 if mib > 160 * 1024 else 8192 if mib > 60 * 1024 else 4096
-    reserved = 512 + 1.5 * chunk + servers.layout.tp * servers.layout.pp * 128 + 2 * servers.max_running
+    reserved = _META_MIB + 1.5 * _prefill_tokens(gpu_gib) + servers.layout.tp * servers.layout.pp * 128
+    reserved += _graph_bytes(servers) / _MIB
     return round(1 - max(reserved, 10240 if mib > 60 * 1024 else 0) / mib, 3)
+
+
+def _graph_bytes(servers: Servers) -> float:
+    """Return the bytes that a server reserves for its CUDA graphs."""
+    return float(_GRAPH_MIB * servers.max_running * _MIB)
+
+
+def _prefill_tokens(gpu_gib: float) -> int:
+    """Return the tokens of prompts that a server computes at once (ServerArgs, chunked_prefill_size)."""
+    mib = 1024 * gpu_gib + _DRIVER_MIB
+    return 16384 if mib > 160 * 1024 else 8192 if mib > 60 * 1024 else 4096
+
+
+def _server_activations(servers: Servers, gpu_gib: float) -> float:
+    """Return the bytes that a server takes for a chunk of prompts, and for the logits of all requests."""
+    config, tp, moe = servers.config, servers.layout.tp, servers.config.moe
+    width = config.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    token = servers.itemsize * (3 * config.hidden_size + max(2 * heads, 3 * width) / tp)
+    return _prefill_tokens(gpu_gib) * token + 2 * 4 * servers.max_running * config.vocab_size
 
 
 def server_weights(servers: Servers) -> float:
@@ -353,8 +412,9 @@ def _host(scene: Scene, allocated: float) -> dict[str, float]:
     for engine in scene.engines:
         largest = _largest(engine)
         offloaded += ranks * (largest.masters + largest.moments) if engine.offload else 0.0
-        if scene.shares_gpus and not engine.offload:
-            away += ranks * (largest.masters + largest.moments + (0 if engine is scene.actor else largest.weights))
+        if scene.shares_gpus and scene.on_gpu:
+            away += ranks * (0 if engine.offload else largest.masters + largest.moments)
+            away += ranks * (0 if engine is scene.actor else largest.weights)
     if scene.writes_checkpoints:
         host["recover checkpoint"] = ranks * checkpoint_bytes(scene)
     if offloaded:
@@ -383,8 +443,8 @@ def smallest_world(scene: Scene) -> int | None:
     while world <= 4096:
         for layout in small_layouts(scene.actor.config, world):
             placed = alone.in_layout(layout)
-            held, context = _held_by_all(placed, 0)  # much faster than a plan
-            if _needed(sum(held.values()), context["context"]) <= limit and plan_memory(placed).fits:
+            held, beside = _held_by_all(placed, 0)  # much faster than a plan
+            if _needed(sum(held.values()), sum(beside.values())) <= limit and plan_memory(placed).fits:
                 return world
         world *= 2
     return None
@@ -428,7 +488,7 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     most. Empty where the run fits."""
     if plan.peak.total <= plan.limit:
         return []
-    changes = [Change(keys=keys, plan=plan_memory(changed)) for keys, changed in _changes(scene)]
+    changes = [Change(keys=keys, plan=plan_memory(changed)) for keys, changed in _changes(scene, plan)]
     if fitting := [change for change in changes if change.fits]:
         return fitting[:3]
     lower = [change for change in changes if change.peak_gib < plan.peak.total / GIB]
@@ -441,10 +501,10 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
     if not scene.on_gpu:
         return f"The trainer computes on the CPU: a rank needs about {peak.allocated / GIB:.1f} GiB of host memory."
     if plan.is_tight:
-        spare = plan.limit - peak.allocated - peak.parts["context"]
+        spare = plan.limit - peak.allocated - peak.beside
         return (
             f"It is tight: {spare / GIB:.1f} GiB remain for fragmentation in the {peak.name}, "
-            f"{(peak.total - peak.allocated - peak.parts['context']) / GIB:.1f} are recommended."
+            f"{(peak.total - peak.allocated - peak.beside) / GIB:.1f} are recommended."
         )
     if plan.fits:
         if any(engine.recompute == "auto" and engine.trains for engine in scene.engines):
@@ -453,14 +513,17 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
     problems = []
     if peak.total > plan.limit:
         problems.append(f"{(peak.total - plan.limit) / GIB:.1f} GiB are missing in the {peak.name}.")
-        if not any(change.fits for change in changes):
+        if not any(change.fits for change in changes) and scene.shares_gpus and peak.parts["server"] > peak.allocated:
+            problems.append("Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+).")
+        elif not any(change.fits for change in changes):
             smallest = smallest_world(scene)
             need = "more than 4096" if smallest is None else f"at least {smallest}"
             place = "in host memory" if scene.actor.offload else "on the GPUs"
             where = f"with all layers recomputed and the optimizer {place}"
             problems.append(f"The trainer needs {need} GPUs of {scene.gpu.gib:.0f} GiB {where}.")
     if plan.server_problem:
-        problems.append(f"{plan.server_problem}; use more tensor-parallel ranks (m) for the servers.")
+        share = f", or raise {_SHARE_KEY}" if scene.shares_gpus else ""
+        problems.append(f"{plan.server_problem}; use more tensor-parallel ranks (m) for the servers{share}.")
     return f"It does not fit: {' '.join(problems)}"
 
 
@@ -482,8 +545,33 @@ def summary_lines(config: ExperimentConfig) -> list[str]:
     return [f"{line}. {verdict(scene, plan, advice(scene, plan))} `slipstream plan` shows the parts."]
 
 
-def _changes(scene: Scene) -> Iterator[tuple[str, Scene]]:
-    """Yield changes from cheap to costly in time."""
+_SHARE_KEY = "generator.flags.mem_fraction_static"  # before that of the section of the backend
+
+
+def _changes(scene: Scene, plan: MemoryPlan) -> Iterator[tuple[str, Scene]]:
+    """Yield changes from cheap to costly in time; where a shared GPU is too small for the turn of the servers, first
+    those with a smaller server."""
+    if (share := _smaller_share(scene, plan)) and scene.servers is not None:
+        smaller = replace(scene, servers=replace(scene.servers, share=share, colocated_share=share))
+        keys = f"{_SHARE_KEY}={share:g}"
+        yield keys, smaller
+        yield from ((f"{keys} {more}", changed) for more, changed in _changes_of_trainer(smaller))
+    yield from _changes_of_trainer(scene)
+
+
+def _smaller_share(scene: Scene, plan: MemoryPlan) -> float | None:
+    """Return the largest mem_fraction_static with which a server fits beside what the trainer keeps; None where that is
+    not needed, or leaves no memory for its cache."""
+    sampling = [phase.total for rank in plan.ranks for phase in rank.phases if phase.name == SAMPLING]
+    if not sampling or plan.servers is None or max(sampling) <= plan.limit:
+        return None
+    free = scene.gpu.gib * GIB - CONTEXT_BYTES
+    held = plan.servers.weights + max(0.0, plan.servers.cache) - (max(sampling) - plan.limit)
+    share = math.floor(100 * held / free) / 100
+    return share if share * free > plan.servers.weights else None
+
+
+def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
     name, engine = scene.actor.name, scene.actor
     shorter = max(scene.longest, engine.tokens // 2)
     section = "allocation" if name == "model" else f"{name}_train"

@@ -85,6 +85,76 @@ def test_a_server_caches_what_its_share_leaves_beside_the_weights(tmp_path: Path
     assert capped is not None and capped.tokens == 2 * 2 * 32768, "as the server is started"
 
 
+IN_TURNS = ("allocation_mode=sglang.d1m1p1|d1m1p1", "n_nodes=1", "n_gpus_per_node=1")
+
+
+def test_a_gpu_in_turns_holds_what_was_measured(tmp_path: Path) -> None:
+    plan = plan_memory(make_scene(tmp_path, *IN_TURNS, raw=SHAPES["1.5B"], gpu="H200"))
+    update, push, sampling = plan.ranks[0].phases
+    assert [p.name for p in (update, push, sampling)] == ["actor update", "weight update", "sampling"]
+    assert plan.fits and plan.servers is not None
+    # Of the whole GPU, benchmarks/weight-updates.md: while generating, and with both sides released.
+    assert (sampling.allocated + sampling.beside) / GIB == pytest.approx(86.8, rel=0.03)
+    released = sampling.allocated + sampling.parts["context"] + update.parts["server"]
+    assert released / GIB == pytest.approx(5.7, rel=0.1)
+    assert push.parts["server"] == pytest.approx(update.parts["server"] + plan.servers.weights)
+    assert not {"gradients", "masters", "moments"} & {*push.parts, *sampling.parts}
+    assert plan.servers.trainer == pytest.approx(sampling.allocated + sampling.parts["context"])
+    assert plan.servers.rest == pytest.approx(0.4 * (139.8 * GIB - plan.servers.context) - plan.servers.trainer)
+
+
+def test_critic_and_reference_leave_a_gpu_while_servers_sample(tmp_path: Path) -> None:
+    words = (*IN_TURNS, "ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true")
+    scene = make_scene(tmp_path, *words, "algorithm.name=ppo", raw=SHAPES["1.5B"], gpu="H200")
+    alone = plan_memory(make_scene(tmp_path, *IN_TURNS, raw=SHAPES["1.5B"], gpu="H200"))
+    together, before = plan_memory(scene), alone.ranks[0].phases[-1]
+    sampling = together.ranks[0].phases[-1]
+    assert sampling.parts["weights"] == before.parts["weights"]
+    away = (sampling.allocated - before.allocated) / 1e9
+    assert away == pytest.approx(0.2 + 0.1, abs=0.05), "workspaces; 0.2 of the critic in benchmarks/recovery.md"
+    states = [states_of(engine, 0) for engine in scene.engines]
+    gone = sum(s.weights for s in states[1:]) + sum(s.masters + s.moments for s in states)
+    assert together.host["trainer while servers sample"] == pytest.approx(gone)
+    offloaded = plan_memory(scene.with_engines(offload=True)).host
+    assert offloaded["trainer while servers sample"] == pytest.approx(sum(s.weights for s in states[1:]))
+
+
+def test_a_server_too_large_beside_the_trainer_is_lowered_until_both_fit(tmp_path: Path) -> None:
+    words = (*IN_TURNS, "actor.gradient_checkpointing=true")
+    scene = make_scene(tmp_path, *words, "actor.sglang.mem_fraction_static=0.95", raw=SHAPES["1.5B"])
+    plan = plan_memory(scene)
+    change = advice(scene, plan)[0]
+    assert not plan.fits and plan.peak.name == "sampling" and change.fits
+    key, _, share = change.keys.partition("=")
+    assert key == "generator.flags.mem_fraction_static"
+    assert plan_memory(make_scene(tmp_path, *words, change.keys, raw=SHAPES["1.5B"])).fits
+    more = f"{key}={float(share) + 0.01:.2f}"
+    assert not plan_memory(make_scene(tmp_path, *words, more, raw=SHAPES["1.5B"])).fits, "the largest that fits"
+    small = make_scene(tmp_path, *words, f"{key}=0.02", raw=SHAPES["1.5B"])
+    assert verdict(small, plan_memory(small), []).endswith(
+        "for the servers, or raise generator.flags.mem_fraction_static."
+    )
+
+
+def test_servers_whose_weights_alone_are_too_large_in_turns_need_more_ranks(tmp_path: Path) -> None:
+    layout = ("allocation_mode=sglang.d4m1p1|d1m4p1", "n_nodes=1", "n_gpus_per_node=4")
+    words = (*layout, "actor.optimizer.offload=true", "actor.gradient_checkpointing=true")
+    words += ("actor.sglang.mem_fraction_static=0.9", "actor_train.mb_spec.max_tokens_per_mb=8192")
+    scene = make_scene(tmp_path, *words, gpu="X:20")
+    plan = plan_memory(scene)
+    text = verdict(scene, plan, advice(scene, plan))
+    assert plan.peak.name == "sampling"
+    assert text.endswith("Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+).")
+
+
+def test_auto_leaves_a_server_in_turns_what_it_keeps(tmp_path: Path) -> None:
+    words = ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=65536")
+    scene = make_scene(tmp_path, *IN_TURNS, *words, raw=SHAPES["1.5B"])
+    peak = plan_memory(scene).ranks[0].phases[0]
+    assert "recomputed: auto" in peak.detail and peak.beside > peak.parts["context"]
+    assert peak.total <= scene.gpu.gib * GIB
+
+
 def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path) -> None:
     layout = "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)"
     plan = plan_memory(make_scene(tmp_path, layout, raw=SLICE, gpu="H200"))

@@ -297,6 +297,15 @@ def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> 
     assert ages == {0, 1}, "those that take turns, and those apart"
 
 
+def test_the_layout_in_turns_that_was_measured_is_proposed(tmp_path: Path) -> None:
+    scene = scene_of(load_config("ppo-math", write_recipe(tmp_path, SHAPES["1.5B"])).config, GPUS["H200"])
+    fixed = parse_fixed("sglang.d2m1p1|d2m1p1")
+    answers = Lengths(mean=900, longest=7168)
+    found = search(scene, CALIBRATION, answers, num_gpus=2, accepts=lambda one, keys: True, fixed=fixed)
+    assert found.best[0].mode == "sglang.d2m1p1|d2m1p1"
+    assert found.best[0].scene.actor.recompute == "selective"
+
+
 def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
     """Measured on two H200: 45,520 tokens/s with 384 requests at once, 41,200 with 1,024 (benchmarks/planner.md)."""
     path = write_recipe(tmp_path, SHAPES["1.5B"])
