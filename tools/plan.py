@@ -62,6 +62,7 @@ _COLUMNS = {
     "kept": ("residual stream", "attention", "MLP", "from the host"),
     "passing": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets"),
     "other": ("workspaces", "context"),
+    "server": ("server",),
 }
 """Column of the table -> the parts of a phase that it sums."""
 _BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Shortest way from answer to update"}
@@ -349,9 +350,11 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
             console.print(f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
     if plan.servers is not None and scene.servers is not None:
         s, one = plan.servers, scene.servers
+        trainer = f"; the trainer keeps {s.trainer / GIB:.1f}" if s.trainer else ""
         console.print(
             f"Server ({one.layout}), each GPU: weights {s.weights / GIB:.1f}, cache {max(0.0, s.cache) / GIB:.1f}, "
-            f"graphs and activations up to {s.rest / GIB:.1f} GiB. The cache holds {s.tokens:,} tokens: "
+            f"graphs and activations up to {max(0.0, s.rest) / GIB:.1f} GiB, of which the server reserves "
+            f"{s.graphs / GIB:.1f} for graphs{trainer}. The cache holds {s.tokens:,} tokens: "
             f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}."
         )
     total = sum(plan.host.values())
@@ -365,21 +368,27 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
 
 
 def memory_table(plan: MemoryPlan, title: str) -> Table:
-    """Return a row for each phase of each stage."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("phase", *_COLUMNS, "peak", "needed"):
+    """Return a row for each phase of each stage; at most 80 columns wide."""
+    phases = [phase for rank in plan.ranks for phase in rank.phases]
+    shown = {
+        name: parts for name, parts in _COLUMNS.items() if name != "server" or any(p.parts.get(name) for p in phases)
+    }
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for name in ("phase", *shown, "peak", "needed"):
         table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     for rank in plan.ranks:
+        if len(plan.ranks) > 1:
+            table.add_row(f"stage {rank.stage}")
         for phase in rank.phases:
-            stage = f"stage {rank.stage}: " if len(plan.ranks) > 1 else ""
-            table.add_row(stage + phase.name, *_cells(phase))
+            sums = (sum(phase.parts.get(part, 0.0) for part in parts) for parts in shown.values())
+            indent = "  " if len(plan.ranks) > 1 else ""
+            table.add_row(indent + phase.name, *map(_cell, (*sums, phase.allocated, phase.total)))
         table.add_section()
     return table
 
 
-def _cells(phase: Phase) -> list[str]:
-    sums = [sum(phase.parts.get(part, 0.0) for part in parts) for parts in _COLUMNS.values()]
-    return [f"{size / GIB:.1f}" if size else "" for size in (*sums, phase.allocated, phase.total)]
+def _cell(size: float) -> str:
+    return f"{size / GIB:.1f}" if 0 < size < 1000 * GIB else f"{size / GIB:.0f}" if size else ""
 
 
 def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, object]:

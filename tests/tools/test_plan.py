@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from core.checks.rules import load_config
+from core.planning.memory import plan_memory
 from core.planning.rates import calibration_of, write_calibration
+from core.planning.scene import find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from tools.bench import SHAPES
-from tools.plan import main
+from tools.plan import main, memory_table
 
 
 @pytest.fixture
@@ -39,6 +43,22 @@ def test_json_has_what_the_table_has(recipe: Path, capsys: pytest.CaptureFixture
     assert phase["allocated"] == pytest.approx(sum(v for k, v in phase["parts"].items() if k != "context"), abs=99)
     assert main([str(recipe), "--gpu", "H100"]) == 0
     assert f"{phase['allocated'] / 2**30:.1f}" in capsys.readouterr().out
+
+
+def test_the_table_of_memory_fits_a_terminal_and_has_large_numbers_whole(recipe: Path, capsys) -> None:
+    words = ["allocation_mode=sglang.d8m1p1|d4p2m1", "n_nodes=1", "staleness.max_staleness=0", "ppo.kl_ctl=0.1"]
+    words += ["ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo"]
+    words += ["actor.optimizer.offload=true", "critic.optimizer.offload=true"]
+    plan = plan_memory(scene_of(load_config("ppo-math", recipe, words).config, find_gpu("H100")))
+    peak = plan.ranks[0].phases[0].allocated / 2**30
+    for factor, whole in ((1, f" {peak:.1f} "), (1000, f" {1000 * peak:.0f} ")):
+        ranks = [
+            replace(rank, phases=[replace(p, parts={k: factor * v for k, v in p.parts.items()}) for p in rank.phases])
+            for rank in plan.ranks
+        ]
+        Console(width=80).print(memory_table(replace(plan, ranks=ranks), "Memory"))
+        table = capsys.readouterr().out
+        assert "critic optimizer" in table and "sampling" in table and whole in table and "…" not in table
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
