@@ -48,11 +48,11 @@ _OPTIMIZER_BYTES = 49
 _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
 """Of each parameter, in both directions at once; bytes per second in each, measured."""
 _WIDE_HEAD = 128
-_SAMPLED_BYTES, _CACHED_SAMPLED_BYTES = 170, 114
+_SAMPLED_BYTES, _CACHED_SAMPLED_BYTES = 140, 114
 """Of each entry of the vocabulary, read or written to sample a token; on a CPU, whose caches hold some of it."""
-_REQUEST_SECONDS = 0.001
+_REQUEST_SECONDS = 0.0014
 """In which a server takes up a request, while the GPU computes the prompts of others."""
-_WAVE_SECONDS = 0.14
+_WAVE_SECONDS = 0.18
 """In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
 as are the time of a request, the bytes of sampling on a GPU, and `decode_step_seconds`."""
 _TOKEN_SECONDS = 15e-6
