@@ -181,7 +181,8 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
         return prefill + _batch_seconds(scene, servers, decode, answers, running=running, every=every)
 
     if in_turns:
-        rollout = batch(math.inf)
+        if scene.max_staleness == 0:
+            rollout = batch(math.inf)
         step = rollout + trainer + push + turn
     else:
         step = lag = max(rollout, trainer)

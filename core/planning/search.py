@@ -98,7 +98,7 @@ class Proposal:
         if metric == "cost":
             slower = f"{ratio * best.num_gpus / self.num_gpus - 1:+.0%} tokens/s of a GPU"
         if self.scene.shares_gpus and not best.scene.shares_gpus:
-            return f"{slower}: generation and update take turns, {mine.rollout:.1f} + {mine.trainer:.1f} s"
+            return f"{slower}: generation and update take turns, {mine.step - mine.trainer:.1f} + {mine.trainer:.1f} s"
         if mine.limited_by == LONGEST_ANSWERS:
             return f"{slower}: a step waits {mine.wait:.1f} s for the {LONGEST_ANSWERS}"
         parts = {
@@ -254,8 +254,7 @@ def _split(scene: Scene) -> tuple[int, bool, ParallelLayout | None]:
 def _candidates(
     scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spec | None
 ) -> Iterator[tuple[Scene, StepTime]]:
-    """Yield allocations that divide models and batch and whose trainer fits, each with its time. Those on the same GPUs
-    take turns, without staleness."""
+    """Yield allocations that divide models and batch and whose trainer fits, each with its time."""
     assert scene.servers is not None, "the caller has generators"
     num_gpus = scene.n_nodes * scene.n_gpus_per_node
     wanted = None if fixed is None else fixed.trainer.get(REST)
@@ -269,8 +268,8 @@ def _candidates(
         sides = [ParallelLayout(dp=left // tp, tp=tp) for tp in sizes if left % tp == 0]
         if served is not None and served.world_size == left:
             sides = [served]
-        placed = replace(scene, shares_gpus=False) if rest else _in_turns(scene)
-        trainers = list(_fitting(placed, layout)) if sides else []
+        placed = [replace(scene, shares_gpus=False)] if rest else _on_same_gpus(scene)
+        trainers = [trainer for one in placed for trainer in _fitting(one, layout)] if sides else []
         others = scene.servers.num_auxiliary
         for side in sides:
             if side.dp <= others:
@@ -281,10 +280,12 @@ def _candidates(
                     yield found
 
 
-def _in_turns(scene: Scene) -> Scene:
-    """Return the scene with servers and trainer on the same GPUs."""
+def _on_same_gpus(scene: Scene) -> list[Scene]:
+    """Return the scene with servers and trainer on the same GPUs: with its staleness, and without any."""
+    shared = replace(scene, shares_gpus=True)
     engines = tuple(replace(engine, has_pass=engine.has_pass_in_turns) for engine in scene.engines)
-    return replace(scene, engines=engines, shares_gpus=True, max_staleness=0)
+    in_turns = replace(shared, engines=engines, max_staleness=0)
+    return [in_turns, shared] if scene.max_staleness else [in_turns]
 
 
 def _with_requests(scene: Scene, calibration: Calibration, answers: Lengths) -> tuple[Scene, StepTime] | None:

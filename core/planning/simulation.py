@@ -64,8 +64,12 @@ class World:
     train_token_seconds: float
     """Of the update and the passes before it, for each trained token."""
     push_seconds: float
+    shares_gpus: bool = False
+    """Servers stop while the trainer computes."""
     turn_seconds: float = 0.0
     """Colocated: memory changes sides twice a step."""
+    resume_seconds: float = 0.0
+    """Colocated: of each running request, whose tokens so far are computed again after an update."""
     dead_server_at: int | None = None
     """Step in which a server fails for good."""
     straggler: float = 1.0
@@ -199,6 +203,7 @@ class _Server:
         self._steps = [seconds * factor for seconds in world.step_seconds]
         self._token_seconds = world.token_seconds * factor
         self._prefill = world.prefill_seconds * factor
+        self._resume = world.resume_seconds * factor
         self._tokens = 0.0  # that each request got since the begin, as long as it was there
         self._began = 0.0  # the sum of that number at the begin of each running request
         self._since = 0.0
@@ -251,6 +256,13 @@ class _Server:
         """Decode nothing for a while: a prefill, or a weight update."""
         self.advance()
         self._pass(seconds)
+        self._schedule()
+
+    def leave(self, seconds: float) -> None:
+        """Stop for as long as the trainer has the GPU, and then take up the running requests again."""
+        self.advance()
+        self._since += seconds
+        self._pass(len(self._running) * self._resume)
         self._schedule()
 
     def advance(self) -> None:
@@ -342,6 +354,8 @@ class Forecast(StepTime):
     """Share of generator.max_running that is decoded on average."""
     staleness: Mapping[int, float]
     """Share of the answers by age in versions."""
+    takes_turns: bool
+    """No answer is sampled while the trainer computes."""
 
     @property
     def limited_by(self) -> str:
@@ -349,11 +363,6 @@ class Forecast(StepTime):
         if self.step > _EVEN * max(self.rollout, self.trainer) and not self.takes_turns:
             return LONGEST_ANSWERS
         return "generators" if self.rollout > self.trainer else "trainer"
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether no answer is sampled beside an update."""
-        return set(self.staleness) == {0}
 
 
 def forecast(
@@ -375,7 +384,7 @@ def forecast(
     return Forecast(
         **vars(time) | {"step": time.tokens / parts / run.tokens_per_second},
         wait=run.wait, trainer_share=run.trainer_share, slots_share=run.slots_share,
-        staleness=run.staleness,
+        staleness=run.staleness, takes_turns=scene.shares_gpus or scene.max_staleness == 0,
     )  # fmt: skip
 
 
@@ -405,7 +414,10 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
             servers, calibration, prompts=1, length=prompt, answers=scene.group_size
         ),
         prompt_tokens=prompt, max_staleness=scene.max_staleness,
-        train_token_seconds=time.trainer / time.tokens, push_seconds=time.push, turn_seconds=time.turn,
+        train_token_seconds=time.trainer / time.tokens, push_seconds=time.push, shares_gpus=scene.shares_gpus,
+        turn_seconds=time.turn, resume_seconds=prefill_seconds(
+            servers, calibration, prompts=1, length=prompt + answers.mean_begun, answers=1
+        ),
     )  # fmt: skip
 
 
@@ -480,7 +492,11 @@ class _Run:
             episodes = await lessee.take(step)
             taken = loop.time()
             tokens = sum(self._tokens.pop(episode.tags.id) for episode in episodes)
-            await asyncio.sleep(tokens * world.train_token_seconds + world.turn_seconds)
+            seconds = tokens * world.train_token_seconds + world.turn_seconds
+            if world.shares_gpus:
+                for server in self._servers:
+                    server.leave(seconds)
+            await asyncio.sleep(seconds)
             trained = loop.time()
             for server in self._servers:
                 server.stall(world.push_seconds)

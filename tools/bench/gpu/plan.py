@@ -324,13 +324,16 @@ class Run:
     def __str__(self) -> str:
         if self.keys:
             return f"{self.model}, {' '.join(key.split('.')[-1] for key in self.keys)}"
-        where = f"1 + 1 GPUs, max_staleness={self.max_staleness}" if self.apart else "1 GPU in turns"
+        where = "1 + 1 GPUs" if self.apart else "1 GPU in turns"
+        if self.max_staleness:
+            where += f", max_staleness={self.max_staleness}"
         return f"{self.model}, {where}, {self.max_running} requests, {self.prompts} prompts"
 
     def config(self, scene: Scene) -> dict[str, object]:
         """Return the keys of the run."""
         return {
-            **async_config(scene, self.max_staleness, num_gpus=1 + self.apart),
+            **async_config(scene, self.max_staleness if self.apart else 0, num_gpus=1 + self.apart),
+            "staleness.max_staleness": self.max_staleness,
             "dataset.train_bs_n_seqs": self.prompts,
             "generator.max_running": self.max_running,
             "ppo.gen.max_new_tokens": self.most_tokens,
@@ -385,12 +388,14 @@ class Run:
 
 
 RUNS = (
+    Run(model="1.5B", apart=False, max_staleness=2, max_running=256, prompts=60, most_tokens=4096, warm_up=4, steps=5),
     Run(model="1.5B", apart=False, max_staleness=0, max_running=256, prompts=60, most_tokens=4096, warm_up=2, steps=2),
     Run(model="0.6B", apart=False, max_staleness=0, max_running=320, prompts=80, most_tokens=4096, warm_up=2, steps=2),
     Run(model="3B", apart=True, max_staleness=2, max_running=192, prompts=40, most_tokens=4096, warm_up=4, steps=5),
     Run(model="0.6B", apart=True, max_staleness=1, max_running=384, prompts=60, most_tokens=4096, warm_up=4, steps=6),
 )
 TRIAL_RUNS = (
+    Run(model="1.5B", apart=False, max_staleness=2, max_running=256, prompts=60, most_tokens=4096, warm_up=4, steps=5),
     Run(model="tiny", apart=True, max_staleness=2, max_running=16, prompts=4, most_tokens=64, warm_up=2, steps=2),
 )
 """In place of RUNS without GPUs."""
@@ -465,7 +470,7 @@ _REQUESTS = "generator.max_running"
 
 
 def _trial(run: Run) -> str:
-    return f"{run.model}-{'apart' if run.apart else 'turns'}"
+    return f"{run.model}-{'apart' if run.apart else 'turns'}-{run.max_staleness}"
 
 
 def _of(scene: Scene, run: Run) -> Scene:
