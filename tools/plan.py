@@ -131,7 +131,10 @@ def _plan(given: argparse.Namespace) -> int:
     if given.search or given.simulate:
         what = "--search" if given.search else "--simulate"
         if calibration is None:
-            raise PlanError(f"{what}: no calibration for {gpu.name}; without {what} the plan has memory alone")
+            raise PlanError(
+                f"{what}: no calibration for {gpu.name}; slipstream plan --calibrate FILE measures one, and without "
+                f"{what} the plan has memory alone"
+            )
         if scene.servers is None:
             raise PlanError(f"{what}: {experiment} has no servers; plan it without {what}")
         if not scene.servers.on_gpu:
@@ -142,7 +145,8 @@ def _plan(given: argparse.Namespace) -> int:
         if given.search:
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)
-    plan, time = plan_memory(scene), timed(scene, calibration, answers)
+    plan = plan_memory(scene)
+    time = None if plan.server_problem else timed(scene, calibration, answers)
     if given.json:
         print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
@@ -195,6 +199,8 @@ def _simulate(
     scene: Scene, calibration: Calibration, answers: Lengths, given: argparse.Namespace, console: Console
 ) -> int:
     """Print what a simulated run comes to, as planned and with each fault, and write pictures; return the exit code."""
+    if problem := plan_memory(scene).server_problem:
+        raise PlanError(f"--simulate: {problem}; use more tensor-parallel ranks (m) for the servers")
     world = world_of(scene, calibration, answers)
     assert world is not None, "the caller has servers on GPUs"
     runs = simulate_with_faults(world, given.simulate)
@@ -270,7 +276,7 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
 
 
 def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> Forecast | None:
-    """Return what a step takes; None without a calibration, or without servers on GPUs."""
+    """Return what a step takes; None without a calibration, or with one side on GPUs and the other on the CPU."""
     return None if calibration is None else forecast(scene, calibration, answers)
 
 
@@ -280,9 +286,15 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
         name = scene.gpu.name if scene.on_gpu else "a CPU"
         return f"No calibration for {name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
-        return "No time: it needs generators, and both sides on GPUs or both on the CPU."
-    more = " (a larger staleness.max_staleness hides them)" if time.limited_by == LONGEST_ANSWERS else ""
+        return "No time: it needs servers that hold the model, and both sides on GPUs or both on the CPU."
     stop = f" A recover checkpoint stops the trainer for {time.checkpoint:.1f} s." if time.checkpoint else ""
+    if scene.servers is None:
+        passes = f", log-probabilities {time.passes:.1f} s" if time.passes else ""
+        return (
+            f"A step with sequences of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
+            f"update {time.update:.1f} s{passes}. {time.tokens_per_second:,.0f} trained tokens/s.{stop}"
+        )
+    more = " (a larger staleness.max_staleness hides them)" if time.limited_by == LONGEST_ANSWERS else ""
     return (
         f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, weight update {time.push:.2f}, wait for "

@@ -60,7 +60,7 @@ _TOKEN_SECONDS = 15e-6
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
-_TURN_SECONDS = 0.62  # release, reload, offload and resume of colocated sides, 1.5B
+_TURN_SECONDS = 1.0  # release, reload, offload and resume of colocated sides: 1.5B on one H100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,8 @@ def read_calibration(path: Path) -> Calibration:
     try:
         return Calibration(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise PlanError(f"--calibration {path}: {error}; write a new one with slipstream plan --calibrate") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(f"--calibration {path}: {why}; write a new one with slipstream plan --calibrate") from None
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -148,12 +149,13 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepTime | None:
-    """Return the time of a step whose answers have such lengths; None without generators, or with one side on GPUs and
-    the other on the CPU. `step` is what steps would take if all were alike: simulation.forecast() runs them."""
+    """Return the time of a step whose answers, or whole sequences without generators, have such lengths; None with one
+    side on GPUs and the other on the CPU. `step` is what steps would take if all were alike: simulation.forecast() runs
+    them."""
     servers = scene.servers
-    if servers is None or servers.on_gpu != scene.on_gpu:
+    if servers is not None and servers.on_gpu != scene.on_gpu:
         return None
-    prompt = scene.prompt_tokens / 2
+    prompt = 0.0 if servers is None else scene.prompt_tokens / 2
     length = prompt + answers.mean
     tokens = scene.sequences * length
     # Attention grows with the square of the length.
@@ -165,6 +167,12 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
         if e.trains
     )
     passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
+    checkpoint = checkpoint_bytes(scene) / _HOST_LINK if scene.writes_checkpoints and scene.on_gpu else 0.0
+    if servers is None:
+        return StepTime(
+            update=update, passes=passes, rollout=0.0, push=0.0, turn=0.0, checkpoint=checkpoint, step=update + passes,
+            tokens=tokens,
+        )  # fmt: skip
     running = running_requests(scene, servers, length)
     decode = decoding(servers, calibration)
     usual = decode(running, prompt + answers.mean_begun)
@@ -190,7 +198,6 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
             lag = (lag + (batch(step) + trainer) / (scene.max_staleness + 1)) / 2
             step = max(rollout, trainer, lag)
         step = step * _SLACK + push
-    checkpoint = checkpoint_bytes(scene) / _HOST_LINK if scene.writes_checkpoints and scene.on_gpu else 0.0
     return StepTime(
         update=update, passes=passes, rollout=rollout, push=push, turn=turn, checkpoint=checkpoint, step=step,
         tokens=tokens,

@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from allocation import GPU, AllocationError, ParallelLayout, batch_errors, model_errors
+from allocation import GPU, AllocationError, ParallelLayout, batch_errors
 from allocation.layout import divisors
 from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
-from core.planning.memory import GIB, MemoryPlan, plan_memory, plan_servers, smallest_world
+from core.planning.memory import GIB, MemoryPlan, divides, plan_memory, plan_servers, smallest_world
 from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
 from core.planning.simulation import LONGEST_ANSWERS, Forecast, forecast
 from mcore_adapter.settings import Level
-from model_specs.config import ModelConfig
 from rollout.inference.registry import DEFAULT_BACKEND
 
 Metric = Literal["tokens", "cost", "latency"]
@@ -203,12 +202,22 @@ def parse_fixed(text: str) -> Spec:
     PlanError."""
     try:
         if "+" in text or "|" in text or "." not in text:
-            return parse_spec(text)
-        return replace(parse_spec(f"{text}+d1m1p1"), trainer={})
+            spec = parse_spec(text)
+        else:
+            spec = replace(parse_spec(f"{text}+d1m1p1"), trainer={})
+        if named := spec.trainer.keys() - {REST}:
+            raise PlanError(
+                f"--fix {text}: names {', '.join(sorted(named))}; a search places all roles of the trainer alike, so "
+                "write one layout for them, as d8m1p2"
+            )
+        return spec
     except AllocationError as error:
         raise PlanError(
-            f"--fix {text}: {error.within('--fix', text)}; write {DEFAULT_BACKEND[GPU]}.d4m2p1, d8m1p2, or both"
+            f"{error.within('--fix', text)}; write {DEFAULT_BACKEND[GPU]}.d4m2p1, d8m1p2, or both"
         ) from None
+
+
+_SMALLEST = "with recomputation of whole layers and the optimizer on the GPU"
 
 
 def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
@@ -216,9 +225,9 @@ def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
     fixed."""
     smallest = smallest_world(scene)
     if smallest is None:
-        return "The trainer fits on no number of GPUs up to 4096."
+        return f"The trainer fits on no number of GPUs up to 4096 {_SMALLEST}."
     if smallest >= num_gpus:
-        return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB."
+        return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB {_SMALLEST}."
     if fixed is not None:
         return f"No allocation with the layout of --fix fits on {num_gpus} GPUs and passes the checks; leave out --fix."
     return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
@@ -345,7 +354,7 @@ def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:
 def _server_sizes(scene: Scene, servers: Servers) -> Iterator[int]:
     """Yield the tensor-parallel ranks of servers that hold the model and several of the longest sequences."""
     for tp in (1, 2, 4, 8):
-        if tp > scene.n_gpus_per_node or not _divides(servers.config, ParallelLayout(tp=tp), "actor_gen"):
+        if tp > scene.n_gpus_per_node or not divides(servers.config, ParallelLayout(tp=tp), "actor_gen"):
             continue
         if plan_servers(scene, replace(servers, layout=ParallelLayout(tp=tp))).longest >= 4:
             yield tp
@@ -373,7 +382,7 @@ def _trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
 
 
 def _suits(scene: Scene, layout: ParallelLayout) -> bool:
-    if not all(_divides(engine.config, layout, "actor_train") for engine in scene.engines):
+    if not all(divides(engine.config, layout, "actor_train") for engine in scene.engines):
         return False
     return not batch_errors(
         layout,
@@ -382,14 +391,6 @@ def _suits(scene: Scene, layout: ParallelLayout) -> bool:
         group_size=scene.group_size,
         ppo_n_minibatches=scene.minibatches,
     )
-
-
-def _divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
-    return not model_errors(
-        layout, role, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
-        vocab_size=config.vocab_size, path="", intermediate_size=config.intermediate_size,
-        num_experts=config.moe.num_experts if config.moe else 0,
-    )  # fmt: skip
 
 
 logger = logging.getLogger(__name__)
@@ -433,8 +434,10 @@ def unplaced(load: Loader) -> str:
 
 
 def usual_lengths(scene: Scene) -> Lengths:
-    """Return the lengths of answers that are assumed where none are given: a third of the longest on average."""
-    return Lengths(mean=max(1, scene.answer_tokens // 3), longest=max(1, scene.answer_tokens))
+    """Return the lengths of answers, or of whole sequences without generators, that are assumed where none are given: a
+    third of the longest on average."""
+    longest = scene.prompt_tokens if scene.servers is None else scene.answer_tokens
+    return Lengths(mean=max(1, longest // 3), longest=max(1, longest))
 
 
 def proposals(

@@ -27,7 +27,7 @@ from rollout.inference.router import Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
 _GROUPS = 4096
-_FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 16_000, 6, 24
+_FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 12_000, 6, 24
 """Of the steps that a forecast measures."""
 _ENOUGH_ANSWERS = 1024
 """Of a step, for the longest of them."""
@@ -371,6 +371,10 @@ def forecast(
     """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
     part of servers and batch is simulated. `most_answers`: about how many the measured steps have together."""
     time, world = step_time(scene, calibration, answers), world_of(scene, calibration, answers)
+    if time is not None and scene.servers is None:
+        return Forecast(
+            **vars(time), wait=0.0, trainer_share=1.0, slots_share=0.0, staleness={0: 1.0}, takes_turns=True
+        )
     if time is None or world is None:
         return None
     parts = _parts(world)
@@ -396,7 +400,7 @@ def _parts(world: World) -> int:
 
 
 def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World | None:
-    """Return the world of a scene; None where step_time() has no times."""
+    """Return the world of a scene; None without generators or times."""
     time, servers = step_time(scene, calibration, answers), scene.servers
     if time is None or servers is None:
         return None

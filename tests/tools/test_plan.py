@@ -11,7 +11,7 @@ from rich.console import Console
 
 from core.checks.rules import load_config
 from core.planning.memory import plan_memory
-from core.planning.rates import calibration_of, write_calibration
+from core.planning.rates import FOLDER, calibration_of, write_calibration
 from core.planning.scene import find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from tools.bench import SHAPES
@@ -78,6 +78,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
         (["allocation_mode=search", "--simulate", "20"], "--simulate: not with a search"),
         (["allocation_mode=embedded.d8m1p1+d8m1p1", "--search"], "write allocation_mode=search"),
         (["--mean-tokens", "999999"], "--mean-tokens 999999: the longest answer has"),
+        (["--search", "--fix", "sglang.d4m2p1+actor_train:d4m1p1"], "names actor_train; a search places all roles"),
     ],
 )
 def test_options_without_effect_are_refused(words: list[str], error: str, recipe: Path, capsys) -> None:
@@ -109,6 +110,26 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
         assert error in capsys.readouterr().err
 
 
+def test_a_run_without_servers_has_the_time_of_its_trainer(recipe: Path, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        f"{{experiment_name: a, trial_name: b, n_gpus_per_node: 8, allocation_mode: d8m1p1, "
+        f"model: {{path: {recipe.parent}/model}}, "
+        "dataset: {train_path: x.jsonl, max_seqlen: 4096, train_bs_n_seqs: 64}}"
+    )
+    assert main(["sft", "--config", str(path), "--gpu", "H200", "--mean-tokens", "2048"]) == 0
+    shown = capsys.readouterr().out
+    assert "A step with sequences of 2,048 tokens on average" in shown and "trained tokens/s" in shown
+
+
+def test_servers_that_do_not_hold_the_model_have_no_times(recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "B200:14", "--calibration", str(FOLDER / "H200.json")]
+    assert main(words) == 1
+    assert "No time: it needs servers that hold the model" in capsys.readouterr().out
+    assert main([*words, "--simulate", "8"]) == 2
+    assert "--simulate: " in capsys.readouterr().err
+
+
 def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(recipe), "--gpu", "H100", "--gpus", "32", "--fix", "sglang.d8m2p1"]
     assert main([*words[:-2], "allocation_mode=search"]) == 0
@@ -116,7 +137,7 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert main([*words, "--search"]) == 0
     assert "\n   allocation_mode=sglang.d8m2p1+" in capsys.readouterr().out
     assert main([*words[:-1], "sglang.d9m2q1", "--search"]) == 2
-    assert "error: --fix sglang.d9m2q1: " in capsys.readouterr().err
+    assert "error: --fix='sglang.d9m2q1': " in capsys.readouterr().err
     assert main([*words[:-1], "sglang.d9m2p2", "--search"]) == 1
     assert "layout of --fix" in capsys.readouterr().out
 
