@@ -104,7 +104,7 @@ class TrainJob:
 
     def wait_for(self, num_jobs: int) -> None:
         """As the loop does while it waits for a batch, until so many jobs have what they need."""
-        wait_until(lambda: not self.publisher.sync_rejoined() and self.num_reporting() == num_jobs)
+        wait_until(lambda: self.num_reporting() == num_jobs and not self.publisher.sync_rejoined())
 
     def num_reporting(self) -> int:
         self.jobs.choose(LAST)
