@@ -364,16 +364,16 @@ class Run:
         answers have the lengths that the seed of the run gives; by the plan the shares of the time in which the trainer
         computes and of the slots that servers use, and the mean staleness. Raises ValueError without a calibration of
         the GPU."""
-        planned, answers, calibration = self.planned(scene, gpu), self.answers, calibration_of(gpu.name)
+        config = self.loader(scene)([]).config
+        planned, answers, calibration = scene_of(config, gpu), self.answers, calibration_of(gpu.name)
         time = None if calibration is None else forecast(planned, calibration, answers)
         world = None if calibration is None else world_of(planned, calibration, answers)
         if time is None or world is None:
             raise ValueError(f"{gpu.name}: no calibration")
-        seed = self.loader(scene)([]).config.seed
-        order = shuffled(NUM_ADDITIONS, seed=seed, epoch=0)
+        order = shuffled(NUM_ADDITIONS, seed=config.seed, epoch=0)
 
         def drawn(number: int) -> list[float]:
-            seeds = (sample_seed(seed, 0, int(order[number]), sample) for sample in range(planned.group_size))
+            seeds = (sample_seed(config.seed, 0, int(order[number]), sample) for sample in range(planned.group_size))
             return [float(length_of(one, self.most_tokens)) for one in seeds]
 
         steps = simulate(world, self.warm_up + self.steps, drawn=drawn).steps[self.warm_up :]
@@ -395,7 +395,6 @@ RUNS = (
     Run(model="0.6B", apart=True, max_staleness=1, max_running=384, prompts=60, most_tokens=4096, warm_up=4, steps=6),
 )
 TRIAL_RUNS = (
-    Run(model="1.5B", apart=False, max_staleness=2, max_running=256, prompts=60, most_tokens=4096, warm_up=4, steps=5),
     Run(model="tiny", apart=True, max_staleness=2, max_running=16, prompts=4, most_tokens=64, warm_up=2, steps=2),
 )
 """In place of RUNS without GPUs."""
