@@ -57,6 +57,19 @@ def test_faults_cost_throughput() -> None:
         assert simulate(replace(few, **fault), 30).tokens_per_second < 0.97 * whole, fault  # type: ignore[arg-type]
 
 
+def test_servers_on_the_trainers_gpus_stop_while_it_computes() -> None:
+    """After the turn they take up what they had begun, each request at a cost."""
+    beside = replace(WORLD, num_servers=1, max_staleness=1, answers=Lengths(mean=500, longest=500), prefill_seconds=0.0)
+    slow = replace(beside, train_token_seconds=2e-3)
+    update = 128 * 600 * 2e-3
+    assert simulate(slow, 20).seconds == pytest.approx(update + 0.1, rel=0.01), "servers are the faster side"
+    shared = simulate(replace(slow, shares_gpus=True), 20)
+    sampling = simulate(replace(beside, train_token_seconds=0.0, push_seconds=0.0), 20).seconds
+    assert shared.seconds == pytest.approx(update + 0.1 + sampling, rel=0.02)
+    later = simulate(replace(slow, shares_gpus=True, turn_seconds=3.0, resume_seconds=0.05), 20)
+    assert later.seconds - shared.seconds == pytest.approx(3.0 + 64 * 0.05, rel=0.001), "the server was full"
+
+
 def test_known_lengths_are_those_that_are_trained() -> None:
     run = simulate(replace(WORLD, max_staleness=0), 6, drawn=lambda number: [number + 1.0] * 4)
     assert [step.tokens for step in run.steps] == [
