@@ -26,10 +26,8 @@ _BUCKETS = 3  # of a weight update, at least
 _MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
 _RANK_BYTES, _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 3.4e9, 1.5e9, 0.9e9, 6e9  # of processes, in host memory
 _MANY = 1 << 20  # microbatches
-_META_MIB, _GRAPH_MIB = (
-    512,
-    2,
-)  # of a server, and of its CUDA graphs for each request at once (ServerArgs, reserved_mem)
+_META_MIB, _GRAPH_MIB = 512, 2
+"""Of a server, and of its CUDA graphs for each request at once (ServerArgs, reserved_mem)."""
 _BESIDE = ("context", "server")
 
 
@@ -450,6 +448,14 @@ def smallest_world(scene: Scene) -> int | None:
     return None
 
 
+def needed_gpus(scene: Scene, smallest: int | None) -> str:
+    """Return what smallest_world() has found, in words."""
+    need = "more than 4096" if smallest is None else f"at least {smallest}"
+    place = "in host memory" if scene.actor.offload else "on the GPUs"
+    where = f"with all layers recomputed and the optimizer {place}"
+    return f"The trainer needs {need} GPUs of {scene.gpu.gib:.0f} GiB {where}."
+
+
 def small_layouts(config: ModelConfig, world: int) -> Iterator[ParallelLayout]:
     """Yield layouts of so many ranks that cut the model into as many parts as possible, or over data-parallel ranks."""
     for tp in (1, 2, 4, 8):
@@ -516,11 +522,7 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
         if not any(change.fits for change in changes) and scene.shares_gpus and peak.parts["server"] > peak.allocated:
             problems.append("Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+).")
         elif not any(change.fits for change in changes):
-            smallest = smallest_world(scene)
-            need = "more than 4096" if smallest is None else f"at least {smallest}"
-            place = "in host memory" if scene.actor.offload else "on the GPUs"
-            where = f"with all layers recomputed and the optimizer {place}"
-            problems.append(f"The trainer needs {need} GPUs of {scene.gpu.gib:.0f} GiB {where}.")
+            problems.append(needed_gpus(scene, smallest_world(scene)))
     if plan.server_problem:
         share = f", or raise {_SHARE_KEY}" if scene.shares_gpus else ""
         problems.append(f"{plan.server_problem}; use more tensor-parallel ranks (m) for the servers{share}.")
@@ -588,7 +590,7 @@ def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
         yield keys, both.with_engines(recompute="auto")
     for field in ("tp", "pp", "cp"):
         if other := _doubled(scene, field):
-            yield _mode(other), other
+            yield _placed(other), other
 
 
 def _doubled(scene: Scene, field: str) -> Scene | None:
@@ -614,12 +616,18 @@ def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
     )  # fmt: skip
 
 
-def _mode(scene: Scene) -> str:
-    """Return allocation_mode as on the command line; in words where the models of the trainer have several layouts."""
-    trainer, servers = scene.actor.layout, scene.servers
+def _placed(scene: Scene) -> str:
+    """Return the key of the layouts; words where the models of the trainer have several."""
+    trainer = scene.actor.layout
     if any(engine.layout != trainer for engine in scene.engines):
         return f"the trainer as {trainer}"
+    return f"allocation_mode={mode_of(scene)}"
+
+
+def mode_of(scene: Scene) -> str:
+    """Return allocation_mode of a run whose models of the trainer have one layout."""
+    trainer, servers = scene.actor.layout, scene.servers
     if servers is None:
-        return f"allocation_mode={trainer}"
+        return str(trainer)
     placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
-    return f"allocation_mode={servers.backend}.{placed}{'|' if scene.shares_gpus else '+'}{trainer}"
+    return f"{servers.backend}.{placed}{'|' if scene.shares_gpus else '+'}{trainer}"

@@ -17,7 +17,16 @@ from allocation.layout import divisors
 from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
-from core.planning.memory import GIB, MemoryPlan, divides, plan_memory, plan_servers, smallest_world
+from core.planning.memory import (
+    GIB,
+    MemoryPlan,
+    divides,
+    mode_of,
+    needed_gpus,
+    plan_memory,
+    plan_servers,
+    smallest_world,
+)
 from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
 from core.planning.simulation import LONGEST_ANSWERS, Forecast, forecast
@@ -64,7 +73,7 @@ class Proposal:
     @property
     def mode(self) -> str:
         """allocation_mode."""
-        return _mode(self.scene)
+        return mode_of(self.scene)
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -170,18 +179,11 @@ def search(
     return Found(best=sorted(best, key=cost), others=found[most : most + num_others], num_considered=len(candidates))
 
 
-def _mode(scene: Scene) -> str:
-    assert scene.servers is not None, "a search has generators"
-    servers, separator = scene.servers, "|" if scene.shares_gpus else "+"
-    placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
-    return f"{servers.backend}.{placed}{separator}{scene.actor.layout}"
-
-
 def _overrides(scene: Scene, asked: Scene) -> tuple[str, ...]:
     """Return the keys that make a run of `scene` from one of `asked`."""
     actor, before, servers = scene.actor, asked.actor, scene.servers
     assert servers is not None and asked.servers is not None, "a search has generators"
-    keys = [f"allocation_mode={_mode(scene)}", f"n_nodes={scene.n_nodes}", f"n_gpus_per_node={scene.n_gpus_per_node}"]
+    keys = [f"allocation_mode={mode_of(scene)}", f"n_nodes={scene.n_nodes}", f"n_gpus_per_node={scene.n_gpus_per_node}"]
     for engine in scene.engines:
         if engine.trains:
             level = "true" if engine.recompute == "full" else engine.recompute
@@ -217,17 +219,12 @@ def parse_fixed(text: str) -> Spec:
         ) from None
 
 
-_SMALLEST = "with recomputation of whole layers and the optimizer on the GPU"
-
-
 def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
     """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it, or what was
     fixed."""
     smallest = smallest_world(scene)
-    if smallest is None:
-        return f"The trainer fits on no number of GPUs up to 4096 {_SMALLEST}."
-    if smallest >= num_gpus:
-        return f"The trainer alone needs at least {smallest} GPUs of {scene.gpu.gib:.0f} GiB {_SMALLEST}."
+    if smallest is None or smallest >= num_gpus:
+        return needed_gpus(scene, smallest)
     if fixed is not None:
         return f"No allocation with the layout of --fix fits on {num_gpus} GPUs and passes the checks; leave out --fix."
     return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
