@@ -69,6 +69,7 @@ _BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Sho
 _DOES_NOT_FIT = 1
 _WIDTH = 96
 _DRAWN_SERVERS, _DRAWN_STEPS = 8, 3
+_TIMES_NEED = "it needs servers that hold the model, and both sides on GPUs or both on the CPU"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,16 +138,15 @@ def _plan(given: argparse.Namespace) -> int:
             )
         if scene.servers is None:
             raise PlanError(f"{what}: {experiment} has no servers; plan it without {what}")
-        if not scene.servers.on_gpu:
-            raise PlanError(
-                f"{what}: {scene.servers.backend} generates on the CPU; write allocation_mode=search for layouts on "
-                f"GPUs, or plan this one without {what}"
-            )
         if given.search:
+            if not scene.servers.on_gpu:
+                raise PlanError(
+                    f"--search: {scene.servers.backend} generates on the CPU; write allocation_mode=search for layouts "
+                    "on GPUs"
+                )
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)
-    plan = plan_memory(scene)
-    time = None if plan.server_problem else timed(scene, calibration, answers)
+    plan, time = plan_memory(scene), timed(scene, calibration, answers)
     if given.json:
         print(json.dumps(as_json(scene, plan, time), indent=1))
     else:
@@ -199,10 +199,9 @@ def _simulate(
     scene: Scene, calibration: Calibration, answers: Lengths, given: argparse.Namespace, console: Console
 ) -> int:
     """Print what a simulated run comes to, as planned and with each fault, and write pictures; return the exit code."""
-    if problem := plan_memory(scene).server_problem:
-        raise PlanError(f"--simulate: {problem}; use more tensor-parallel ranks (m) for the servers")
     world = world_of(scene, calibration, answers)
-    assert world is not None, "the caller has servers on GPUs"
+    if world is None:
+        raise PlanError(f"--simulate: {_TIMES_NEED}; plan it without --simulate")
     runs = simulate_with_faults(world, given.simulate)
     first = next(iter(runs.values()))
     if given.json:
@@ -286,7 +285,7 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
         name = scene.gpu.name if scene.on_gpu else "a CPU"
         return f"No calibration for {name}: memory only. slipstream plan --calibrate FILE measures a host."
     if time is None:
-        return "No time: it needs servers that hold the model, and both sides on GPUs or both on the CPU."
+        return f"No time: {_TIMES_NEED}."
     stop = f" A recover checkpoint stops the trainer for {time.checkpoint:.1f} s." if time.checkpoint else ""
     if scene.servers is None:
         passes = f", log-probabilities {time.passes:.1f} s" if time.passes else ""
@@ -298,8 +297,8 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
     return (
         f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, weight update {time.push:.2f}, wait for "
-        f"answers {time.wait:.1f} s; all its answers take {time.rollout:.1f} s. {time.tokens_per_second:,.0f} trained "
-        f"tokens/s, limited by the {time.limited_by}{more}.\n"
+        f"answers {time.wait:.1f} s; the servers take {time.rollout:.1f} s for its answers. "
+        f"{time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}{more}.\n"
         f"The trainer computes {time.trainer_share:.0%} of the time, servers decode {time.slots_share:.0%} of "
         f"generator.max_running. Answers by staleness: {shares(time.staleness)}.{stop}"
     )

@@ -370,12 +370,14 @@ def forecast(
 ) -> Forecast | None:
     """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
     part of servers and batch is simulated. `most_answers`: about how many the measured steps have together."""
-    time, world = step_time(scene, calibration, answers), world_of(scene, calibration, answers)
-    if time is not None and scene.servers is None:
+    time = step_time(scene, calibration, answers)
+    if time is None:
+        return None
+    if scene.servers is None:
         return Forecast(
             **vars(time), wait=0.0, trainer_share=1.0, slots_share=0.0, staleness={0: 1.0}, takes_turns=True
         )
-    if time is None or world is None:
+    if (world := _world(scene, calibration, answers, time)) is None:
         return None
     parts = _parts(world)
     if parts > 1:
@@ -400,14 +402,21 @@ def _parts(world: World) -> int:
 
 
 def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World | None:
-    """Return the world of a scene; None without generators or times."""
-    time, servers = step_time(scene, calibration, answers), scene.servers
-    if time is None or servers is None:
+    """Return the world of a scene; None without generators that hold the model, or times."""
+    time = step_time(scene, calibration, answers)
+    return None if time is None else _world(scene, calibration, answers, time)
+
+
+def _world(scene: Scene, calibration: Calibration, answers: Lengths, time: StepTime) -> World | None:
+    if (servers := scene.servers) is None:
         return None
     prompt = scene.prompt_tokens / 2
     most = servers.max_running
     if servers.on_gpu:
-        most = max(1, min(most, int(plan_servers(scene, servers).tokens / (prompt + answers.mean_begun))))
+        tokens = plan_servers(scene, servers).tokens
+        if not tokens:
+            return None
+        most = max(1, min(most, int(tokens / (prompt + answers.mean_begun))))
     decode = decoding(servers, calibration)
     steps = [decode(n, prompt) for n in range(most + 1)]
     return World(
@@ -437,7 +446,7 @@ def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
         cases[f"a server fails in step {third}"] = replace(world, dead_server_at=third)
         cases["a server at half speed"] = replace(world, straggler=2.0)
     cases[f"a longer tail: spread {spread:.1f}"] = replace(world, answers=replace(world.answers, spread=spread))
-    cases[f"tools of {slow:.0f} s in each answer"] = replace(world, tool_seconds=slow)
+    cases[f"tools of {slow:.1f} s in each answer"] = replace(world, tool_seconds=slow)
     runs = {name: simulate(case, fewer) for name, case in cases.items()}
     return {"as planned": simulate(world, num_steps), **runs}
 
