@@ -223,12 +223,17 @@ def in_flight(layout: ParallelLayout, pp_rank: int, num_microbatches: int) -> in
 def choose(shape: UpdateShape, limit_bytes: float, *, host_limit_bytes: float = 0.0, correction: float = 1.0) -> Choice:
     """Return the least recomputation whose activations fit, raising the level of one layer after the other; where
     nothing fits, that of all layers to the highest. `correction`: measured by estimated bytes."""
-    hosted = _num_on_host(shape, host_limit_bytes)
-    for levels in _ladder(len(shape.layers), hosted):
+    tokens = correction * shape.in_flight * shape.tokens / shape.layout.cp
+    kept = {level: [tokens * sum(_kept_parts(shape, level, i).values()) for i in shape.layers] for level in LEVELS}
+    for levels in _ladder(len(shape.layers), _num_on_host(shape, host_limit_bytes)):
+        if sum(kept[level][i] for i, level in enumerate(levels)) > limit_bytes:
+            continue  # its peak is higher still, and takes long to compute
         size = correction * activation_bytes(shape, levels)
         if size <= limit_bytes:
-            return Choice(levels=levels, activation_bytes=size, fits=True)
-    return Choice(levels=levels, activation_bytes=size, fits=False)
+            break
+    else:
+        size = correction * activation_bytes(shape, levels)
+    return Choice(levels=levels, activation_bytes=size, fits=size <= limit_bytes)
 
 
 def _ladder(num_layers: int, hosted: int) -> Iterator[tuple[Level, ...]]:
