@@ -57,7 +57,7 @@ nightly-fresh: $(STAMP)
 nightly-sglang: $(STAMP)
 	@test -n "$$SLIPSTREAM_SGLANG_ENV" || { echo "left out: SLIPSTREAM_SGLANG_ENV is not set"; exit 0; }; \
 	$(BIN)/python -m pytest -n 0 tests/rollout/inference/sglang tests/core/experiments/test_ppo_sglang.py \
-		tests/tools/test_eval_sglang.py
+		tests/core/planning/test_server_rates.py tests/tools/test_eval_sglang.py
 
 nightly-chaos: $(STAMP)
 	$(BIN)/python -m tools.chaos --kills 50 --seed 7

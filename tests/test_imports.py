@@ -96,7 +96,7 @@ ORDER = {
     ),
     "core.config.parsing": ("problems", "yaml_tree", "values"),
     "config_schema": ("needs", "section"),
-    "core.planning": ("scene", "memory", "rates", "simulation calibrate", "search"),
+    "core.planning": ("scene", "memory", "rates", "simulation server_rates", "calibrate search"),
     "core.checks": ("rules host resumption", "recipe"),
     "slipstream": ("api cli",),
     "tools": (

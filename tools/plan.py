@@ -8,9 +8,9 @@
 
 Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits if the GPU has room
 for what torch allocates, 14 % for its allocator, and the CUDA context. Only config.json of the models is read. Times
-need a calibration: H100 and H200 have one, and --calibrate measures this host in one to three minutes. --search ranks
-the allocations of a number of GPUs, and proposes none that a dry run would refuse. --simulate runs steps on a virtual
-clock with the rules of a run, as planned and with faults.
+need a calibration: H100 and H200 have one, and --calibrate measures this host in one to three minutes, on GPUs a SGLang
+server too. --search ranks the allocations of a number of GPUs, and proposes none that a dry run would refuse.
+--simulate runs steps on a virtual clock with the rules of a run, as planned and with faults.
 """
 
 from __future__ import annotations
@@ -76,19 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return 0 where the run fits, 1 where it does not, 2 for bad input."""
     given = _parser().parse_intermixed_args(argv)
     try:
-        return _calibrate(given.calibrate) if given.calibrate is not None else _plan(given)
+        return _calibrate(given.calibrate, given.sglang_python) if given.calibrate is not None else _plan(given)
     except (ConfigError, PlanError, AllocationError) as error:
         return refused(error)
 
 
-def _calibrate(path: Path) -> int:
+def _calibrate(path: Path, sglang_python: str | None) -> int:
+    from core.monitoring.screen import Screen
     from core.planning.calibrate import calibrate
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise PlanError(f"--calibrate {path}: cannot be written; name a file in a folder that exists")
-    found = calibrate()
+    screen = Screen(Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty()), compact=True)
+    try:
+        found = calibrate(screen.begin, server_python=sglang_python)
+    finally:
+        screen.end_phase()
     write_calibration(found, path)
-    print(f"{path}: rates of {found.gpu}; give it to later plans as --calibration {path}")
+    print(f"{path}: rates of {found.gpu} ({found.source}); give it to later plans as --calibration {path}")
     return 0
 
 
@@ -163,6 +168,7 @@ def _check_together(given: argparse.Namespace) -> None:
     for options, main_option, is_given in (
         (of_search, "--search", given.search),
         ({"--output": given.output}, "--simulate STEPS", given.simulate),
+        ({"--sglang-python": given.sglang_python}, "--calibrate FILE", given.calibrate is not None),
     ):
         for name, value in options.items():
             if value is not None and not is_given:
@@ -347,6 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--simulate", type=integer(least=8, most=100_000), metavar="STEPS", help="run steps on a virtual clock")
     add("--output", type=new_folder, metavar="FOLDER", help="--simulate: where to write pictures")
     add("--calibrate", type=Path, metavar="FILE", help="measure this host, write its rates")
+    add("--sglang-python", metavar="PATH", help="--calibrate: Python interpreter with SGLang, if this one has none")
     add("--calibration", type=Path, metavar="FILE", help="rates that --calibrate has written")
     add("--json", action="store_true", help="print the plan for programs")
     return parser

@@ -1,8 +1,7 @@
 """Measure the rates of this host for the planner: `slipstream plan --calibrate`.
 
-Kernels of updates and servers, one at a time, on the first GPU, or on one core where there is none, and the launch of a
-layer in real updates of small models. Of servers on GPUs nothing is measured: those rows keep the values of H200, which
-`source` notes.
+Kernels of updates and servers, one at a time, on the first GPU, or on one core where there is none, the launch of a
+layer in real updates of small models, and on a GPU the process of a real server (server_rates.py).
 """
 
 import json
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from allocation import ParallelLayout
 from core.planning.rates import Calibration, calibration_of
 from core.planning.scene import gpu_of_machine
+from core.planning.server_rates import server_times, with_server_rates
 from mcore_adapter.data.batch import ModelOutput, PackedBatch
 from mcore_adapter.device import get_device
 from mcore_adapter.engine import MegatronEngine
@@ -40,8 +40,9 @@ _FEW_LAYERS, _MANY_LAYERS = 2, 10
 _LAUNCHED_TOKENS = 64  # of an update and of an answer that measure launches: their products take next to no time
 
 
-def calibrate() -> Calibration:
-    """Measure this host, which takes one to three minutes."""
+def calibrate(begin: Callable[[str], None], *, server_python: str | None = None) -> Calibration:
+    """Measure this host, which takes one to three minutes. `begin` gets the name of each phase; `server_python`: an
+    interpreter that has the library of servers, None for this one."""
     found = torch.accelerator.current_accelerator()
     on_gpu, gpu = found is not None, None if found is None else gpu_of_machine()
     device = torch.device("cpu") if found is None else torch.device(found.type, 0)
@@ -49,31 +50,45 @@ def calibrate() -> Calibration:
     tokens = 16384 if on_gpu else 1024
     if not on_gpu:
         torch.set_num_threads(1)  # ranks and generators of a small host have one core each
+    # Before this process takes memory of the GPU.
+    times = server_times(gpu=0, python=server_python, begin=begin) if on_gpu else None
+    begin("attention")
     lengths = (1024, 16384) if on_gpu else (256, 1024)
     forward, backward = zip(*(_attention(device, dtype, length, on_gpu) for length in lengths), strict=True)
     half = _half_length(lengths, forward)
     reached = lengths[-1] / (lengths[-1] + half)
     reference = calibration_of("H200")
     assert reference is not None, "it is part of this package"
+    narrow = _attention(device, dtype, lengths[-1], on_gpu, head_dim=64)[0] / forward[-1]
+    begin("memory, links and products")
     memory = _memory(device, 1 << 28 if on_gpu else 1 << 24)
+    link = memory if not on_gpu else _link(device) if torch.accelerator.device_count() > 1 else reference.link
     products = statistics.harmonic_mean([_products(device, dtype, tokens, *widths) for widths in _WIDTHS])
-    return Calibration(
+    experts = _experts(device, dtype, tokens)
+    begin("launches of a layer in updates")
+    launch = _of_a_layer(_update_seconds)
+    if not on_gpu:
+        begin("launches of a layer in the embedded generator")
+    calibration = Calibration(
         gpu=f"CPU of {os.cpu_count()} cores" if gpu is None else gpu.name,
-        source="slipstream plan --calibrate" + "; decode_*_seconds are those of H200" * on_gpu,
+        source="slipstream plan --calibrate",
         gib=0.0 if gpu is None else gpu.gib,
         products=products,
-        expert_products=_experts(device, dtype, tokens),
+        expert_products=experts,
         attention_forward=forward[-1] / reached,
         attention_backward=backward[-1] / reached,
         attention_half_length=half,
-        attention_narrow=_attention(device, dtype, lengths[-1], on_gpu, head_dim=64)[0] / forward[-1],
-        layer_launch_seconds=_of_a_layer(_update_seconds),
+        attention_narrow=narrow,
+        layer_launch_seconds=launch,
         memory=memory,
-        link=memory if not on_gpu else _link(device) if torch.accelerator.device_count() > 1 else reference.link,
-        decode_step_seconds=reference.decode_step_seconds if on_gpu else 0.0,
-        decode_layer_link_seconds=reference.decode_layer_link_seconds,
+        link=link,
+        decode_step_seconds=0.0,
+        decode_token_seconds=0.0,
+        request_seconds=0.0,
+        decode_layer_link_seconds=0.0,
         decode_layer_seconds=0.0 if on_gpu else _of_a_layer(_decode_seconds),
     )
+    return with_server_rates(calibration, times) if on_gpu else calibration
 
 
 def _of_a_layer(seconds: Callable[[Path], float]) -> float:

@@ -50,13 +50,9 @@ _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
 _WIDE_HEAD = 128
 _SAMPLED_BYTES, _CACHED_SAMPLED_BYTES = 140, 114
 """Of each entry of the vocabulary, read or written to sample a token; on a CPU, whose caches hold some of it."""
-_REQUEST_SECONDS = 0.0014
-"""In which a server takes up a request, while the GPU computes the prompts of others."""
 _WAVE_SECONDS = 0.18
 """In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
-as are the time of a request, the bytes of sampling on a GPU, and `decode_step_seconds`."""
-_TOKEN_SECONDS = 15e-6
-"""Of the server's process for a token of one request, beside the GPU: with many requests a decode step waits for it."""
+as are the bytes of sampling on a GPU, and `request_seconds` and `decode_step_seconds` of H200."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
@@ -88,6 +84,11 @@ class Calibration:
     """Bytes per second to another GPU of the host, in one direction."""
     decode_step_seconds: float
     """Seconds of a decode step of the smallest model without requests."""
+    decode_token_seconds: float
+    """Seconds of the server's process for a token of one request, beside the GPU: with many requests a decode step
+    waits for it."""
+    request_seconds: float
+    """Seconds in which a server takes up a request, while the GPU computes the prompts of others."""
     decode_layer_link_seconds: float
     """Seconds of communication per layer in a server of several ranks."""
     decode_layer_seconds: float = 0.0
@@ -405,8 +406,7 @@ def prefill_seconds(
     attention = 2.0 * _attention_width(config) * length
     seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
-    begun = answers * _REQUEST_SECONDS if servers.on_gpu else 0.0
-    return prompts * max(length * config.num_layers * seconds / servers.layout.tp, begun)
+    return prompts * max(length * config.num_layers * seconds / servers.layout.tp, answers * c.request_seconds)
 
 
 def decoding(servers: Servers, calibration: Calibration) -> Decoding:
@@ -428,7 +428,7 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
     def seconds(running: float, context: float) -> float:
         # Weights are read while others are multiplied; the overlap is not complete.
         gpu = launched + math.hypot(reading, running * products) + running * (sampling + context * token)
-        return max(gpu, running * _TOKEN_SECONDS) if servers.on_gpu else gpu
+        return max(gpu, running * c.decode_token_seconds)
 
     return seconds
 

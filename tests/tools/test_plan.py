@@ -74,6 +74,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
         (["--metric", "cost"], "--metric cost: has no effect without --search"),
         (["--fix", "d8m1p2"], "--fix d8m1p2: has no effect without --search"),
         (["--output", "/tmp"], "--output /tmp: has no effect without --simulate STEPS"),
+        (["--sglang-python", "/py"], "--sglang-python /py: has no effect without --calibrate FILE"),
         (["--search", "--simulate", "20"], "--simulate: not with a search"),
         (["allocation_mode=search", "--simulate", "20"], "--simulate: not with a search"),
         (["allocation_mode=embedded.d8m1p1+d8m1p1", "--search"], "write allocation_mode=search"),
