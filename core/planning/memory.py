@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, layers_of_chunks, model_errors
+from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, layers_of_chunks
 from core.config.experiments import ExperimentConfig
+from core.placement.rules import split_errors
 from core.planning.scene import Engine, PlanError, Scene, Servers, chosen_gpu, scene_of
 from mcore_adapter.memory.estimate import SPARE, States, UpdateShape, choose, in_flight, peak, rank_states
 from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
@@ -609,11 +610,7 @@ def _doubled(scene: Scene, field: str) -> Scene | None:
 
 def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
     """Return whether a model can be split over such ranks."""
-    return not model_errors(
-        layout, role, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
-        vocab_size=config.vocab_size, path="", intermediate_size=config.intermediate_size,
-        num_experts=config.moe.num_experts if config.moe else 0,
-    )  # fmt: skip
+    return not split_errors(layout, role, config, path="")
 
 
 def _placed(scene: Scene) -> str:

@@ -12,6 +12,7 @@ from core.config.common import ModelUse
 from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.presets import PRESETS
 from core.placement import resolve_allocation
+from core.placement.rules import split_errors
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -159,6 +160,10 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         writes_checkpoints=config.writes_checkpoints,
     )
     _check_positions(scene)
+    for use, engine in zip(config.model_uses, engines, strict=True):
+        for role in use.roles:
+            for error in split_errors(allocation.roles[role].layout, role, engine.config, use.path):
+                raise error
     return scene
 
 

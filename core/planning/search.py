@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from allocation import GPU, AllocationError, ParallelLayout, batch_errors
+from allocation import GENERATOR_ROLE, GPU, AllocationError, ParallelLayout, batch_errors
 from allocation.layout import divisors
 from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
+from core.placement.rules import split_errors
 from core.planning.memory import (
     GIB,
     MemoryPlan,
@@ -142,10 +143,13 @@ def search(
 ) -> Found:
     """Return the best allocations of `num_gpus` GPUs, or with metric="cost" of at most so many: a formula chooses which
     ones are simulated. `accepts`: whether a run would start with an allocation, set by these keys. `fixed`: what the
-    user has decided. Raises PlanError for a number that equal nodes cannot have."""
+    user has decided. Raises PlanError for a number that equal nodes cannot have, AllocationError for layouts that
+    cannot be."""
     sizes = [num_gpus]
     while metric == "cost" and sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
+    if fixed is not None:
+        _check_fixed(scene, sizes, fixed)
     candidates = [one for size in sizes for one in _candidates(_on(scene, size), calibration, answers, fixed)]
     candidates.sort(key=lambda one: (_cost(metric, *one), one[1].trainer))
 
@@ -212,6 +216,11 @@ def parse_fixed(text: str) -> Spec:
                 f"--fix {text}: names {', '.join(sorted(named))}; a search places all roles of the trainer alike, so "
                 "write one layout for them, as d8m1p2"
             )
+        if spec.backend not in (None, DEFAULT_BACKEND[GPU]):
+            raise PlanError(
+                f"--fix {text}: {spec.backend} generates on the CPU, and a search places servers on GPUs; write "
+                f"{DEFAULT_BACKEND[GPU]}.{spec.generator}"
+            )
         return spec
     except AllocationError as error:
         raise PlanError(
@@ -226,7 +235,7 @@ def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
     if smallest is None or smallest >= num_gpus:
         return needed_gpus(scene, smallest)
     if fixed is not None:
-        return f"No allocation with the layout of --fix fits on {num_gpus} GPUs and passes the checks; leave out --fix."
+        return "No allocation with the layout of --fix fits in memory; leave out --fix."
     return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
 
 
@@ -351,7 +360,7 @@ def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:
 def _server_sizes(scene: Scene, servers: Servers) -> Iterator[int]:
     """Yield the tensor-parallel ranks of servers that hold the model and several of the longest sequences."""
     for tp in (1, 2, 4, 8):
-        if tp > scene.n_gpus_per_node or not divides(servers.config, ParallelLayout(tp=tp), "actor_gen"):
+        if tp > scene.n_gpus_per_node or not divides(servers.config, ParallelLayout(tp=tp), GENERATOR_ROLE):
             continue
         if plan_servers(scene, replace(servers, layout=ParallelLayout(tp=tp))).longest >= 4:
             yield tp
@@ -374,20 +383,41 @@ def _trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
                         if dp * tp * cp % ep:
                             continue
                         layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-                        if _suits(scene, layout):
+                        if not any(_trainer_errors(scene, layout)):
                             yield layout
 
 
-def _suits(scene: Scene, layout: ParallelLayout) -> bool:
-    if not all(divides(engine.config, layout, "actor_train") for engine in scene.engines):
-        return False
-    return not batch_errors(
+def _trainer_errors(scene: Scene, layout: ParallelLayout) -> Iterator[AllocationError]:
+    """Yield every way in which the models or the batch cannot be divided so."""
+    for engine in scene.engines:
+        yield from split_errors(layout, "actor_train", engine.config, engine.name)
+    yield from batch_errors(
         layout,
         "actor_train",
         train_bs_n_seqs=scene.prompts,
         group_size=scene.group_size,
         ppo_n_minibatches=scene.minibatches,
     )
+
+
+def _check_fixed(scene: Scene, sizes: Sequence[int], fixed: Spec) -> None:
+    """Raise PlanError or AllocationError where layouts cannot be on one of these numbers of GPUs, whatever memory these
+    have."""
+    trainer, served = fixed.trainer.get(REST), fixed.generator
+    given = [layout.world_size for layout in (served, trainer) if layout is not None]
+    taken = sum(given) if fixed.disaggregated else max(given)
+    if taken > sizes[0] or (len(given) > 1 and taken not in sizes):
+        raise PlanError(f"--fix: takes {taken} GPUs, and there are {sizes[0]}; write --gpus {taken}, or another layout")
+    if len(given) > 1 and not fixed.disaggregated and given[0] != given[1]:
+        raise PlanError(
+            f"--fix: layouts on the same GPUs (|) take {given[0]} and {given[1]}; write two of one size, or +"
+        )
+    if served is not None and scene.servers is not None:
+        for error in split_errors(served, GENERATOR_ROLE, scene.servers.config, "the actor"):
+            raise error.within("--fix", str(served))
+    if trainer is not None:
+        for error in _trainer_errors(scene, trainer):
+            raise error.within("--fix", str(trainer))
 
 
 logger = logging.getLogger(__name__)

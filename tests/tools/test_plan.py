@@ -79,11 +79,29 @@ def test_a_plan_that_does_not_fit_ends_with_1(recipe: Path, capsys: pytest.Captu
         (["allocation_mode=search", "--simulate", "20"], "--simulate: not with a search"),
         (["allocation_mode=embedded.d8m1p1+d8m1p1", "--search"], "write allocation_mode=search"),
         (["--mean-tokens", "999999"], "--mean-tokens 999999: the longest answer has"),
-        (["--search", "--fix", "sglang.d4m2p1+actor_train:d4m1p1"], "names actor_train; a search places all roles"),
     ],
 )
 def test_options_without_effect_are_refused(words: list[str], error: str, recipe: Path, capsys) -> None:
     assert main(["--config", str(recipe), "--gpu", "H100", *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fixed", "error"),
+    [
+        ("sglang.d4m2p1+actor_train:d4m1p1", "names actor_train; a search places all roles"),
+        ("sglang.d9m2q1", "error: --fix='sglang.d9m2q1': "),
+        ("embedded.d8m1p1", "embedded generates on the CPU, and a search places servers on GPUs; write sglang.d8m1p1"),
+        ("sglang.d9m2p1", "takes 18 GPUs, and there are 16; write --gpus 18, or another layout"),
+        ("sglang.d4m2p1+d4m1p1", "takes 12 GPUs, and there are 16; write --gpus 12, or another layout"),
+        ("sglang.d4m2p1|d8m2p1", "layouts on the same GPUs (|) take 8 and 16"),
+        ("sglang.d4m3p1", "m3 must divide num_attention_heads=28; nearest: m = 2 or 4"),
+        ("d2m8p1", "m8 must divide num_attention_heads=28; nearest: m = 4"),
+        ("d3m1p1", "must be a multiple of ppo_n_minibatches=4 x 3 = 12"),
+    ],
+)
+def test_layouts_that_cannot_be_fixed_say_why(fixed: str, error: str, recipe: Path, capsys) -> None:
+    assert main(["--config", str(recipe), "--gpu", "H100", "--gpus", "16", "--search", "--fix", fixed]) == 2
     assert error in capsys.readouterr().err
 
 
@@ -102,6 +120,7 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
         (["--gpu", "B300"], "--gpu B300: unknown"),
         (["--gpu", "H100", "actor.path=/nowhere"], "actor.path: /nowhere: no such folder"),
         (["--gpu", "H100", "ppo.gen.max_new_tokenz=3"], "did you mean"),
+        (["--gpu", "H100", "allocation_mode=sglang.d4m3p1+d4m1p1"], "actor_gen:d4m3p1 of "),
         (
             ["--gpu", "H100", "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000"],
             "max_position_embeddings=32768",
@@ -137,10 +156,8 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "\nNext: sglang." in capsys.readouterr().out
     assert main([*words, "--search"]) == 0
     assert "\n   allocation_mode=sglang.d8m2p1+" in capsys.readouterr().out
-    assert main([*words[:-1], "sglang.d9m2q1", "--search"]) == 2
-    assert "error: --fix='sglang.d9m2q1': " in capsys.readouterr().err
-    assert main([*words[:-1], "sglang.d9m2p2", "--search"]) == 1
-    assert "layout of --fix" in capsys.readouterr().out
+    assert main([*words[:-1], "d1m1p1", "--search"]) == 1
+    assert "with the layout of --fix fits in memory" in capsys.readouterr().out
 
 
 def test_a_calibration_of_another_gpu_gives_times(recipe: Path, tmp_path, capsys) -> None:
