@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -280,7 +281,8 @@ class Router:
 
     def _free(self) -> list[_Member]:
         """Return the working generators that take any request."""
-        return [member for member in self._alive() if member.name not in self._reserved]
+        taken = self.lost.keys() | self._reserved
+        return [member for name, member in self._members.items() if name not in taken]
 
     def _is_free(self, member: _Member) -> bool:
         return member.name not in self._reserved and not self._is_lost(member)
@@ -312,7 +314,7 @@ class Router:
         NoGeneratorError."""
         while group.member is None or not self._is_free(group.member):
             if free := self._free():
-                group.member = min(free, key=lambda member: member.outstanding_tokens)
+                group.member = min(free, key=attrgetter("outstanding_tokens"))
             else:
                 await self._wait_for_free()
         return group.member
