@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 
+from allocation import ParallelLayout
 from core.checks.rules import load_config
-from core.planning.memory import GIB, advice, cache_bytes_per_token, plan_memory, server_weights, states_of, verdict
+from core.planning.memory import (
+    GIB,
+    advice,
+    cache_bytes_per_token,
+    plan_memory,
+    server_weights,
+    states_of,
+    verdict,
+    worst_imbalance,
+)
 from core.planning.scene import GPUS, PlanError, Scene, find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
@@ -97,6 +107,7 @@ def test_a_gpu_in_turns_holds_what_was_measured(tmp_path: Path) -> None:
     assert (sampling.allocated + sampling.beside) / GIB == pytest.approx(86.8, rel=0.03)
     released = sampling.allocated + sampling.parts["context"] + update.parts["server"]
     assert released / GIB == pytest.approx(5.7, rel=0.1)
+    assert push.allocated - sampling.allocated == 3 * 2**30, "buckets of push.bucket_bytes"
     assert push.parts["server"] == pytest.approx(update.parts["server"] + plan.servers.weights)
     assert not {"gradients", "masters", "moments"} & {*push.parts, *sampling.parts}
     assert plan.servers.trainer == pytest.approx(sampling.allocated + sampling.parts["context"])
@@ -130,6 +141,8 @@ def test_a_server_too_large_beside_the_trainer_is_lowered_until_both_fit(tmp_pat
     assert plan_memory(make_scene(tmp_path, *words, change.keys, raw=SHAPES["1.5B"])).fits
     more = f"{key}={float(share) + 0.01:.2f}"
     assert not plan_memory(make_scene(tmp_path, *words, more, raw=SHAPES["1.5B"])).fits, "the largest that fits"
+    full = replace(scene, gpu=replace(scene.gpu, gib=8.0))
+    assert not any(one.keys.startswith(key) for one in advice(full, plan_memory(full))), "no share is left for a cache"
     small = make_scene(tmp_path, *words, f"{key}=0.02", raw=SHAPES["1.5B"])
     assert verdict(small, plan_memory(small), []).endswith(
         "for the servers, or raise generator.flags.mem_fraction_static."
@@ -159,6 +172,11 @@ def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path)
     layout = "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)"
     plan = plan_memory(make_scene(tmp_path, layout, raw=SLICE, gpu="H200"))
     assert "with all tokens for the experts of one rank" in plan.ranks[0].peak.detail
+    assert SLICE["num_experts"] == 128 and SLICE["num_experts_per_tok"] == 8
+    actor = make_scene(tmp_path, layout, raw=SLICE, gpu="H200").actor
+    assert worst_imbalance(actor) == 8, "a rank has 16 experts, enough for all eight of a token"
+    ranks = replace(actor, layout=ParallelLayout(dp=32, ep=32))
+    assert worst_imbalance(ranks) == 16, "four experts a rank: half of the copies"
 
 
 def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tmp_path: Path) -> None:
@@ -206,6 +224,7 @@ def test_a_rank_on_a_cpu_takes_host_memory(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, *one, raw=SHAPES["1.5B"])
     plan = plan_memory(scene)
     assert not scene.on_gpu and plan.host["trainer ranks"] > plan.peak.allocated
+    assert plan.peak.beside == 0
 
 
 def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:
