@@ -5,17 +5,17 @@ Invariant: all ranks of a pipeline stage have the same choice; they agree on the
 """
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from allocation import layers_of_chunks
 from mcore_adapter.device import Device
+from mcore_adapter.memory.available import available_on_host
 from mcore_adapter.memory.estimate import SHARE_OF_HOST, SPARE, Choice, UpdateShape, activation_bytes, choose, in_flight
 from mcore_adapter.memory.recompute import recompute_layers
 from mcore_adapter.optimizer.training import TrainOptimizer
@@ -35,10 +35,6 @@ _MOST_CORRECTION = 3.0
 _LESS_AFTER_FAILURE = 0.92  # of what the choice that failed would have taken
 _LESS_AFTER_EXCESS = 0.98  # of what a choice that exceeded the limit was estimated to take
 _LESS_GIB = 1.0  # free than before: a choice is made anew
-_CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 GIB = 2**30
 
 
@@ -196,13 +192,14 @@ class AutoRecompute:
         return (limit - stats["allocated_gib"]) * GIB - self._optimizer.pending_bytes()
 
     def _host_limit(self) -> float:
-        """Return the bytes of the host that activations may take; unless given, as much for every rank that may be
-        there."""
+        """Return the bytes of the host that activations may take; unless given, as much for every rank on it."""
         if self._device.torch_device.type == "cpu":
             return 0.0  # it is the same memory
         if self._host_gib is not None:
             return self._host_gib * GIB
-        return SHARE_OF_HOST * _available_on_host() / min(self._parallel.world_size, torch.accelerator.device_count())
+        hosts = [""] * self._parallel.world_size  # a rank sees its own device only, and cannot count those of its host
+        dist.all_gather_object(hosts, socket.gethostname())
+        return SHARE_OF_HOST * available_on_host() / hosts.count(socket.gethostname())
 
     def _agree(self, value: float, how: dist.ReduceOp.RedOpType, *, of_stage: bool = True) -> float:
         """Return the smallest or largest value of the ranks of this stage, or of all."""
@@ -232,15 +229,3 @@ def _rounded(tokens: int) -> int:
     """Round up to 5 binary digits: batches whose largest microbatches differ a little have one choice."""
     step = 1 << max(0, tokens.bit_length() - 5)
     return -(-tokens // step) * step
-
-
-def _available_on_host() -> float:
-    """Return the bytes of memory that this host, or the control group of this process, has left."""
-    available = float(psutil.virtual_memory().available)
-    for limit, used in _CONTROL_GROUPS:
-        try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such version of control groups; "max"
-            continue
-        available = min(available, left)
-    return available

@@ -210,14 +210,13 @@ def on_host(rank: Rank, model: str) -> list[float]:
     """The bytes of the host that activations may take: on the CPU, then on a device, as given and by default."""
     from mcore_adapter.memory import auto
 
-    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout()) as (parallel, device):
+    with pytest.MonkeyPatch.context() as patch, rank.joined(ParallelLayout(dp=2)) as (parallel, device):
         given = [
             make_engine(parallel, device, model, recompute="auto", gradient_checkpointing_host_gib=size)._recompute
             for size in (7.0, 0.0, None)
         ]
         found = [given[0]._host_limit()]
-        patch.setattr(torch.accelerator, "device_count", lambda: 4)
-        patch.setattr(auto, "_available_on_host", lambda: 10.0)
+        patch.setattr(auto, "available_on_host", lambda: 10.0)
         for one in given:
             one._device = SimpleNamespace(torch_device=torch.device("cuda"))
         return found + [one._host_limit() for one in given]
@@ -225,17 +224,17 @@ def on_host(rank: Rank, model: str) -> list[float]:
 
 def test_activations_take_as_much_host_memory_as_is_given(ranks: RankPool, model_folders: Any) -> None:
     model = str(model_folders["qwen3"][0])
-    assert ranks.run(on_host, 1, model) == [[0.0, 7.0 * 2**30, 0.0, pytest.approx(6.0)]]
+    assert ranks.run(on_host, 2, model) == 2 * [[0.0, 7.0 * 2**30, 0.0, 3.0]], "by default half of the share for each"
 
 
 def test_the_memory_of_the_host_is_that_of_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_adapter.memory import auto
+    from mcore_adapter.memory import available
 
     limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(auto, "_CONTROL_GROUPS", (("/no/max", "/no/current"), (str(limit), str(used))))
-    whole = auto._available_on_host()
+    monkeypatch.setattr(available, "_CONTROL_GROUPS", (("/no/max", "/no/current"), (str(limit), str(used))))
+    whole = available.available_on_host()
     limit.write_text("3000000\n")
     used.write_text("1000000\n")
-    assert auto._available_on_host() == 2_000_000 < whole
+    assert available.available_on_host() == 2_000_000 < whole
     limit.write_text("max\n")
-    assert auto._available_on_host() > 2_000_000
+    assert available.available_on_host() > 2_000_000
