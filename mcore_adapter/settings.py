@@ -199,6 +199,8 @@ LOGITS_BYTES = 5 << 30
 """Most of a buffer of the logits of all tokens."""
 SEVERAL_LOGITS_BYTES = 2 << 30
 """Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
+DRAWN_AHEAD = 32
+"""Parameters whose random weights are drawn while one is copied to the model."""
 FP32_ROWS = 512
 """Rows of logits in float32 at a time."""
 MLP_TOKENS = 16384

@@ -6,14 +6,29 @@ allocates, but for "context", which the driver holds beside it.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, layers_of_chunks
 from core.config.experiments import ExperimentConfig
 from core.placement.rules import split_errors
 from core.planning.scene import Engine, PlanError, Scene, Servers, chosen_gpu, scene_of
-from mcore_adapter.memory.estimate import SPARE, States, UpdateShape, choose, in_flight, peak, rank_states
+from mcore_adapter.memory.estimate import (
+    SHARE_OF_HOST,
+    SPARE,
+    HostPiece,
+    States,
+    UpdateShape,
+    checkpoint_pieces,
+    choose,
+    drawing_bytes,
+    host_bytes,
+    in_flight,
+    loading_bytes,
+    page_locked,
+    peak,
+    rank_states,
+)
 from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
 from model_specs.config import ModelConfig
 
@@ -25,7 +40,12 @@ _BLAS_BYTES = 3 * (32 << 20)  # workspaces of matrix products
 _DRIVER_MIB = 600  # of a GPU that the driver shows, and torch does not
 _BUCKETS = 3  # of a weight update, at least
 _MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
-_RANK_BYTES, _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 3.4e9, 1.5e9, 0.9e9, 6e9  # of processes, in host memory
+_BEGIN_BYTES, _RANK_BYTES, _NCCL_BYTES = 1.10e9, 2.38e9, 0.39e9
+"""Host memory of a trainer rank with a GPU, as measured: when its weights are filled, after its first updates, and what
+NCCL adds."""
+_CPU_RANK_BYTES, _CPU_GENERATOR_BYTES = 0.37e9, 0.25e9  # without a model, as measured
+_ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 1.5e9, 0.9e9, 6e9  # assumed where GPUs are
+_CPU_ROLLOUT_BYTES, _CPU_DRIVER_BYTES = 0.36e9, 0.60e9  # with reward workers and Ray, as measured
 _MANY = 1 << 20  # microbatches
 _META_MIB, _GRAPH_MIB = 512, 2
 """Of a server, and of its CUDA graphs for each request at once (ServerArgs, reserved_mem)."""
@@ -41,6 +61,8 @@ class Phase:
     """Bytes by purpose. Not of torch are "context", and "server": of a server on the same GPU."""
     detail: str = ""
     """Where in the phase the peak is, and what is recomputed."""
+    on_host: float = 0.0
+    """Bytes of activations in host memory."""
 
     @property
     def allocated(self) -> float:
@@ -104,7 +126,7 @@ class MemoryPlan:
     ranks: tuple[RankPlan, ...]
     servers: ServerPlan | None
     host: Mapping[str, float]
-    """Bytes of each node, by purpose."""
+    """Bytes of the node that has most, by purpose, at its peak."""
     limit: float
     """Bytes of a GPU."""
 
@@ -144,8 +166,7 @@ def plan_memory(scene: Scene) -> MemoryPlan:
         kept = max(p.allocated + p.parts["context"] for rank in ranks for p in rank.phases if p.name == SAMPLING)
         servers = replace(servers, trainer=kept, rest=servers.rest - kept)
     limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
-    allocated = max(rank.peak.allocated for rank in ranks)
-    return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene, allocated), limit=limit)
+    return MemoryPlan(ranks=ranks, servers=servers, host=_host(scene, ranks), limit=limit)
 
 
 def _rank(scene: Scene, stage: int) -> RankPlan:
@@ -163,7 +184,10 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
         stage = _stage(engine, rank)
         if engine.trains:
             yield _update(scene, engine, stage, held, beside)
-            if step := _optimizer_step(engine, states_of(engine, stage)):
+            step = _optimizer_step(engine, states_of(engine, stage))
+            if not scene.on_gpu:  # gloo reduces gradients, and gathers weights, in copies
+                step["buckets"] = float(states_of(engine, stage).gradients)
+            if step:
                 parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **beside}
                 yield Phase(name=f"{engine.name} optimizer", parts=parts)
         else:
@@ -287,7 +311,9 @@ def _update(scene: Scene, engine: Engine, stage: int, held: Mapping[str, float],
     if engine.config.moe is not None and engine.layout.ep > 1:
         worst = peak(replace(shape, imbalance=worst_imbalance(engine)), levels).total - moment.total
         detail += f"; with all tokens for the experts of one rank {worst / GIB:.1f} GiB more"
-    return Phase(name=f"{engine.name} update", parts={**held, **moment.parts, **beside}, detail=detail)
+    parts = {**held, **moment.parts, **beside}
+    on_host = host_bytes(shape, levels) if scene.on_gpu else 0.0
+    return Phase(name=f"{engine.name} update", parts=parts, detail=detail, on_host=on_host)
 
 
 def worst_imbalance(engine: Engine) -> float:
@@ -307,9 +333,27 @@ def _levels(
     whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - beside)
     if not scene.on_gpu:
         whole = float("inf")
-    host = (engine.host_gib or 0.0) * GIB if scene.on_gpu else 0.0
-    choice = choose(shape, whole - held, host_limit_bytes=host)
-    return choice.levels, f"auto, {choice}"
+    host = _host_limit(scene, engine)
+    choice = choose(shape, whole - held, host_limit_bytes=host or 0.0)
+    words = f"auto, {choice}"
+    if host is None and "full" in choice.levels:
+        words += " (without host memory for activations: what a host has left is known on it alone; or set "
+        words += f"{engine.name}.gradient_checkpointing_host_gib)"
+    return choice.levels, words
+
+
+def _host_limit(scene: Scene, engine: Engine) -> float | None:
+    """Return the bytes of host memory that activations of a rank may take, as the engine will find them; None where the
+    host is another machine."""
+    if not scene.on_gpu:
+        return 0.0
+    if engine.host_gib is not None:
+        return engine.host_gib * GIB
+    if scene.gpu.host_bytes is None:
+        return None
+    ranks = len(_ranks_of_node(scene))
+    taken = sum((_processes(scene) | _pinned(scene)).values()) + ranks * _RANK_BYTES
+    return SHARE_OF_HOST * max(0.0, scene.gpu.host_bytes - taken) / ranks
 
 
 def _inference_bytes(engine: Engine, stage: int) -> float:
@@ -398,40 +442,133 @@ def cache_bytes_per_token(servers: Servers) -> float:
     return float(layers * 2 * heads * config.head_dim * servers.itemsize)
 
 
-def _host(scene: Scene, allocated: float) -> dict[str, float]:
-    """Return the host memory of the node that has most. `allocated`: bytes of a rank at its peak, which on a CPU are
-    host memory."""
-    ranks = min(scene.actor.layout.world_size, scene.n_gpus_per_node)
-    of_rank = _RANK_BYTES + (0.0 if scene.on_gpu else allocated)
-    host = {"driver and rollout": _DRIVER_BYTES + _ROLLOUT_BYTES, "trainer ranks": ranks * of_rank}
-    if scene.servers is not None:
-        on_node = min(scene.servers.layout.world_size, scene.n_gpus_per_node)
-        host["servers"] = on_node * _SERVER_BYTES
+def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
+    """Return the host memory of the first node, by purpose, at the moment at which it takes most: in updates, when
+    random weights are drawn, or when a recover checkpoint is loaded."""
+    kept = _processes(scene) | _pinned(scene)
+    node = [(rank, plans[_stage(scene.actor, rank)]) for rank in _ranks_of_node(scene)]
+    moments = [_sums(_updating(scene, rank, plan) for rank, plan in node) | kept]
+    moments.append(_sums(_drawing(scene, rank) for rank, _ in node) | _processes(scene))
+    if scene.writes_checkpoints:
+        moments.append(_sums(_loading(scene, rank) for rank, _ in node) | kept)
+    most = max(moments, key=lambda moment: sum(moment.values()))
+    return {name: size for name, size in most.items() if size}
+
+
+def host_of_rank(scene: Scene, plan: RankPlan) -> float:
+    """Return the bytes of host memory that a rank of a stage takes at its peak, in updates or before, without the pages
+    of a recover checkpoint."""
+    rank = plan.stage * plan.num_ranks
+    pinned = sum(_pinned_by_rank(scene, rank).values())
+    return max(sum(_updating(scene, rank, plan).values()) + pinned, sum(_drawing(scene, rank).values()))
+
+
+def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for each in parts:
+        for name, size in each.items():
+            total[name] = total.get(name, 0.0) + size
+    return total
+
+
+def _ranks_of_node(scene: Scene) -> range:
+    return range(min(scene.actor.layout.world_size, scene.n_gpus_per_node))
+
+
+_RANKS = "trainer ranks"
+
+
+def _updating(scene: Scene, rank: int, plan: RankPlan) -> dict[str, float]:
+    """Return what a rank takes of the host in updates, beside what is pinned."""
+    if not scene.on_gpu:
+        return {_RANKS: _CPU_RANK_BYTES + plan.peak.allocated}
+    nccl = _NCCL_BYTES if scene.actor.layout.world_size > 1 else 0.0
+    return {_RANKS: _RANK_BYTES + nccl, "activations": sum(phase.on_host for phase in plan.phases)}
+
+
+def _drawing(scene: Scene, rank: int) -> dict[str, float]:
+    """Return what a rank takes when its weights are filled. Stages that share an embedding have met before."""
+    drawn, shares = 0.0, False
+    for engine in scene.engines:
+        layout, stage = engine.layout, _stage(engine, rank)
+        shares |= engine.config.tied and not engine.is_critic and layout.pp > 1 and stage in (0, layout.pp - 1)
+        if engine.is_drawn:
+            size = drawing_bytes(
+                engine.config, layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
+            )
+            drawn = max(drawn, size)
+    process = _BEGIN_BYTES + shares * _NCCL_BYTES if scene.on_gpu else _CPU_RANK_BYTES + _states(scene, rank)
+    return {_RANKS: process, "random weights": drawn}
+
+
+def _loading(scene: Scene, rank: int) -> dict[str, float]:
+    """Return what a rank takes when a recover checkpoint is loaded, one engine after the other."""
+    trained = [engine for engine in scene.engines if engine.trains]
+    loaded = max(loading_bytes(states_of(e, _stage(e, rank)), e.itemsize) for e in trained)
+    process = _RANK_BYTES if scene.on_gpu else _CPU_RANK_BYTES + _states(scene, rank)
+    return {_RANKS: process, "loading a recover checkpoint": float(loaded)}
+
+
+def _states(scene: Scene, rank: int) -> float:
+    return float(sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines))
+
+
+def _processes(scene: Scene) -> dict[str, float]:
+    """Return what processes other than trainer ranks take of the first node, and the object store."""
+    batch = scene.sequences * scene.longest * scene.token_bytes
+    driver = _DRIVER_BYTES + _ROLLOUT_BYTES if scene.on_gpu else _CPU_DRIVER_BYTES + _CPU_ROLLOUT_BYTES
+    parts = {"driver and rollout": driver}
+    if (servers := scene.servers) is None:
+        return parts
+    # Of a batch, one copy is in the object store, and one is leased; as many are sampled as staleness allows.
+    parts["episodes"] = float(batch * (2 + (1 + scene.max_staleness if scene.keeps_episodes else 0)))
+    each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)
+    parts["servers"] = min(servers.layout.world_size, scene.n_gpus_per_node) * each
+    if scene.keeps_weights:
+        whole = rank_states(servers.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=servers.itemsize)
+        parts["copy of the weights"] = float(whole.weights)
+    return parts
+
+
+def _pinned(scene: Scene) -> dict[str, float]:
+    """Return what ranks of the first node hold in host memory during the whole run."""
+    parts = _sums(_pinned_by_rank(scene, rank) for rank in _ranks_of_node(scene))
+    if scene.writes_checkpoints:
+        parts["recover checkpoint"] = sum(
+            piece.num_ranks * (page_locked(piece.num_bytes) if scene.on_gpu else piece.num_bytes)
+            for engine in scene.engines if engine.trains
+            for stage in {_stage(engine, rank) for rank in _ranks_of_node(scene)}
+            for piece in _pieces(engine, stage)
+        )  # fmt: skip
+    return parts
+
+
+def _pinned_by_rank(scene: Scene, rank: int) -> dict[str, float]:
     offloaded = away = 0.0
     for engine in scene.engines:
-        largest = _largest(engine)
-        offloaded += ranks * (largest.masters + largest.moments) if engine.offload else 0.0
+        states = states_of(engine, _stage(engine, rank))
+        if engine.offload:
+            offloaded += states.masters + states.moments
         if scene.shares_gpus and scene.on_gpu:
-            away += ranks * (0 if engine.offload else largest.masters + largest.moments)
-            away += ranks * (0 if engine is scene.actor else largest.weights)
-    if scene.writes_checkpoints:
-        host["recover checkpoint"] = ranks * checkpoint_bytes(scene)
-    if offloaded:
-        host["optimizer in host memory"] = offloaded
-    if away:
-        host["trainer while servers sample"] = away
-    return host
+            away += 0 if engine.offload else states.masters + states.moments
+            away += 0 if engine is scene.actor else states.weights
+    return {"optimizer in host memory": offloaded, "trainer while servers sample": away}
+
+
+def _pieces(engine: Engine, stage: int) -> Sequence[HostPiece]:
+    return checkpoint_pieces(
+        engine.config, engine.layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
+    )
 
 
 def checkpoint_bytes(scene: Scene) -> float:
-    """Return the bytes that a rank copies to host memory for a recover checkpoint."""
-    trained = ((_largest(e), e.layout.dp * e.layout.cp) for e in scene.engines if e.trains)
-    return sum(held.masters + held.moments + held.weights / size for held, size in trained)
-
-
-def _largest(engine: Engine) -> States:
-    """Return what an engine holds on the ranks of its largest stage."""
-    return max((states_of(engine, stage) for stage in range(engine.layout.pp)), key=lambda s: s.total)
+    """Return the bytes that the rank with most copies to host memory for a recover checkpoint."""
+    trained = [engine for engine in scene.engines if engine.trains]
+    stages = max(engine.layout.pp for engine in trained)
+    return max(
+        sum(piece.num_bytes for e in trained for piece in _pieces(e, min(stage, e.layout.pp - 1)))
+        for stage in range(stages)
+    )
 
 
 def smallest_world(scene: Scene) -> int | None:

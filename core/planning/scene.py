@@ -5,7 +5,7 @@ Invariant: a `Scene` has everything that the other files of this folder read; th
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from allocation import GENERATOR_ROLE, TRAINER_ROLE, Allocation, ParallelLayout
 from core.config.common import ModelUse
@@ -13,6 +13,7 @@ from core.config.experiments import ExperimentConfig, PPOMATHConfig
 from core.config.presets import PRESETS
 from core.placement import resolve_allocation
 from core.placement.rules import split_errors
+from mcore_adapter.memory.available import available_on_host
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -31,6 +32,8 @@ class Gpu:
     name: str
     gib: float
     """Memory in total."""
+    host_bytes: float | None = None
+    """Memory that its host has left, where that is this machine."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -68,6 +71,8 @@ class Engine:
     """The same with max_staleness=0."""
     sample_reuse: int = 1
     """Passes of updates over a batch."""
+    is_drawn: bool = False
+    """It starts from random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,12 @@ class Scene:
     """Longest answer; 0: what is trained on are whole sequences of prompt_tokens."""
     max_staleness: int
     writes_checkpoints: bool
+    token_bytes: int = 13
+    """Of a trajectory, in host memory."""
+    keeps_episodes: bool = True
+    """The store of the run is in host memory."""
+    keeps_weights: bool = False
+    """A weight update leaves a copy of them in host memory: in the object store, or to find what has changed."""
 
     @property
     def actor(self) -> Engine:
@@ -158,6 +169,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         answer_tokens=answer_tokens,
         max_staleness=sampling.staleness.max_staleness if sampling else 0,
         writes_checkpoints=config.writes_checkpoints,
+        **(_in_host_memory(sampling, engines[0].config, allocation) if sampling else {}),
     )
     _check_positions(scene)
     for use, engine in zip(config.model_uses, engines, strict=True):
@@ -165,6 +177,20 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
             for error in split_errors(allocation.roles[role].layout, role, engine.config, use.path):
                 raise error
     return scene
+
+
+def _in_host_memory(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) -> dict[str, Any]:
+    """Return the fields of a scene about what processes of the run hold in host memory."""
+    token = 4 + 4 + 4 + 1  # token, log-probability, version; whether it is trained
+    if config.actor.moe_routing_replay and model.moe is not None:
+        token += 2 * sum(model.moe.sparse_layers) * model.moe.top_k
+    transports = BACKENDS[allocation.generator.backend].capabilities.transports
+    through_store = config.push.type in ("auto", "local") and "local" in transports
+    return {
+        "token_bytes": token,
+        "keeps_episodes": config.experience.store == "memory",
+        "keeps_weights": through_store or config.push.sends_changes,
+    }
 
 
 def _check_positions(scene: Scene) -> None:
@@ -211,6 +237,7 @@ def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> 
         has_pass=_has_pass(config, use.key),
         has_pass_in_turns=_has_pass(config, use.key, in_turns=True),
         sample_reuse=getattr(config.algorithm, f"{use.key}_sample_reuse", 1) if config.sampling else 1,
+        is_drawn=not section.loads_weights,
     )
 
 
@@ -253,9 +280,10 @@ def gpu_of_machine() -> Gpu | None:
     if not found:
         return None
     try:
-        return find_gpu(found[0].name)
+        gpu = find_gpu(found[0].name)
     except PlanError:
-        return Gpu(name=found[0].name, gib=found[0].total_mib / 1024)
+        gpu = Gpu(name=found[0].name, gib=found[0].total_mib / 1024)
+    return replace(gpu, host_bytes=available_on_host())
 
 
 def find_gpu(text: str) -> Gpu:

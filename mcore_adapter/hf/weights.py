@@ -39,6 +39,7 @@ from mcore_adapter.hf.safetensors_folder import (
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, Piece, layer_table, outer_table
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
+from mcore_adapter.settings import DRAWN_AHEAD
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.tensors import CORRECTION_BIAS, VALUE_HEAD, hf_shapes
@@ -150,7 +151,7 @@ def _drawn_ahead(
     ahead: deque[Future[Reader]] = deque()
     for conversion in conversions:
         ahead.append(pool.submit(_scratch_reader, config, shapes, conversion, seed))
-        if len(ahead) > 32:
+        if len(ahead) > DRAWN_AHEAD:
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()

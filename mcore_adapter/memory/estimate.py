@@ -1,5 +1,5 @@
 """How much memory a rank takes: what it holds between updates (weights, gradients, fp32 masters, moments), the
-activations of an update, and the least recomputation that fits into a limit.
+activations of an update, and the least recomputation that fits into a limit; and what of it is in host memory.
 
 An estimate from the shape of the model, for Megatron's distributed optimizer and TransformerEngine's layers. auto.py
 corrects it by what was measured, and the planner (core/planning) reports it. Invariants: it depends on what all ranks
@@ -9,12 +9,20 @@ of a pipeline stage have in common, and on nothing else; torch is not imported.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from allocation import ParallelLayout, layers_of_chunks
-from mcore_adapter.settings import FP32_ROWS, LEVELS, LOGITS_BYTES, MLP_TOKENS, SEVERAL_LOGITS_BYTES, Level
+from mcore_adapter.settings import (
+    DRAWN_AHEAD,
+    FP32_ROWS,
+    LEVELS,
+    LOGITS_BYTES,
+    MLP_TOKENS,
+    SEVERAL_LOGITS_BYTES,
+    Level,
+)
 from model_specs.config import ModelConfig, MoEConfig, gathers_tokens
 
 Kind = Literal["embedding", "attention", "MLP", "experts", "head"]
@@ -72,9 +80,7 @@ def rank_states(
             counts[parameter.kind] += parameter.numel
         if not trains:
             continue
-        of_experts = [p for p in chunk if p.kind == "experts"]
-        others = [p for p in chunk if p.kind != "experts"]
-        for parameters, ranks in ((others, layout.dp * layout.cp), (of_experts, layout.expert_dp)):
+        for parameters, ranks in _buffers(chunk, layout):
             padded += _padded(parameters, ranks)
             held += sum(p.numel for p in parameters) / ranks
     total = sum(counts.values())
@@ -85,6 +91,63 @@ def rank_states(
         moments=round(held * _MOMENT_BYTES),
         parameters=dict(counts),
     )
+
+
+def _buffers(chunk: Sequence[Parameter], layout: ParallelLayout) -> Iterator[tuple[list[Parameter], int]]:
+    """Yield the parameters of each buffer of a model chunk, and the number of data-parallel ranks that share it."""
+    yield [p for p in chunk if p.kind != "experts"], layout.dp * layout.cp
+    yield [p for p in chunk if p.kind == "experts"], layout.expert_dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPiece:
+    """A piece of host memory that some ranks of a pipeline stage have."""
+
+    num_bytes: int
+    num_ranks: int
+
+
+@lru_cache(maxsize=4096)
+def checkpoint_pieces(
+    config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool = False, itemsize: int = 2
+) -> tuple[HostPiece, ...]:
+    """Return what a recover checkpoint is copied to by the ranks of a pipeline stage: for each buffer masters and both
+    moments, which the first of its data-parallel ranks gathers, and the weights, up to the alignment of tensors."""
+    pieces, weights = [], Counter[int]()  # weights by the number of ranks that have them
+    for chunk in chunk_parameters(config, layout, pp_rank=pp_rank, is_critic=is_critic):
+        for parameters, copies in _buffers(chunk, layout):
+            ranks = layout.dp * layout.cp * layout.tp // copies
+            size = _MASTER_BYTES * _padded(parameters, copies)
+            pieces += [HostPiece(num_bytes=size, num_ranks=ranks)] * 3
+            weights[ranks] += itemsize * sum(parameter.numel for parameter in parameters)
+    pieces += [HostPiece(num_bytes=size, num_ranks=ranks) for ranks, size in weights.items()]
+    return tuple(piece for piece in pieces if piece.num_bytes)
+
+
+def loading_bytes(states: States, itemsize: int) -> int:
+    """Return the bytes of host memory that each rank needs to load a recover checkpoint: weights, masters and moments
+    of all its data-parallel ranks."""
+    return states.weights + (_MASTER_BYTES + _MOMENT_BYTES) * (states.weights // itemsize)
+
+
+def drawing_bytes(
+    config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool = False, itemsize: int = 2
+) -> float:
+    """Return the bytes of host memory in which a rank draws random weights: whole tensors in float32, some of them
+    ahead, and a copy of one in the format of the weights. An upper bound for a last pipeline stage, whose output layer
+    is drawn while others are copied."""
+    whole = replace(layout, tp=1, dp=layout.dp * layout.tp)
+    chunks = chunk_parameters(config, whole, pp_rank=pp_rank, is_critic=is_critic)
+    sizes = [parameter.numel for chunk in chunks for parameter in chunk]
+    return max(
+        _MASTER_BYTES * sum(sizes[first : first + 1 + DRAWN_AHEAD]) + itemsize * size / layout.tp
+        for first, size in enumerate(sizes)
+    )
+
+
+def page_locked(num_bytes: float) -> int:
+    """Return the bytes of a tensor in page-locked memory, of which torch takes a power of two."""
+    return 1 << max(1, math.ceil(num_bytes) - 1).bit_length()
 
 
 def chunk_parameters(
@@ -255,12 +318,19 @@ def _num_on_host(shape: UpdateShape, host_limit_bytes: float) -> int:
     return max(0, min(len(shape.layers) - 1, int(host_limit_bytes / layer)))
 
 
+def host_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
+    """Return the bytes of page-locked host memory that the activations of a chunk take."""
+    tokens = shape.tokens / shape.layout.cp
+    moved = (layer for level, layer in zip(levels, shape.layers, strict=True) if level == "offload")
+    return shape.in_flight * sum(_pages(shape, tokens, layer) for layer in moved)
+
+
 def _pages(shape: UpdateShape, tokens: float, layer: int) -> float:
-    """Return the bytes of page-locked memory for what a layer keeps: torch takes a power of two for each tensor."""
+    """Return the bytes of page-locked memory for what a pass through a layer keeps."""
     hidden, output = shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]
     sizes = [tokens * width * shape.itemsize for width in (*[hidden] * _num_residuals(shape), output)]
     rest = tokens * _moved(shape, layer) - sum(sizes)  # of experts: other ranks' tokens, routing
-    return sum(1 << max(1, math.ceil(size) - 1).bit_length() for size in sizes) + 2 * max(0.0, rest)
+    return sum(map(page_locked, sizes)) + 2 * max(0.0, rest)
 
 
 @dataclass(frozen=True, kw_only=True)
