@@ -377,7 +377,8 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
         )
     total = sum(plan.host.values())
     parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items())
-    console.print(f"Host memory of a node, about: {total / GIB:.0f} GiB ({parts}).")
+    left = "" if scene.gpu.host_bytes is None else f" of {scene.gpu.host_bytes / GIB:.0f} that this machine has left"
+    console.print(f"Host memory of a node, about: {total / GIB:.0f} GiB{left} ({parts}).")
     changes = advice(scene, plan)
     console.print(verdict(scene, plan, changes))
     for change in changes:

@@ -195,7 +195,7 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
             yield Phase(name=f"{engine.name} log-probs", parts=parts)
     if scene.servers is None:
         return
-    buckets = {"buckets": float(_BUCKETS * scene.bucket_bytes)}
+    buckets = {"buckets": float(min(_BUCKETS * scene.bucket_bytes, _whole_weights(scene.actor)))}
     if "server" not in beside:
         yield Phase(name="weight update", parts={**held, **buckets, **beside})
         return
@@ -209,13 +209,19 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     yield Phase(name=SAMPLING, parts={**kept, **beside})
 
 
+def _whole_weights(engine: Engine) -> int:
+    """Return the bytes of the weights of a model, which a weight update sends."""
+    return rank_states(engine.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=engine.itemsize).weights
+
+
 def _held_by_all(scene: Scene, rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return what a rank holds in its turn, of all engines, and what is beside it on its GPU."""
     held: dict[str, float] = {}
     for engine in scene.engines:
         for part, size in _held(engine, states_of(engine, _stage(engine, rank))).items():
             held[part] = held.get(part, 0.0) + size
-        held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
+        if scene.on_gpu:
+            held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
     groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
     beside = {"context": CONTEXT_BYTES + groups * _GROUP_BYTES if scene.on_gpu else 0.0}
     if scene.shares_gpus and scene.on_gpu:  # a server that has released its weights and its cache
@@ -297,7 +303,7 @@ def update_shape(engine: Engine, stage: int) -> UpdateShape:
     layout = engine.layout
     own = layers_of_chunks(engine.config.num_layers, layout)[stage :: layout.pp]
     return UpdateShape(
-        config=engine.config, layout=layout, itemsize=engine.itemsize, tokens=engine.tokens,
+        config=engine.config, layout=layout, itemsize=engine.itemsize, tokens=engine.microbatch_tokens,
         in_flight=in_flight(layout, stage, _MANY), layers=max(own, key=len), has_head=stage == layout.pp - 1,
         has_embedding=stage == 0, is_critic=engine.is_critic, fp8=engine.fp8,
     )  # fmt: skip
@@ -359,7 +365,7 @@ def _host_limit(scene: Scene, engine: Engine) -> float | None:
 def _inference_bytes(engine: Engine, stage: int) -> float:
     """Return the bytes of activations of a pass without gradients."""
     config, layout = engine.config, engine.layout
-    tokens = engine.tokens / layout.cp
+    tokens = engine.microbatch_tokens / layout.cp
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim / layout.tp
     width = 3 * config.intermediate_size / layout.tp
     inner = max(2 * heads * tokens, width * tokens if config.moe else width * min(tokens, MLP_TOKENS))
@@ -445,12 +451,15 @@ def cache_bytes_per_token(servers: Servers) -> float:
 def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
     """Return the host memory of the first node, by purpose, at the moment at which it takes most: in updates, when
     random weights are drawn, or when a recover checkpoint is loaded."""
-    kept = _processes(scene) | _pinned(scene)
+    others, pinned = _processes(scene), _pinned(scene)
     node = [(rank, plans[_stage(scene.actor, rank)]) for rank in _ranks_of_node(scene)]
-    moments = [_sums(_updating(scene, rank, plan) for rank, plan in node) | kept]
-    moments.append(_sums(_drawing(scene, rank) for rank, _ in node) | _processes(scene))
-    if scene.writes_checkpoints:
-        moments.append(_sums(_loading(scene, rank) for rank, _ in node) | kept)
+    moments = [
+        _sums(_updating(scene, rank, plan) for rank, plan in node) | others | pinned,
+        _sums(_drawing(scene, rank) for rank, _ in node) | others,
+    ]
+    if scene.writes_checkpoints:  # the pages of the next ones are taken afterwards
+        pinned.pop(_CHECKPOINT)
+        moments.append(_sums(_loading(scene, rank) for rank, _ in node) | others | pinned)
     most = max(moments, key=lambda moment: sum(moment.values()))
     return {name: size for name, size in most.items() if size}
 
@@ -475,7 +484,7 @@ def _ranks_of_node(scene: Scene) -> range:
     return range(min(scene.actor.layout.world_size, scene.n_gpus_per_node))
 
 
-_RANKS = "trainer ranks"
+_RANKS, _CHECKPOINT = "trainer ranks", "recover checkpoint"
 
 
 def _updating(scene: Scene, rank: int, plan: RankPlan) -> dict[str, float]:
@@ -525,8 +534,7 @@ def _processes(scene: Scene) -> dict[str, float]:
     each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)
     parts["servers"] = min(servers.layout.world_size, scene.n_gpus_per_node) * each
     if scene.keeps_weights:
-        whole = rank_states(servers.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=servers.itemsize)
-        parts["copy of the weights"] = float(whole.weights)
+        parts["copy of the weights"] = float(_whole_weights(scene.actor))
     return parts
 
 
@@ -534,7 +542,7 @@ def _pinned(scene: Scene) -> dict[str, float]:
     """Return what ranks of the first node hold in host memory during the whole run."""
     parts = _sums(_pinned_by_rank(scene, rank) for rank in _ranks_of_node(scene))
     if scene.writes_checkpoints:
-        parts["recover checkpoint"] = sum(
+        parts[_CHECKPOINT] = sum(
             piece.num_ranks * (page_locked(piece.num_bytes) if scene.on_gpu else piece.num_bytes)
             for engine in scene.engines if engine.trains
             for stage in {_stage(engine, rank) for rank in _ranks_of_node(scene)}

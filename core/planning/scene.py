@@ -62,7 +62,7 @@ class Engine:
     offload: bool
     """Masters and moments are in host memory."""
     tokens: int
-    """Most of a microbatch."""
+    """Most of a microbatch, as configured."""
     limit_gib: float | None
     host_gib: float | None
     has_pass: bool = True
@@ -73,6 +73,13 @@ class Engine:
     """Passes of updates over a batch."""
     is_drawn: bool = False
     """It starts from random weights."""
+    batch_tokens: int = 1 << 62
+    """Most of a training step."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Most of a microbatch: no more than a data-parallel rank has of a step."""
+        return min(self.tokens, -(-self.batch_tokens // self.layout.dp))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +175,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens,
         max_staleness=sampling.staleness.max_staleness if sampling else 0,
-        writes_checkpoints=config.writes_checkpoints,
+        writes_checkpoints=config.recovers,
         **(_in_host_memory(sampling, engines[0].config, allocation) if sampling else {}),
     )
     _check_positions(scene)
@@ -238,6 +245,7 @@ def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> 
         has_pass_in_turns=_has_pass(config, use.key, in_turns=True),
         sample_reuse=getattr(config.algorithm, f"{use.key}_sample_reuse", 1) if config.sampling else 1,
         is_drawn=not section.loads_weights,
+        batch_tokens=_sequences(config) * sum(config.trained_tokens),
     )
 
 

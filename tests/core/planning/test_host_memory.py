@@ -5,8 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from core.planning.memory import host_of_rank, plan_memory
-from core.planning.scene import GPUS, Scene
+import pytest
+
+from allocation import ParallelLayout
+from core.checks.rules import load_config
+from core.planning.memory import GIB, host_of_rank, plan_memory, states_of
+from core.planning.scene import GPUS, Scene, find_gpu, scene_of
+from helpers.plan_recipe import write_recipe
+from mcore_adapter.memory.estimate import loading_bytes, page_locked
+from tools.bench import SHAPES
 from tools.bench.gpu.plan import CASES, Case
 
 MEASURED = Path(__file__).parents[3] / "benchmarks/predictions/memory-measured.json"
@@ -34,3 +41,73 @@ def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
     last = [error for (case, stage), error in errors.items() if case.layout.pp > 1 and stage]
     assert len(sizes) == 30 and sizes[-3] < 0.05 and median(sizes) < 0.01
     assert all(0 < error < 0.15 for error in last), "an upper bound"
+
+
+def make_scene(folder: Path, *words: str, gpu: str = "H100") -> Scene:
+    return scene_of(load_config("ppo-math", write_recipe(folder, SHAPES["7B"]), words).config, find_gpu(gpu))
+
+
+def test_the_first_data_parallel_rank_copies_a_checkpoint_and_every_rank_loads_all_of_it(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    assert str(scene.actor.layout) == "d4m2p1"
+    host, states = plan_memory(scene).host, states_of(scene.actor, 0)
+    elements = states.weights // 2
+    assert host["loading a recover checkpoint"] == 8 * loading_bytes(states, 2) == 8 * 14 * elements
+    assert "recover checkpoint" not in host, "its pages are taken afterwards"
+    with_moments = plan_memory(scene.in_layout(ParallelLayout(tp=8))).host
+    wide = states_of(scene.in_layout(ParallelLayout(tp=8)).actor, 0)
+    sizes = (4 * wide.weights // 2, 2 * sum(wide.parameters.values()))
+    assert with_moments["recover checkpoint"] == 8 * (3 * page_locked(sizes[0]) + page_locked(sizes[1]))
+    without = plan_memory(replace(scene, writes_checkpoints=False)).host
+    assert not {"recover checkpoint", "loading a recover checkpoint"} & set(without)
+
+
+def test_activations_go_to_the_host_memory_that_the_engine_will_find(tmp_path: Path) -> None:
+    words = ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=131072")
+    scene = make_scene(tmp_path, *words, "recover_mode=disabled", "actor.optimizer.offload=true", gpu="X:50")
+    elsewhere = plan_memory(scene)
+    hint = "actor.gradient_checkpointing_host_gib"
+    assert "activations" not in elsewhere.host and hint in elsewhere.ranks[0].phases[0].detail
+    taken = sum(elsewhere.host.values())
+    here = plan_memory(replace(scene, gpu=replace(scene.gpu, host_bytes=taken + 800 * GIB)))
+    assert 0 < here.host["activations"] <= 0.6 * 800 * GIB and hint not in here.ranks[0].phases[0].detail
+    given = plan_memory(scene.with_engines(host_gib=0.6 * 800 / 8))
+    assert given.host["activations"] == pytest.approx(here.host["activations"], rel=0.2)
+    none = plan_memory(scene.with_engines(host_gib=0.0))
+    assert "activations" not in none.host and hint not in none.ranks[0].phases[0].detail
+
+
+def test_earlier_stages_move_the_activations_of_more_passes(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, "recover_mode=disabled").with_engines(recompute="offload")
+    layout = ParallelLayout(dp=4, pp=2)
+    plan = plan_memory(scene.in_layout(layout))
+    first, last = (rank.phases[0].on_host for rank in plan.ranks)
+    assert first == 2 * last and plan.host["activations"] == 4 * (first + last)
+
+
+def test_random_weights_take_host_memory_before_updates_do(tmp_path: Path) -> None:
+    words = ("recover_mode=disabled", "allocation_mode=sglang.d8m1p1+d8m1p1")
+    loaded, drawn = (make_scene(tmp_path, *words, *more) for more in ((), ("actor.init_from_scratch=true",)))
+    host = plan_memory(drawn).host
+    assert "random weights" not in plan_memory(loaded).host
+    assert host["random weights"] > 8 * 6 * 152064 * 3584, "of the embedding in float32, and in bfloat16"
+
+
+def test_a_run_on_a_cpu_takes_no_more_than_its_batch_and_its_model_need(tmp_path: Path) -> None:
+    one = ("allocation_mode=embedded.d1m1p1+d2m1p1", "n_nodes=1", "n_gpus_per_node=3", "recover_mode=disabled")
+    small = ("dataset.max_prompt_len=16", "ppo.gen.max_new_tokens=48", "dataset.train_bs_n_seqs=4")
+    scene = make_scene(tmp_path, *one, *small)
+    assert scene.actor.microbatch_tokens == 4 * 8 * 64 // 2 < scene.actor.tokens
+    parts = {phase.name: phase.parts for phase in plan_memory(scene).ranks[0].phases}
+    states, whole = states_of(scene.actor, 0), 4 * sum(states_of(scene.actor, 0).parameters.values())
+    assert parts["actor optimizer"]["buckets"] == states.gradients, "gloo reduces them in a copy"
+    assert parts["weight update"]["buckets"] == min(3 * scene.bucket_bytes, whole)
+    assert plan_memory(scene).host["copy of the weights"] == whole, "in the object store"
+
+
+def test_episodes_wait_in_the_store_and_their_experts_with_them(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, "staleness.max_staleness=2")
+    batch = 64 * 8 * 8192 * 13
+    assert plan_memory(scene).host["episodes"] == (2 + 3) * batch
+    stored = make_scene(tmp_path, "staleness.max_staleness=2", "experience.store=sqlite", "experience.path=e.sqlite")
+    assert plan_memory(stored).host["episodes"] == 2 * batch

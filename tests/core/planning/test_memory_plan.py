@@ -107,7 +107,7 @@ def test_a_gpu_in_turns_holds_what_was_measured(tmp_path: Path) -> None:
     assert (sampling.allocated + sampling.beside) / GIB == pytest.approx(86.8, rel=0.03)
     released = sampling.allocated + sampling.parts["context"] + update.parts["server"]
     assert released / GIB == pytest.approx(5.7, rel=0.1)
-    assert push.allocated - sampling.allocated == 3 * 2**30, "buckets of push.bucket_bytes"
+    assert push.allocated - sampling.allocated == sampling.parts["weights"] < 3 * 2**30, "no more than the model"
     assert push.parts["server"] == pytest.approx(update.parts["server"] + plan.servers.weights)
     assert not {"gradients", "masters", "moments"} & {*push.parts, *sampling.parts}
     assert plan.servers.trainer == pytest.approx(sampling.allocated + sampling.parts["context"])
