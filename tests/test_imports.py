@@ -111,7 +111,7 @@ ORDER = {
     ),
     "tools.studio": ("table guard", "folders", "series sampled processes configure", "answers", "server", "__main__"),
     "tools.bench": ("workload trl_script", "cpu datapath", "agents gpu", "__main__"),
-    "tools.bench.gpu": ("trainer", "runs servers", "plan push"),
+    "tools.bench.gpu": ("trainer planner_picture", "runs servers", "plan push"),
 }
 """Folders and modules of a package or folder from the bottom to the top: each imports what stands in earlier lines."""
 MOST_FILES = 14
