@@ -328,7 +328,7 @@ def host_bytes(shape: UpdateShape, levels: Sequence[Level]) -> float:
 def _pages(shape: UpdateShape, tokens: float, layer: int) -> float:
     """Return the bytes of page-locked memory for what a pass through a layer keeps."""
     hidden, output = shape.config.hidden_size / shape.layout.tp, _attention_widths(shape)[1]
-    sizes = [tokens * width * shape.itemsize for width in (*[hidden] * _num_residuals(shape), output)]
+    sizes = [tokens * width * shape.itemsize for width in (hidden, hidden, output)]
     rest = tokens * _moved(shape, layer) - sum(sizes)  # of experts: other ranks' tokens, routing
     return sum(map(page_locked, sizes)) + 2 * max(0.0, rest)
 
@@ -399,7 +399,7 @@ def _hidden(shape: UpdateShape) -> float:
 
 def _moved(shape: UpdateShape, layer: int) -> float:
     """Return the bytes of a token of what a layer may keep on the host."""
-    return sum(_kept_parts(shape, "linear", layer).values()) - _copied_keys(shape, "linear")
+    return sum(_kept_parts(shape, "linear", layer).values()) - sum(_kept_parts(shape, "offload", layer).values())
 
 
 def _kept_parts(shape: UpdateShape, level: Level, layer: int) -> dict[str, float]:
@@ -408,8 +408,8 @@ def _kept_parts(shape: UpdateShape, level: Level, layer: int) -> dict[str, float
     if level == "full":
         return {"residual stream": hidden, "attention": 0.0, "MLP": 0.0}
     copies = _copied_keys(shape, level)
-    if level == "offload":
-        return {"residual stream": 0.0, "attention": copies, "MLP": 0.0}
+    if level == "offload":  # inputs of norms behind attention and MLP stay
+        return {"residual stream": (_num_residuals(shape) - 2) * hidden, "attention": copies, "MLP": 0.0}
     return {
         "residual stream": _num_residuals(shape) * hidden + (_FP8_HIDDEN * hidden if shape.fp8 else 0.0),
         "attention": _kept_by_attention(shape, level) + copies,

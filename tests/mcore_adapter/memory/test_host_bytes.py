@@ -52,7 +52,7 @@ def pages_run(rank: Rank, layout: ParallelLayout, model: str, levels: list[Level
         return [len(page) for page in pages._free]
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen3", "one process"), ("qwen2_tied", "tp2"), ("qwen2_tied", "pp2")])
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "one process"), ("qwen2_tied", "tp2"), ("glm4", "pp2")])
 def test_activations_take_the_pages_that_are_planned(ranks: RankPool, model_folders: Any, name, layout) -> None:
     where, folder = LAYOUTS[layout], model_folders[name][0]
     config, num_layers = read_config(folder), 4 // where.pp
