@@ -126,7 +126,7 @@ class MemoryPlan:
     ranks: tuple[RankPlan, ...]
     servers: ServerPlan | None
     host: Mapping[str, float]
-    """Bytes of the node that has most, by purpose, at its peak."""
+    """Bytes of the trainer's first node, by purpose, at its peak."""
     limit: float
     """Bytes of a GPU."""
 
@@ -449,8 +449,8 @@ def cache_bytes_per_token(servers: Servers) -> float:
 
 
 def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
-    """Return the host memory of the first node, by purpose, at the moment at which it takes most: in updates, when
-    random weights are drawn, or when a recover checkpoint is loaded."""
+    """Return the host memory of the trainer's first node, by purpose, at its peak: in updates, when random weights are
+    drawn, or when a recover checkpoint is loaded."""
     others, pinned = _processes(scene), _pinned(scene)
     node = [(rank, plans[_stage(scene.actor, rank)]) for rank in _ranks_of_node(scene)]
     moments = [
@@ -532,7 +532,9 @@ def _processes(scene: Scene) -> dict[str, float]:
     # Of a batch, one copy is in the object store, and one is leased; as many are sampled as staleness allows.
     parts["episodes"] = float(batch * (2 + (1 + scene.max_staleness if scene.keeps_episodes else 0)))
     each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)
-    parts["servers"] = min(servers.layout.world_size, scene.n_gpus_per_node) * each
+    has_gpus = servers.on_gpu and scene.on_gpu and not scene.shares_gpus
+    room = scene.n_gpus_per_node - (len(_ranks_of_node(scene)) if has_gpus else 0)  # GPUs beside the trainer's
+    parts["servers"] = min(servers.layout.world_size, room) * each
     if scene.keeps_weights:
         parts["copy of the weights"] = float(_whole_weights(scene.actor))
     return parts

@@ -111,3 +111,9 @@ def test_episodes_wait_in_the_store_and_their_experts_with_them(tmp_path: Path) 
     assert plan_memory(scene).host["episodes"] == (2 + 3) * batch
     stored = make_scene(tmp_path, "staleness.max_staleness=2", "experience.store=sqlite", "experience.path=e.sqlite")
     assert plan_memory(stored).host["episodes"] == 2 * batch
+
+
+@pytest.mark.parametrize(("mode", "servers"), [("d8m1p1+d8m1p1", 0), ("d12m1p1+d4m1p1", 4), ("d16m1p1|d16m1p1", 8)])
+def test_servers_count_where_the_trainer_leaves_them_gpus(tmp_path: Path, mode: str, servers: int) -> None:
+    host = plan_memory(make_scene(tmp_path, f"allocation_mode=sglang.{mode}")).host
+    assert host.get("servers", 0) == servers * 6e9
