@@ -24,7 +24,6 @@ from mcore_adapter.memory.estimate import (
     drawing_bytes,
     host_bytes,
     in_flight,
-    loading_bytes,
     page_locked,
     peak,
     rank_states,
@@ -449,17 +448,14 @@ def cache_bytes_per_token(servers: Servers) -> float:
 
 
 def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
-    """Return the host memory of the trainer's first node, by purpose, at its peak: in updates, when random weights are
-    drawn, or when a recover checkpoint is loaded."""
-    others, pinned = _processes(scene), _pinned(scene)
+    """Return the host memory of the trainer's first node, by purpose, at its peak: in updates, or when random weights
+    are drawn. To load a recover checkpoint takes less than the copy for the next one."""
+    others = _processes(scene)
     node = [(rank, plans[_stage(scene.actor, rank)]) for rank in _ranks_of_node(scene)]
     moments = [
-        _sums(_updating(scene, rank, plan) for rank, plan in node) | others | pinned,
+        _sums(_updating(scene, rank, plan) for rank, plan in node) | others | _pinned(scene),
         _sums(_drawing(scene, rank) for rank, _ in node) | others,
     ]
-    if scene.writes_checkpoints:  # the pages of the next ones are taken afterwards
-        pinned.pop(_CHECKPOINT)
-        moments.append(_sums(_loading(scene, rank) for rank, _ in node) | others | pinned)
     most = max(moments, key=lambda moment: sum(moment.values()))
     return {name: size for name, size in most.items() if size}
 
@@ -484,7 +480,7 @@ def _ranks_of_node(scene: Scene) -> range:
     return range(min(scene.actor.layout.world_size, scene.n_gpus_per_node))
 
 
-_RANKS, _CHECKPOINT = "trainer ranks", "recover checkpoint"
+_RANKS = "trainer ranks"
 
 
 def _updating(scene: Scene, rank: int, plan: RankPlan) -> dict[str, float]:
@@ -506,20 +502,11 @@ def _drawing(scene: Scene, rank: int) -> dict[str, float]:
                 engine.config, layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
             )
             drawn = max(drawn, size)
-    process = _BEGIN_BYTES + shares * _NCCL_BYTES if scene.on_gpu else _CPU_RANK_BYTES + _states(scene, rank)
+    if scene.on_gpu:
+        process = _BEGIN_BYTES + shares * _NCCL_BYTES
+    else:
+        process = _CPU_RANK_BYTES + sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines)
     return {_RANKS: process, "random weights": drawn}
-
-
-def _loading(scene: Scene, rank: int) -> dict[str, float]:
-    """Return what a rank takes when a recover checkpoint is loaded, one engine after the other."""
-    trained = [engine for engine in scene.engines if engine.trains]
-    loaded = max(loading_bytes(states_of(e, _stage(e, rank)), e.itemsize) for e in trained)
-    process = _RANK_BYTES if scene.on_gpu else _CPU_RANK_BYTES + _states(scene, rank)
-    return {_RANKS: process, "loading a recover checkpoint": float(loaded)}
-
-
-def _states(scene: Scene, rank: int) -> float:
-    return float(sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines))
 
 
 def _processes(scene: Scene) -> dict[str, float]:
@@ -544,7 +531,7 @@ def _pinned(scene: Scene) -> dict[str, float]:
     """Return what ranks of the first node hold in host memory during the whole run."""
     parts = _sums(_pinned_by_rank(scene, rank) for rank in _ranks_of_node(scene))
     if scene.writes_checkpoints:
-        parts[_CHECKPOINT] = sum(
+        parts["recover checkpoint"] = sum(
             piece.num_ranks * (page_locked(piece.num_bytes) if scene.on_gpu else piece.num_bytes)
             for engine in scene.engines if engine.trains
             for stage in {_stage(engine, rank) for rank in _ranks_of_node(scene)}

@@ -157,14 +157,15 @@ def load_checkpoint(
         raise OSError(f"{path / 'common.pt'}: cannot be read: it holds {saved!r}, which no engine has written")
     if optimizer is not None and not saved["has_optimizer"]:
         raise ValueError(f"{path}: this checkpoint has no optimizer state; it was saved by an inference-only engine")
-    with gathered_by(HostCopy(), optimizer.megatron.chained_optimizers if optimizer else []):
+    with gathered_by(HostCopy(), optimizer.megatron.chained_optimizers if optimizer else []) as owned:
         state = _state(model, optimizer, parallel=parallel, loading=True)
+    owned.join_in_place(state)
     saved_on = saved.get("device", "an unnamed device")
     same_place = (saved["layout"], saved_on) == (str(parallel.layout), _device_kind(model))
     if same_place:
         state["rng"] = _rng_object(parallel)
     try:
-        loaded = dist_checkpointing.load(state, str(path), RestrictedStrategy())
+        loaded = dist_checkpointing.load(state, str(path), RestrictedStrategy(owned))
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise OSError(f"{path}: the checkpoint cannot be read, rank {rank}: {cause}") from error

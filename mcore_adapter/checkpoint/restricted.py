@@ -7,8 +7,8 @@ lie in the checkpoint's own folder. Source: "Restricting globals" of the documen
 
 import io
 import pickle
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mcore_adapter.checkpoint.owned import OwnedRows
 from model_specs.untrusted import open_regular, read_bytes, read_json_object
 
 METADATA_FILE = ".metadata"
@@ -250,7 +251,45 @@ def _parts(root: object) -> Iterator[object]:
             left += vars(part).values()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What is read of a tensor with so many dimensions, along the first of them."""
+
+    num_dims: int
+    first: int
+    end: int
+
+
 class _RestrictedPlanner(MCoreLoadPlanner):
+    def __init__(self, rows: Mapping[tuple[str, torch.Size], _Rows], **options: Any) -> None:
+        """`rows`: by key and offset of the tensors of which not all is read."""
+        super().__init__(**options)
+        self._rows = rows
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads."""
+        plan = super().create_local_plan()
+        return replace(plan, items=[part for item in plan.items if (part := self._needed(item))])
+
+    def _needed(self, item: ReadItem) -> ReadItem | None:
+        """Return what is read of a piece, or None."""
+        rows = self._rows.get((item.dest_index.fqn, item.dest_index.offset or torch.Size()))
+        if rows is None:
+            return item
+        dim, at = len(item.lengths) - rows.num_dims, item.dest_offsets
+        first, end = max(at[dim], rows.first), min(at[dim] + item.lengths[dim], rows.end)
+        if first >= end:
+            return None
+
+        def moved(sizes: torch.Size, value: int) -> torch.Size:
+            return torch.Size((*sizes[:dim], value, *sizes[dim + 1 :]))
+
+        stored = item.storage_offsets
+        return replace(
+            item, dest_offsets=moved(at, first), lengths=moved(item.lengths, end - first),
+            storage_offsets=moved(stored, stored[dim] + first - at[dim]),
+        )  # fmt: skip
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
@@ -259,13 +298,30 @@ class _RestrictedPlanner(MCoreLoadPlanner):
 class RestrictedStrategy(TorchDistLoadShardedStrategy):
     """Megatron's strategy for torch_dist checkpoints with the reader and the planner of this module."""
 
+    def __init__(self, owned: OwnedRows) -> None:
+        """`owned`: what is read of the optimizer's state."""
+        super().__init__()
+        self._owned = owned
+
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> dict[str, object]:
         """Return the state dict with everything loaded; as the method of the base class."""
         tensors = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
+        rows: dict[tuple[str, torch.Size], _Rows] = {}
+        for tensor in tensors:
+            if (own := self._owned.of(tensor.data)) is not None:
+                rows[tensor.key, torch.Size(tensor.global_offset)] = _Rows(
+                    num_dims=tensor.data.dim(), first=own[0], end=own[1]
+                )
         planner = _RestrictedPlanner(
+            rows,
             shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
+        for tensor in tensors:
+            if tensor.allow_shape_mismatch and (own := self._owned.of(tensor.data)) is not None:
+                # Rows of padding are not in the checkpoint; Megatron would write zeros to all.
+                tensor.data[slice(*own)].zero_()
+                tensor.allow_shape_mismatch = False
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
         dcp.state_dict_loader.load_state_dict(state, RestrictedReader(checkpoint_dir), planner=planner)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
+from mcore_adapter.checkpoint.owned import OwnedRows
 from mcore_adapter.checkpoint.restricted import load_plain
 from mcore_adapter.hf.safetensors_folder import copy_tokenizer
 from mcore_adapter.memory.out_of_memory import is_out_of_memory
@@ -110,16 +111,18 @@ def _host_memory(num_bytes: int, *, page_locked: bool) -> Tensor:
 
 
 @contextmanager
-def gathered_by(copy: HostCopy, optimizers: Sequence[DistributedOptimizer]) -> Iterator[None]:
-    """Make Megatron's distributed optimizers gather masters and moments into `copy` inside the block.
+def gathered_by(copy: HostCopy, optimizers: Sequence[DistributedOptimizer]) -> Iterator[OwnedRows]:
+    """Make Megatron's distributed optimizers gather masters and moments into `copy` inside the block; yield what this
+    rank has of the memory that they take to load.
 
     Megatron's own way mixes up the parameters behind the first bucket of a buffer, of which there are several where a
     pipeline ties its embeddings: it lays buckets end to end, and reads them as if there were padding between them. It
     also goes through pageable memory, to the device and back, and holds the whole on every rank."""
+    owned = OwnedRows()
     for i, optimizer in enumerate(optimizers):
-        optimizer.get_parameter_state_dp_zero = _Gather(copy, optimizer, i)
+        optimizer.get_parameter_state_dp_zero = _Gather(copy, optimizer, i, owned)
     try:
-        yield
+        yield owned
     finally:
         for optimizer in optimizers:
             del optimizer.get_parameter_state_dp_zero
@@ -146,19 +149,31 @@ class _Gather:
     each tensor laid out as the buffer is, padding included.
 
     The first data-parallel rank, which writes, has the values; the others have the shape alone. With empty_data all
-    have memory to load into."""
+    have memory to load into, and `owned` has their parts of it."""
 
-    def __init__(self, copy: HostCopy, optimizer: DistributedOptimizer, number: int) -> None:
-        self._copy, self._optimizer, self._number = copy, optimizer, number
+    def __init__(self, copy: HostCopy, optimizer: DistributedOptimizer, number: int, owned: OwnedRows) -> None:
+        self._copy, self._optimizer, self._number, self._owned = copy, optimizer, number, owned
 
     def __call__(self, *, empty_data: bool = False, **options: object) -> dict[int | str, object]:
         state: dict[int | str, object] = {"buckets_coalesced": True}
         for index, by_dtype in enumerate(self._optimizer.gbuf_ranges):
             numel = self._optimizer.buffers[index].numel
             for dtype, buckets in by_dtype.items():
-                tensors = {key: torch.empty(numel) for key in _KEYS} if empty_data else self._buffer(index, buckets)
+                tensors = self._empty(index) if empty_data else self._buffer(index, buckets)
                 state[index] = {dtype: {"numel_unpadded": numel, **tensors}}
         return state
+
+    def _empty(self, index: int) -> dict[str, Tensor]:
+        buffer, group = self._optimizer.buffers[index], self._optimizer.data_parallel_group
+        parts = []
+        for bucket in buffer.buckets:
+            local = bucket.grad_data.numel() // group.size()
+            first = bucket.offset + group.rank() * local
+            parts.append((first, first + local))
+        tensors = {key: torch.empty(buffer.numel) for key in _KEYS}
+        for tensor in tensors.values():
+            self._owned.add(tensor, parts)
+        return tensors
 
     def _buffer(self, index: int, buckets: Sequence[Mapping[str, Places]]) -> dict[str, Tensor]:
         buffer = self._optimizer.buffers[index]

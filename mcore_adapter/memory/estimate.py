@@ -124,12 +124,6 @@ def checkpoint_pieces(
     return tuple(piece for piece in pieces if piece.num_bytes)
 
 
-def loading_bytes(states: States, itemsize: int) -> int:
-    """Return the bytes of host memory that each rank needs to load a recover checkpoint: weights, masters and moments
-    of all its data-parallel ranks."""
-    return states.weights + (_MASTER_BYTES + _MOMENT_BYTES) * (states.weights // itemsize)
-
-
 def drawing_bytes(
     config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool = False, itemsize: int = 2
 ) -> float:

@@ -12,7 +12,7 @@ from core.checks.rules import load_config
 from core.planning.memory import GIB, host_of_rank, plan_memory, states_of
 from core.planning.scene import GPUS, Scene, find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
-from mcore_adapter.memory.estimate import loading_bytes, page_locked
+from mcore_adapter.memory.estimate import page_locked
 from tools.bench import SHAPES
 from tools.bench.gpu.plan import CASES, Case
 
@@ -47,19 +47,14 @@ def make_scene(folder: Path, *words: str, gpu: str = "H100") -> Scene:
     return scene_of(load_config("ppo-math", write_recipe(folder, SHAPES["7B"]), words).config, find_gpu(gpu))
 
 
-def test_the_first_data_parallel_rank_copies_a_checkpoint_and_every_rank_loads_all_of_it(tmp_path: Path) -> None:
+def test_the_first_data_parallel_rank_copies_a_checkpoint(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
-    assert str(scene.actor.layout) == "d4m2p1"
-    host, states = plan_memory(scene).host, states_of(scene.actor, 0)
-    elements = states.weights // 2
-    assert host["loading a recover checkpoint"] == 8 * loading_bytes(states, 2) == 8 * 14 * elements
-    assert "recover checkpoint" not in host, "its pages are taken afterwards"
     with_moments = plan_memory(scene.in_layout(ParallelLayout(tp=8))).host
     wide = states_of(scene.in_layout(ParallelLayout(tp=8)).actor, 0)
     sizes = (4 * wide.weights // 2, 2 * sum(wide.parameters.values()))
     assert with_moments["recover checkpoint"] == 8 * (3 * page_locked(sizes[0]) + page_locked(sizes[1]))
     without = plan_memory(replace(scene, writes_checkpoints=False)).host
-    assert not {"recover checkpoint", "loading a recover checkpoint"} & set(without)
+    assert "recover checkpoint" not in without
 
 
 def test_activations_go_to_the_host_memory_that_the_engine_will_find(tmp_path: Path) -> None:
