@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; return 0 where the run fits, 1 where it does not, 2 for bad input."""
     given = _parser().parse_intermixed_args(argv)
     try:
-        return _calibrate(given.calibrate, given.sglang_python) if given.calibrate is not None else _plan(given)
+        if given.calibrate is None:
+            return _plan(given)
+        _check_alone(given)
+        return _calibrate(given.calibrate, given.sglang_python)
     except (ConfigError, PlanError, AllocationError) as error:
         return refused(error)
 
@@ -173,6 +176,17 @@ def _check_together(given: argparse.Namespace) -> None:
         for name, value in options.items():
             if value is not None and not is_given:
                 raise PlanError(f"{name} {value}: has no effect without {main_option}")
+
+
+def _check_alone(given: argparse.Namespace) -> None:
+    """Raise PlanError for anything that --calibrate does not read."""
+    unused = _parser().parse_args([])
+    for name, value in vars(given).items():
+        if name not in ("calibrate", "sglang_python") and value != getattr(unused, name):
+            shown = " ".join(value) if name == "words" else f"--{name.replace('_', '-')}"
+            raise PlanError(
+                f"{shown}: has no effect with --calibrate FILE, which measures this host alone; leave it out"
+            )
 
 
 def _search(
@@ -336,7 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", metavar="X.yaml", help="configuration file")
     add("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
     add("--search", action="store_true", help="propose allocations")
-    add("--gpus", type=integer(least=2, most=4096), help="--search: how many; default: the recipe's")
+    add("--gpus", type=integer(least=1, most=4096), help="--search: how many; default: the recipe's")
     add(
         "--metric",
         choices=METRICS,

@@ -251,13 +251,17 @@ def _cost(metric: Metric, scene: Scene, time: StepTime) -> float:
 
 
 def _on(scene: Scene, num_gpus: int) -> Scene:
-    """Return the scene on so many GPUs: nodes as the configuration has them, or of eight."""
+    """Return the scene on so many GPUs, on nodes as the configuration has them. One node of one or two GPUs, the
+    default, is taken for a part of a node. Raises PlanError where some GPUs of a node would be left."""
     per_node = scene.n_gpus_per_node
-    if num_gpus != scene.n_nodes * per_node:
-        per_node = min(_NODE_GPUS, num_gpus)
+    if scene.n_nodes == 1 and per_node <= 2 and num_gpus > per_node:
+        per_node = _NODE_GPUS
+    per_node = min(per_node, num_gpus)
     if left := num_gpus % per_node:
         below = num_gpus - left
-        raise PlanError(f"--gpus {num_gpus}: nodes have {per_node} GPUs each; write {below} or {below + per_node}")
+        raise PlanError(
+            f"--gpus {num_gpus}: nodes have {per_node} GPUs each (n_gpus_per_node); write {below} or {below + per_node}"
+        )
     return replace(scene, n_nodes=num_gpus // per_node, n_gpus_per_node=per_node)
 
 
