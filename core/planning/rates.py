@@ -174,7 +174,8 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
             update=update, passes=passes, rollout=0.0, push=0.0, turn=0.0, checkpoint=checkpoint, step=update + passes,
             tokens=tokens,
         )  # fmt: skip
-    running = running_requests(scene, servers, length)
+    allowed = scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
+    running = max(1, int(min(most_running(scene, servers, answers), allowed)))
     decode = decoding(servers, calibration)
     usual = decode(running, prompt + answers.mean_begun)
     rollout = scene.sequences * answers.mean * usual / (running * servers.layout.dp)
@@ -239,12 +240,14 @@ def _batch_seconds(
     return seconds
 
 
-def running_requests(scene: Scene, servers: Servers, length: float) -> int:
-    """Return how many requests of `length` tokens a server decodes at once: as many as it may, has memory for, and gets
-    of those that the staleness bound allows."""
-    allowed = scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
-    cached = plan_servers(scene, servers).tokens / length if servers.on_gpu else allowed
-    return max(1, int(min(servers.max_running, cached, allowed)))
+def most_running(scene: Scene, servers: Servers, answers: Lengths) -> int:
+    """Return how many requests a server decodes at once: as many as it may and as its cache holds, each with the tokens
+    that one under way has on average; 0 without a cache."""
+    if not servers.on_gpu:
+        return servers.max_running
+    tokens = plan_servers(scene, servers).tokens
+    held = max(1, int(tokens / (scene.prompt_tokens / 2 + answers.mean_begun)))
+    return min(servers.max_running, held) if tokens else 0
 
 
 def update_seconds(

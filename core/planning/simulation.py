@@ -18,8 +18,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from core.planning.memory import plan_servers
-from core.planning.rates import Calibration, Lengths, StepTime, decoding, prefill_seconds, step_time
+from core.planning.rates import (
+    Calibration,
+    Lengths,
+    StepTime,
+    decoding,
+    most_running,
+    prefill_seconds,
+    step_time,
+)
 from core.planning.scene import Scene
 from rollout.experience import Episode, Lessee, MemoryExperience, Rules, Tags, make_rules
 from rollout.inference.backend import GeneratorConfig
@@ -48,9 +55,10 @@ class World:
 
     num_servers: int
     max_running: int
-    """Requests that a server decodes at once; others wait there."""
+    """generator.max_running."""
     step_seconds: Sequence[float]
-    """Of a decode step of requests that have their prompts alone, by their number, from 0 to max_running."""
+    """Of a decode step of requests that have their prompts alone, by their number, from 0 to as many as the cache
+    holds."""
     token_seconds: float = 0.0
     """More for each token that they have got: its keys and values are read in each step."""
     prefill_seconds: float
@@ -76,6 +84,11 @@ class World:
     """Factor of the times of one server."""
     tool_seconds: float = 0.0
     """Mean of what tools take in each answer, exponentially distributed; the server decodes others meanwhile."""
+
+    @property
+    def slots(self) -> int:
+        """Requests that a server decodes at once: as many as it may and its cache holds; others wait there."""
+        return min(self.max_running, len(self.step_seconds) - 1)
 
     @property
     def first_steps(self) -> int:
@@ -152,7 +165,7 @@ class Outcome:
 
     @property
     def slots_share(self) -> float:
-        """Share of the requests that servers may decode at once which they decode on average."""
+        """Share of generator.max_running that is decoded on average."""
         return self.mean_running / self.world.max_running
 
     @property
@@ -198,7 +211,7 @@ class _Server:
     ) -> None:
         """`lengths`: of the answers of a group, by its request; `on_answer` is called when one of them ends."""
         factor = 1.0 if number else world.straggler
-        self._most, self._outcome, self._index = world.max_running, outcome, number
+        self._most, self._outcome, self._index = world.slots, outcome, number
         self._lengths, self._on_answer = lengths, on_answer
         self._steps = [seconds * factor for seconds in world.step_seconds]
         self._token_seconds = world.token_seconds * factor
@@ -410,17 +423,13 @@ def world_of(scene: Scene, calibration: Calibration, answers: Lengths) -> World 
 def _world(scene: Scene, calibration: Calibration, answers: Lengths, time: StepTime) -> World | None:
     if (servers := scene.servers) is None:
         return None
-    prompt = scene.prompt_tokens / 2
-    most = servers.max_running
-    if servers.on_gpu:
-        tokens = plan_servers(scene, servers).tokens
-        if not tokens:
-            return None
-        most = max(1, min(most, int(tokens / (prompt + answers.mean_begun))))
+    most, prompt = most_running(scene, servers, answers), scene.prompt_tokens / 2
+    if not most:
+        return None
     decode = decoding(servers, calibration)
     steps = [decode(n, prompt) for n in range(most + 1)]
     return World(
-        num_servers=servers.layout.dp, max_running=most, step_seconds=steps,
+        num_servers=servers.layout.dp, max_running=servers.max_running, step_seconds=steps,
         token_seconds=decode(1, prompt + 1) - decode(1, prompt),
         prompts=scene.prompts, group_size=scene.group_size, answers=answers,
         prefill_seconds=prefill_seconds(
@@ -439,7 +448,7 @@ def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
     fewer = min(num_steps, _FAULT_STEPS)
     third = fewer // 3
     spread = world.answers.spread + 0.4
-    step = world.step_seconds[-1] + world.token_seconds * world.max_running * world.answers.mean_begun
+    step = world.step_seconds[world.slots] + world.token_seconds * world.slots * world.answers.mean_begun
     slow = 0.2 * world.answers.mean * step
     cases: dict[str, World] = {}
     if world.num_servers > 1:

@@ -227,6 +227,17 @@ def test_a_part_of_a_large_run_takes_as_long_as_the_whole_run() -> None:
     assert planned.step == pytest.approx(simulate(world, 16).seconds, rel=0.03)
 
 
+@pytest.mark.parametrize("mean", [3000, 7168])
+def test_where_the_cache_limits_formula_and_simulation_let_as_many_requests_run(mean: int) -> None:
+    scene = make_scene(SHAPES["7B"], ParallelLayout(dp=4))
+    scene = replace(scene, gpu=Gpu(name="H200", gib=40.0), max_staleness=4)
+    answers = Lengths(mean=mean, longest=7168)
+    world, planned = world_of(scene, CALIBRATION, answers), forecast(scene, CALIBRATION, answers)
+    assert world is not None and planned is not None and world.slots < 0.7 * world.max_running == 0.7 * 256
+    assert 0.85 * world.slots < planned.slots_share * 256 <= world.slots
+    assert planned.rollout <= 1.01 * planned.step, "the servers' part is not longer than the whole"
+
+
 def test_servers_on_cores_decode_as_many_requests_as_they_may() -> None:
     scene, calibration = make_scene(SHAPES["1.5B"]), calibration_of("CPU")
     assert scene.servers is not None and calibration is not None
