@@ -396,8 +396,7 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     changes = advice(scene, plan)
     console.print(verdict(scene, plan, changes))
     for change in changes:
-        fits = "fits" if change.fits else "does not fit"
-        console.print(f"  {change.keys}: needs {change.peak_gib:.1f} GiB, {fits}")
+        console.print(f"  {change.keys}: {change.words}")
 
 
 def memory_table(plan: MemoryPlan, title: str) -> Table:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, layers_of_chunks
 from core.config.experiments import ExperimentConfig
@@ -134,22 +135,32 @@ class MemoryPlan:
         return max((rank.peak for rank in self.ranks), key=lambda phase: phase.total)
 
     @property
+    def trainer(self) -> Literal["fits", "is tight", "does not fit"]:
+        """Whether the allocator has its spare memory at every peak, or less, and may run out of it by fragmentation."""
+        if self.peak.total <= self.limit:
+            return "fits"
+        peak = max(phase.allocated + phase.beside for rank in self.ranks for phase in rank.phases)
+        return "is tight" if peak <= self.limit else "does not fit"
+
+    @property
     def fits(self) -> bool:
-        """Whether the allocator has its spare memory at every peak."""
-        return self.peak.total <= self.limit and not self.server_problem
+        """Whether trainer and servers do."""
+        return self.trainer == "fits" and not self.server_problem
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits with less spare memory, and may run out of it by fragmentation."""
-        peak = max(phase.allocated + phase.beside for rank in self.ranks for phase in rank.phases)
-        return not self.fits and peak <= self.limit and not self.server_problem
+        """Whether the trainer is, and servers fit."""
+        return self.trainer == "is tight" and not self.server_problem
 
     @property
     def server_problem(self) -> str:
-        """Why the servers cannot start, or empty."""
+        """Why the servers cannot start, and what helps; or empty."""
         if self.servers is None or self.servers.tokens > 0:
             return ""
-        return "The weights of a server leave no memory for its cache"
+        if self.servers.cache + self.servers.graphs > 0:
+            return "The CUDA graphs of a server leave no memory for its cache; lower generator.max_running"
+        more = "use more tensor-parallel ranks (m) for the servers"
+        return f"The weights of a server leave no memory for its cache; {more}"
 
 
 SAMPLING = "sampling"
@@ -568,27 +579,32 @@ def checkpoint_bytes(scene: Scene) -> float:
     )
 
 
-def smallest_world(scene: Scene) -> int | None:
-    """Return the smallest number of GPUs, a power of two, on which the trainer of a scene fits with recomputation of
-    whole layers, the optimizer where the configuration has it, and any layout; None up to 4096."""
+def smallest_trainer(scene: Scene) -> Scene | None:
+    """Return the trainer of a scene on the smallest number of GPUs, a power of two, on which it fits with recomputation
+    of whole layers in any layout, with the optimizer in host memory where it does not fit otherwise; None up to
+    4096."""
     world, alone = 1, replace(scene, servers=None).with_engines(recompute="full")
     limit = scene.gpu.gib * GIB
     while world <= 4096:
-        for layout in small_layouts(scene.actor.config, world):
-            placed = alone.in_layout(layout)
-            held, beside = _held_by_all(placed, 0)  # much faster than a plan
-            if _needed(sum(held.values()), sum(beside.values())) <= limit and plan_memory(placed).fits:
-                return world
+        for one in dict.fromkeys((alone, alone.with_engines(offload=True))):
+            for layout in small_layouts(scene.actor.config, world):
+                placed = one.in_layout(layout)
+                held, beside = _held_by_all(placed, 0)  # much faster than a plan
+                if _needed(sum(held.values()), sum(beside.values())) <= limit and plan_memory(placed).fits:
+                    return placed
         world *= 2
     return None
 
 
-def needed_gpus(scene: Scene, smallest: int | None) -> str:
-    """Return what smallest_world() has found, in words."""
-    need = "more than 4096" if smallest is None else f"at least {smallest}"
-    place = "in host memory" if scene.actor.offload else "on the GPUs"
-    where = f"with all layers recomputed and the optimizer {place}"
-    return f"The trainer needs {need} GPUs of {scene.gpu.gib:.0f} GiB {where}."
+def needed_gpus(scene: Scene, smallest: Scene | None) -> str:
+    """Return what smallest_trainer() has found, in words."""
+    size, level = f"GPUs of {scene.gpu.gib:.0f} GiB", "all layers recomputed"
+    if smallest is None:
+        return f"The trainer needs more than 4096 {size} with {level} and the optimizer in host memory."
+    actor = smallest.actor
+    place = "in host memory" if actor.offload else "on the GPUs"
+    where = f"as {actor.layout} with {level} and the optimizer {place}"
+    return f"The trainer needs at least {actor.layout.world_size} {size}, {where}."
 
 
 def small_layouts(config: ModelConfig, world: int) -> Iterator[ParallelLayout]:
@@ -620,8 +636,14 @@ class Change:
 
     @property
     def fits(self) -> bool:
-        """Whether the trainer does."""
-        return self.plan.peak.total <= self.plan.limit
+        """Whether the trainer does, if only just."""
+        return self.plan.trainer != "does not fit"
+
+    @property
+    def words(self) -> str:
+        """What it comes to."""
+        of_trainer = "the trainer " if self.plan.server_problem else ""
+        return f"needs {self.peak_gib:.1f} GiB, {of_trainer}{self.plan.trainer}"
 
 
 def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
@@ -630,8 +652,9 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     if plan.peak.total <= plan.limit:
         return []
     changes = [Change(keys=keys, plan=plan_memory(changed)) for keys, changed in _changes(scene, plan)]
-    if fitting := [change for change in changes if change.fits]:
-        return fitting[:3]
+    for state in ("fits", "is tight"):
+        if fitting := [change for change in changes if change.plan.trainer == state]:
+            return fitting[:3]
     lower = [change for change in changes if change.peak_gib < plan.peak.total / GIB]
     return sorted(lower, key=lambda change: change.peak_gib)[:3]
 
@@ -657,10 +680,10 @@ def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
         if not any(change.fits for change in changes) and scene.shares_gpus and peak.parts["server"] > peak.allocated:
             problems.append("Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+).")
         elif not any(change.fits for change in changes):
-            problems.append(needed_gpus(scene, smallest_world(scene)))
+            problems.append(needed_gpus(scene, smallest_trainer(scene)))
     if plan.server_problem:
         share = f", or raise {_SHARE_KEY}" if scene.shares_gpus else ""
-        problems.append(f"{plan.server_problem}; use more tensor-parallel ranks (m) for the servers{share}.")
+        problems.append(f"{plan.server_problem}{share}.")
     return f"It does not fit: {' '.join(problems)}"
 
 
@@ -709,23 +732,43 @@ def _smaller_share(scene: Scene, plan: MemoryPlan) -> float | None:
 
 
 def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
-    name, engine = scene.actor.name, scene.actor
-    shorter = max(scene.longest, engine.tokens // 2)
-    section = "allocation" if name == "model" else f"{name}_train"
-    if engine.recompute != "auto":
-        yield f"{name}.gradient_checkpointing=auto", scene.with_engines(recompute="auto")
-    if shorter < engine.tokens:
-        yield f"{section}.mb_spec.max_tokens_per_mb={shorter}", scene.with_engines(tokens=shorter)
-    if engine.recompute not in ("auto", "full"):
-        yield f"{name}.gradient_checkpointing=true", scene.with_engines(recompute="full")
-    if not engine.offload:
-        both = scene.with_engines(offload=True)
-        yield f"{name}.optimizer.offload=true", both
-        keys = f"{name}.optimizer.offload=true {name}.gradient_checkpointing=auto"
-        yield keys, both.with_engines(recompute="auto")
+    offloaded = scene.with_engines(offload=True)
+    changed = [scene.with_engines(recompute="auto"), with_half_microbatches(scene)]
+    if any(engine.trains and engine.recompute != "auto" for engine in scene.engines):
+        changed.append(scene.with_engines(recompute="full"))
+    changed += [offloaded, offloaded.with_engines(recompute="auto")]
+    for one in changed:
+        if keys := keys_of_engines(one, scene):
+            yield " ".join(keys), one
     for field in ("tp", "pp", "cp"):
         if other := _doubled(scene, field):
             yield _placed(other), other
+
+
+def with_half_microbatches(scene: Scene) -> Scene:
+    """Return the scene with half of the tokens of a microbatch in each trained engine, but for a longest sequence."""
+    shorter = [replace(e, tokens=min(e.tokens, max(scene.longest, e.tokens // 2))) for e in scene.engines]
+    return replace(
+        scene, engines=tuple(s if e.trains else e for s, e in zip(shorter, scene.engines, strict=True))
+    )  # fmt: skip
+
+
+def keys_of_engines(scene: Scene, asked: Scene, *, with_level: bool = False) -> list[str]:
+    """Return the overrides, as on the command line, that give the trained engines of `asked` the recomputation,
+    offload and microbatches of `scene`. `with_level`: also of a recomputation that is the same."""
+    keys = []
+    for engine, before in zip(scene.engines, asked.engines, strict=True):
+        if not engine.trains:
+            continue
+        if engine.offload != before.offload:
+            keys.append(f"{engine.name}.optimizer.offload={str(engine.offload).lower()}")
+        if with_level or engine.recompute != before.recompute:
+            level = "true" if engine.recompute == "full" else engine.recompute
+            keys.append(f"{engine.name}.gradient_checkpointing={level}")
+        if engine.tokens != before.tokens:
+            section = "allocation" if engine.name == "model" else f"{engine.name}_train"
+            keys.append(f"{section}.mb_spec.max_tokens_per_mb={engine.tokens}")
+    return keys
 
 
 def _doubled(scene: Scene, field: str) -> Scene | None:

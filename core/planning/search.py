@@ -22,11 +22,13 @@ from core.planning.memory import (
     GIB,
     MemoryPlan,
     divides,
+    keys_of_engines,
     mode_of,
     needed_gpus,
     plan_memory,
     plan_servers,
-    smallest_world,
+    smallest_trainer,
+    with_half_microbatches,
 )
 from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
@@ -103,19 +105,20 @@ class Proposal:
         if metric == "latency":
             return f"{self.latency:.0f} instead of {best.latency:.0f} s from answer to update"
         ratio = mine.tokens_per_second / other.tokens_per_second
-        slower = f"{ratio - 1:+.0%} tokens/s"
+        slower, of_gpus, mine_of, other_of = f"{ratio - 1:+.0%} tokens/s", "s", 1, 1
         if metric == "cost":
             slower = f"{ratio * best.num_gpus / self.num_gpus - 1:+.0%} tokens/s of a GPU"
+            of_gpus, mine_of, other_of = "s of all GPUs together", self.num_gpus, best.num_gpus
         if self.scene.shares_gpus and not best.scene.shares_gpus:
             return f"{slower}: generation and update take turns, {mine.step - mine.trainer:.1f} + {mine.trainer:.1f} s"
         if mine.limited_by == LONGEST_ANSWERS:
             return f"{slower}: a step waits {mine.wait:.1f} s for the {LONGEST_ANSWERS}"
         parts = {
-            "generation": (mine.rollout, other.rollout),
-            "update and log-probabilities": (mine.trainer, other.trainer),
+            "generation": (mine_of * mine.rollout, other_of * other.rollout),
+            "update and log-probabilities": (mine_of * mine.trainer, other_of * other.trainer),
         }
         name, (took, takes) = max(parts.items(), key=lambda part: part[1][0] - part[1][1])
-        return f"{slower}: {name} {took:.1f} instead of {takes:.1f} s"
+        return f"{slower}: {name} {took:.1f} instead of {takes:.1f} {of_gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,17 +188,10 @@ def search(
 
 def _overrides(scene: Scene, asked: Scene) -> tuple[str, ...]:
     """Return the keys that make a run of `scene` from one of `asked`."""
-    actor, before, servers = scene.actor, asked.actor, scene.servers
+    servers = scene.servers
     assert servers is not None and asked.servers is not None, "a search has generators"
     keys = [f"allocation_mode={mode_of(scene)}", f"n_nodes={scene.n_nodes}", f"n_gpus_per_node={scene.n_gpus_per_node}"]
-    for engine in scene.engines:
-        if engine.trains:
-            level = "true" if engine.recompute == "full" else engine.recompute
-            keys.append(f"{engine.name}.gradient_checkpointing={level}")
-            if engine.offload:
-                keys.append(f"{engine.name}.optimizer.offload=true")
-    if actor.tokens != before.tokens:
-        keys.append(f"actor_train.mb_spec.max_tokens_per_mb={actor.tokens}")
+    keys += keys_of_engines(scene, asked, with_level=True)
     if servers.max_running != asked.servers.max_running:
         keys.append(f"generator.max_running={servers.max_running}")
     if scene.max_staleness != asked.max_staleness:
@@ -231,8 +227,8 @@ def parse_fixed(text: str) -> Spec:
 def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
     """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it, or what was
     fixed."""
-    smallest = smallest_world(scene)
-    if smallest is None or smallest >= num_gpus:
+    smallest = smallest_trainer(scene)
+    if smallest is None or smallest.actor.layout.world_size >= num_gpus:
         return needed_gpus(scene, smallest)
     if fixed is not None:
         return "No allocation with the layout of --fix fits in memory; leave out --fix."
@@ -344,15 +340,13 @@ def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:
     """Yield the scene with the trainer in this layout and the least recomputation that fits: with microbatches as the
     configuration has them, and with smaller ones where that fits otherwise, or shortens the bubble of a pipeline."""
     placed = scene.in_layout(layout)
-    tokens = scene.actor.tokens
-    smaller = max(scene.longest, tokens // 2)
     for offload in (False, True):
         found = False
-        for limit in dict.fromkeys((tokens, smaller)):
+        for one in dict.fromkeys((placed, with_half_microbatches(placed))):
             if found and layout.pp == 1:
                 continue
             for level in _LEVELS:
-                leveled = placed.with_engines(recompute=level, offload=offload, tokens=limit)
+                leveled = one.with_engines(recompute=level, offload=offload)
                 if plan_memory(replace(leveled, servers=None)).fits:
                     found = True
                     yield leveled
@@ -426,6 +420,9 @@ def _check_fixed(scene: Scene, sizes: Sequence[int], fixed: Spec) -> None:
 
 logger = logging.getLogger(__name__)
 
+_PROPOSED = ("engines", "servers", "shares_gpus", "max_staleness", "n_nodes", "n_gpus_per_node")
+"""Fields of a scene that the overrides of a proposal set."""
+
 Loader = Callable[[Sequence[str]], LoadedConfig]
 """Loads a configuration with these overrides after its own. Raises ConfigError."""
 
@@ -479,7 +476,8 @@ def proposals(
 
     def accepts(one: Scene, overrides: Sequence[str]) -> bool:
         try:
-            return scene_of(load(overrides).config, scene.gpu).actor.layout == one.actor.layout
+            loaded = scene_of(load(overrides).config, scene.gpu)
+            return all(getattr(loaded, name) == getattr(one, name) for name in _PROPOSED)
         except (ConfigError, PlanError, AllocationError):
             return False
 

@@ -14,6 +14,7 @@ from core.planning.memory import (
     cache_bytes_per_token,
     plan_memory,
     server_weights,
+    smallest_trainer,
     states_of,
     verdict,
     worst_imbalance,
@@ -194,6 +195,35 @@ def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tm
     assert plan_memory(as_advised).peak.total == pytest.approx(changes[0].plan.peak.total)
 
 
+CRITIC = ("ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ppo.gen.max_new_tokens=15360", "actor_train.mb_spec.max_tokens_per_mb=32768"),
+        (*CRITIC, "ppo.gen.max_new_tokens=15360", "actor_train.mb_spec.max_tokens_per_mb=32768"),
+        (*CRITIC, "critic_train.mb_spec.max_tokens_per_mb=65536", "critic.optimizer.offload=true"),
+        (*CRITIC, "allocation_mode=sglang.d8m1p1+actor_train:d8m1p1,*:d4m2p1"),
+    ],
+)
+def test_advice_promises_what_a_plan_with_its_keys_says(tmp_path: Path, words: tuple[str, ...]) -> None:
+    scene = make_scene(tmp_path, *words)
+    changes = advice(scene, plan_memory(scene))
+    assert changes
+    for change in changes:
+        if not change.keys.startswith("the trainer as"):
+            changed = plan_memory(make_scene(tmp_path, *words, *change.keys.split()))
+            assert changed.peak.total == change.plan.peak.total, change.keys
+            assert changed.trainer == change.plan.trainer and change.words.endswith(change.plan.trainer)
+
+
+def test_graphs_of_too_many_requests_are_not_the_weights_of_a_server(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, "generator.max_running=30000")
+    text = verdict(scene, plan_memory(scene), [])
+    assert text.endswith("The CUDA graphs of a server leave no memory for its cache; lower generator.max_running.")
+
+
 def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     peak = plan_memory(scene).peak
@@ -234,7 +264,10 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
     scene = make_scene(tmp_path, *one, raw=huge)
     plan = plan_memory(scene)
     text = verdict(scene, plan, advice(scene, plan))
-    assert "does not fit" in text and "The trainer needs at least 32 GPUs" in text
+    where = "as d1m1p16 with all layers recomputed and the optimizer in host memory"
+    assert "does not fit" in text and f"The trainer needs at least 16 GPUs of 79 GiB, {where}." in text
+    smallest = smallest_trainer(scene)
+    assert smallest is not None and plan_memory(smallest).fits
     scene = make_scene(tmp_path, *one, raw=huge | {"hidden_size": 1 << 17, "num_hidden_layers": 500})
     assert "The trainer needs more than 4096 GPUs of 79 GiB" in verdict(scene, plan_memory(scene), [])
 

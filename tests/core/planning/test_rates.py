@@ -12,7 +12,7 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.memory import plan_memory, plan_servers, usual_level
+from core.planning.memory import keys_of_engines, plan_memory, plan_servers, usual_level, with_half_microbatches
 from core.planning.rates import (
     Lengths,
     calibration_of,
@@ -27,7 +27,7 @@ from core.planning.simulation import forecast, simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
 from model_specs.families import parse_config
-from tools.bench import SHAPES, SLICE, WIDTHS
+from tools.bench import PLANNED, SHAPES, SLICE, WIDTHS
 from tools.bench.gpu.servers import planned_server, predicted_waves
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
@@ -280,6 +280,30 @@ def test_every_proposal_passes_the_checks_and_fits(tmp_path, num_gpus, staleness
         "latency": [one.latency for one in every],
     }[metric]
     assert values == sorted(values)
+
+
+def test_proposals_set_what_they_were_computed_with_for_every_engine(tmp_path: Path) -> None:
+    """The offload of a critic, and one that a proposal leaves out."""
+    path = write_recipe(tmp_path, PLANNED["3B"])
+    words = ["ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo"]
+    words += ["dataset.train_bs_n_seqs=128", "critic_train.mb_spec.max_tokens_per_mb=65536"]
+    words += ["actor_train.mb_spec.max_tokens_per_mb=65536", "actor.optimizer.offload=true"]
+
+    def load(more: Sequence[str]) -> LoadedConfig:
+        return load_config("ppo-math", path, [*words, *more])
+
+    scene = scene_of(load([]).config, GPUS["H100"])
+    found = proposals(load, scene, CALIBRATION, Lengths(mean=2000, longest=7168), num_gpus=4)
+    assert found.best
+    for one in (*found.best, *found.others):
+        as_run = scene_of(load(one.overrides).config, GPUS["H100"])
+        assert as_run.engines == one.scene.engines and plan_memory(as_run).peak.total == one.memory.peak.total
+    assert any(not one.scene.actor.offload for one in found.best)
+    assert any("critic.optimizer.offload=true" in one.overrides for one in (*found.best, *found.others))
+    half = with_half_microbatches(scene)
+    keys = keys_of_engines(half, scene)
+    assert keys == ["actor_train.mb_spec.max_tokens_per_mb=32768", "critic_train.mb_spec.max_tokens_per_mb=32768"]
+    assert scene_of(load(keys).config, GPUS["H100"]).engines == half.engines
 
 
 def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
