@@ -10,7 +10,7 @@ import json
 import math
 from bisect import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -95,6 +95,12 @@ class Calibration:
     """Seconds in which the processor launches a layer of a decode step; 0 where CUDA graphs do."""
 
 
+_RATES = {
+    "products", "expert_products", "attention_forward", "attention_backward", "attention_narrow", "memory", "link",
+}  # fmt: skip
+"""What counts are divided by: above 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of one training step by a formula."""
@@ -135,11 +141,30 @@ def usual_calibration(scene: Scene) -> Calibration | None:
 
 def read_calibration(path: Path) -> Calibration:
     """Return what write_calibration() has written. Raises PlanError."""
+
+    def refused(why: str) -> PlanError:
+        return PlanError(f"--calibration {path}: {why}; write a new one with slipstream plan --calibrate FILE")
+
     try:
-        return Calibration(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise PlanError(f"--calibration {path}: {why}; write a new one with slipstream plan --calibrate") from None
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise refused(error.strerror or str(error) if isinstance(error, OSError) else f"no JSON: {error}") from None
+    known = {one.name: one for one in fields(Calibration)}
+    if not isinstance(rows, dict):
+        raise refused(f"must be an object with the keys of a calibration, not {rows!r:.60}")
+    if missing := [name for name, one in known.items() if name not in rows and one.default is MISSING]:
+        raise refused(f"{', '.join(missing)}: missing")
+    for name, value in rows.items():
+        if name not in known:
+            raise refused(f"{name}: unknown key")
+        if known[name].type == "str":
+            if not isinstance(value, str):
+                raise refused(f"{name}: must be a text, not {value!r:.60}")
+        elif type(value) not in (int, float) or not math.isfinite(value):
+            raise refused(f"{name}: must be a finite number, not {value!r:.60}")
+        elif value < 0 or (value == 0 and name in _RATES):
+            raise refused(f"{name}: must be {'above' if name in _RATES else 'at least'} 0, not {value}")
+    return Calibration(**rows)
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

@@ -88,8 +88,8 @@ def with_server_rates(calibration: Calibration, times: Times | None, load: Load 
     found = replace(
         kept,
         source=f"{kept.source}; decode_layer_link_seconds is that of H200",
-        decode_step_seconds=step(few) - of_gpu(few, load.prompt + (middle + long) / 2),
-        decode_token_seconds=step(many) / many,
+        decode_step_seconds=max(0.0, step(few) - of_gpu(few, load.prompt + (middle + long) / 2)),
+        decode_token_seconds=max(0.0, step(many) / many),
     )
     decode = decoding(server, found)
 

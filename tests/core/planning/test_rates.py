@@ -1,6 +1,8 @@
 """Times of updates and servers against measurements, and the allocations that are proposed by them."""
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,12 @@ from core.planning.rates import (
     Lengths,
     calibration_of,
     decoding,
+    read_calibration,
     step_time,
     update_seconds,
     wave_seconds,
 )
-from core.planning.scene import GPUS, Engine, Gpu, Scene, Servers, scene_of
+from core.planning.scene import GPUS, Engine, Gpu, PlanError, Scene, Servers, scene_of
 from core.planning.search import parse_fixed, proposals, search
 from core.planning.simulation import forecast, simulate, world_of
 from helpers.plan_recipe import write_recipe
@@ -352,6 +355,40 @@ def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
     )
     servers = found.best[0].scene.servers
     assert found.best[0].mode == "sglang.d1m1p1+d1m1p1" and servers is not None and servers.max_running == 384
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"products": 0}, "products: must be above 0, not 0"),
+        ({"link": -1}, "link: must be above 0, not -1"),
+        ({"decode_step_seconds": -0.01}, "decode_step_seconds: must be at least 0, not -0.01"),
+        ({"gib": "80"}, "gib: must be a finite number, not '80'"),
+        ({"gib": math.nan}, "gib: must be a finite number, not nan"),
+        ({"memory": None}, "memory: must be a finite number, not None"),
+        ({"memory": math.inf}, "memory: must be a finite number, not inf"),
+        ({"gpu": 3}, "gpu: must be a text, not 3"),
+        ({"speed": 3}, "speed: unknown key"),
+    ],
+)
+def test_a_calibration_with_what_is_no_rate_is_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(vars(CALIBRATION) | change))
+    with pytest.raises(PlanError) as error:
+        read_calibration(path)
+    way_out = "write a new one with slipstream plan --calibrate FILE"
+    assert str(error.value) == f"--calibration {path}: {why}; {way_out}"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("[]", "must be an object with the keys of a calibration, not []"), ("x", "no JSON: "),
+     ('{"gpu": "a", "source": "b", "gib": 8}', "products, expert_products, attention_forward, ")],
+)  # fmt: skip
+def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    (path := tmp_path / "rates.json").write_text(text)
+    with pytest.raises(PlanError, match=re.escape(f"--calibration {path}: {why}")):
+        read_calibration(path)
 
 
 def test_a_gpu_without_calibration_has_no_times() -> None:

@@ -45,6 +45,12 @@ def test_the_fit_to_waves_that_the_planner_computes_finds_their_rates(load: Load
     assert replace(found, **{name: getattr(host, name) for name in RATES}) == replace(host, source=source)
 
 
+def test_waves_faster_than_the_planner_thinks_give_no_negative_seconds() -> None:
+    times = {wave: 1e-3 - 1e-9 * wave[1] for wave in LOAD.waves()}
+    found = with_server_rates(H100, times)
+    assert all(getattr(found, name) >= 0 for name in RATES)
+
+
 @pytest.mark.skipif(is_installed(), reason="this interpreter has SGLang")
 def test_without_sglang_a_calibration_has_the_server_rates_of_h200_and_says_so(
     caplog: pytest.LogCaptureFixture,
