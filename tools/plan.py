@@ -105,6 +105,12 @@ def _plan(given: argparse.Namespace) -> int:
     words = list(given.words)
     given.config = taken_config(given.config, words)
     experiment = words.pop(0) if words and words[0] in EXPERIMENTS else "ppo-math"
+    for word in words:
+        if "=" not in word:
+            raise PlanError(
+                f"{word}: must be an experiment, as the first word ({', '.join(EXPERIMENTS)}), the only configuration "
+                "file (X.yaml), or a key to set (a.b.c=value)"
+            )
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     if calibration is not None and given.gpu is None:
         gpu = Gpu(name=calibration.gpu, gib=calibration.gib)
@@ -132,9 +138,12 @@ def _plan(given: argparse.Namespace) -> int:
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
     usual = usual_lengths(scene)
     if (given.mean_tokens or 0) > usual.longest:
+        what, key = (
+            ("sequence", "dataset.max_seqlen") if scene.servers is None else ("answer", "ppo.gen.max_new_tokens")
+        )
         raise PlanError(
-            f"--mean-tokens {given.mean_tokens}: the longest answer has {usual.longest} tokens; write at most that, or "
-            "set ppo.gen.max_new_tokens"
+            f"--mean-tokens {given.mean_tokens}: the longest {what} has {usual.longest} tokens; write at most that, or "
+            f"set {key}"
         )
     answers = replace(usual, mean=given.mean_tokens or usual.mean, spread=given.spread)
     if given.search or given.simulate:

@@ -3,7 +3,9 @@
 Invariant: a `Scene` has everything that the other files of this folder read; they take no configuration.
 """
 
+import math
 import re
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -42,7 +44,8 @@ GPUS: dict[str, Gpu] = {
     "A100": Gpu(name="A100", gib=79.1),
 }
 """Key: name as in --gpu."""
-_FORMAT = re.compile(r"(?P<name>[A-Za-z0-9-]+):(?P<gib>(?!0+(\.0*)?$)\d+(\.\d+)?)")
+_DRIVER_GIB = 0.6
+"""What the driver keeps of the memory that it reports: 81,559 MiB of an H100, 143,771 of an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +205,16 @@ def _in_host_memory(config: PPOMATHConfig, model: ModelConfig, allocation: Alloc
 
 def _check_positions(scene: Scene) -> None:
     """Raise PlanError where the longest sequence does not fit into the positions of a model."""
+    length, keys = f"{scene.longest}", "dataset.max_seqlen"
+    if scene.servers is not None:
+        length = f"{scene.prompt_tokens} + {scene.answer_tokens} = {scene.longest}"
+        keys = "dataset.max_prompt_len or ppo.gen.max_new_tokens"
     for engine in scene.engines:
         limit = engine.config.max_position_embeddings
         if scene.longest > limit:
             raise PlanError(
-                f"{engine.name}: the longest sequence has {scene.prompt_tokens} + {scene.answer_tokens} = "
-                f"{scene.longest} tokens, max_position_embeddings={limit}; lower dataset.max_prompt_len or "
-                "ppo.gen.max_new_tokens, or take a model for longer sequences"
+                f"{engine.name}: the longest sequence has {length} tokens, max_position_embeddings={limit}; lower "
+                f"{keys}, or take a model for longer sequences"
             )
 
 
@@ -283,29 +289,49 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
 
 
 def gpu_of_machine() -> Gpu | None:
-    """Return the first GPU of this machine, one that is not in the table with its memory alone; None without any."""
+    """Return the first GPU of this machine, with the memory that its driver reports; None without any."""
     found = query_gpus()
     if not found:
         return None
-    try:
-        gpu = find_gpu(found[0].name)
-    except PlanError:
-        gpu = Gpu(name=found[0].name, gib=found[0].total_mib / 1024)
+    name, gib = found[0].name, max(0.0, found[0].total_mib / 1024 - _DRIVER_GIB)
+    known = _known(name)
+    if known is None:
+        gpu = Gpu(name=name, gib=gib)
+    else:
+        gpu = known if not gib or abs(gib - known.gib) < 1 else replace(known, gib=gib)
     return replace(gpu, host_bytes=available_on_host())
+
+
+def _known(text: str) -> Gpu | None:
+    """Return the GPU of the table that is named in a text."""
+    return next((gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", text, re.IGNORECASE)), None)
 
 
 def find_gpu(text: str) -> Gpu:
     """Return the GPU of a name, "H100" or as the driver writes it, "NVIDIA H100 80GB HBM3"; or of NAME:GIB. Raises
-    PlanError for another one."""
-    if match := _FORMAT.fullmatch(text):
-        return Gpu(name=match["name"], gib=float(match["gib"]))
-    for name, gpu in GPUS.items():
-        if re.search(rf"\b{name}\b(?!:)", text, re.IGNORECASE):
-            return gpu
-    raise PlanError(
-        f"--gpu {text}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
-        "times need a calibration (--calibrate), see docs/planner.md"
-    )
+    PlanError for another one, and for a name with another size than that of the table."""
+    shown = f"--gpu {shlex.quote(text)}"
+    name, colon, size = text.rpartition(":")
+    known = _known(name if colon else text)
+    if colon:
+        try:
+            gib = float(size)
+        except ValueError:
+            gib = 0.0
+        if not name.strip() or not 0 < gib < math.inf:
+            raise PlanError(f"{shown}: NAME:GIB needs a name, and a number above 0, as in B200:178")
+        return Gpu(name=name.strip() if known is None else known.name, gib=gib)
+    if known is None:
+        raise PlanError(
+            f"{shown}: unknown; known: {', '.join(GPUS)}. Write NAME:GIB, as in B200:178, for a plan of memory alone; "
+            "times need a calibration (--calibrate), see docs/planner.md"
+        )
+    sizes = [int(size) for size in re.findall(r"(\d+) ?GB\b", text, re.IGNORECASE)]
+    if any(abs(size - known.gib) > 2 for size in sizes) or re.search(r"H100.NVL", text, re.IGNORECASE):
+        raise PlanError(
+            f"{shown}: {known.name} is the one with {known.gib} GiB; write {known.name}:GIB with the memory of this one"
+        )
+    return known
 
 
 def chosen_gpu(name: str | None = None) -> Gpu:

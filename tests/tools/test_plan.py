@@ -120,6 +120,7 @@ def test_bad_input_ends_with_2(recipe: Path, capsys: pytest.CaptureFixture[str])
         (["--gpu", "B300"], "--gpu B300: unknown"),
         (["--gpu", "H100", "actor.path=/nowhere"], "actor.path: /nowhere: no such folder"),
         (["--gpu", "H100", "ppo.gen.max_new_tokenz=3"], "did you mean"),
+        (["--gpu", "H100", "nonsense"], "nonsense: must be an experiment, as the first word (ppo-math, sft, dpo)"),
         (["--gpu", "H100", "allocation_mode=sglang.d4m3p1+d4m1p1"], "actor_gen:d4m3p1 of "),
         (
             ["--gpu", "H100", "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000"],
@@ -140,6 +141,13 @@ def test_a_run_without_servers_has_the_time_of_its_trainer(recipe: Path, tmp_pat
     assert main(["sft", "--config", str(path), "--gpu", "H200", "--mean-tokens", "2048"]) == 0
     shown = capsys.readouterr().out
     assert "A step with sequences of 2,048 tokens on average" in shown and "trained tokens/s" in shown
+    assert main(["sft", str(path), "--gpu", "H200", "--mean-tokens", "5000"]) == 2
+    error = "the longest sequence has 4096 tokens; write at most that, or set dataset.max_seqlen"
+    assert error in capsys.readouterr().err
+    long = ["dataset.max_seqlen=40000", "allocation.mb_spec.max_tokens_per_mb=40000"]
+    assert main(["sft", str(path), "--gpu", "H200", *long]) == 2
+    error = "the longest sequence has 40000 tokens, max_position_embeddings=32768; lower dataset.max_seqlen, or take"
+    assert error in capsys.readouterr().err
 
 
 def test_servers_that_do_not_hold_the_model_have_no_times(recipe: Path, capsys) -> None:

@@ -19,7 +19,7 @@ from core.planning.memory import (
     verdict,
     worst_imbalance,
 )
-from core.planning.scene import GPUS, PlanError, Scene, find_gpu, scene_of
+from core.planning.scene import GPUS, Gpu, PlanError, Scene, find_gpu, gpu_of_machine, scene_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.memory.estimate import SPARE
 from tools.bench import SHAPES, SLICE
@@ -272,12 +272,46 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
     assert "The trainer needs more than 4096 GPUs of 79 GiB" in verdict(scene, plan_memory(scene), [])
 
 
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-40GB", "NVIDIA H100 NVL", "H100 94GB"]
+)
+def test_a_gpu_with_another_memory_than_that_of_the_table_is_not_taken_for_it(name: str) -> None:
+    with pytest.raises(PlanError, match=r"(A|H)100 is the one with 79.1 GiB; write (A|H)100:GIB"):
+        find_gpu(name)
+    assert find_gpu(f"{name}:40") == Gpu(name="A100" if "A100" in name else "H100", gib=40)
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "gib"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40960, 39.4),
+        ("NVIDIA A100-SXM4-80GB", 81920, 79.1),
+        ("NVIDIA H100 NVL", 95830, 93.0),
+        ("NVIDIA H100 80GB HBM3", 81559, 79.1),
+        ("NVIDIA H200", 143771, 139.8),
+        ("NVIDIA L4", 23034, 21.9),
+    ],
+)
+def test_the_memory_of_this_machine_is_what_its_driver_reports(name: str, mib: int, gib: float, tmp_path, monkeypatch):
+    # Not every host of tests has a GPU.
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $1 in *gpu=*) echo 0, GPU-1, {name}, 0, {mib}, 0;; esac\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu = gpu_of_machine()
+    assert gpu is not None and gpu.gib == pytest.approx(gib, abs=0.05) and gpu.host_bytes
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*calibration"):
         find_gpu("B300")
     assert find_gpu("H100:40").gib == 40, "a part of a GPU that is in the table"
-    with pytest.raises(PlanError, match=r"--gpu H100:0: unknown"):
-        find_gpu("H100:0")
+    for text in ("H100:0", "B200:nan", ":3", "H100:"):
+        with pytest.raises(PlanError, match=f"--gpu {text}: NAME:GIB needs a name, and a number above 0"):
+            find_gpu(text)
+    with pytest.raises(PlanError, match="--gpu '': unknown"):
+        find_gpu("")
+    assert find_gpu("RTX 4090:24").name == "RTX 4090" and find_gpu("B200:1.78e2").gib == 178
     assert find_gpu("B200:178").gib == 178 and find_gpu("NVIDIA H100 80GB HBM3") == GPUS["H100"]
     with pytest.raises(PlanError, match=r"1024 \+ 40000 = 41024 tokens, max_position_embeddings=32768; lower"):
         make_scene(tmp_path, "ppo.gen.max_new_tokens=40000", "actor_train.mb_spec.max_tokens_per_mb=50000")
