@@ -198,15 +198,6 @@ def _check_alone(given: argparse.Namespace) -> None:
             )
 
 
-def _check_alone(given: argparse.Namespace) -> None:
-    """Raise PlanError for anything that --calibrate does not read."""
-    unused = _parser().parse_args([])
-    for name, value in vars(given).items():
-        if name not in ("calibrate", "sglang_python") and value != getattr(unused, name):
-            shown = " ".join(value) if name == "words" else f"--{name.replace('_', '-')}"
-            raise PlanError(f"{shown}: has no effect with --calibrate FILE, which measures this host alone; leave it out")
-
-
 def _search(
     scene: Scene, calibration: Calibration, answers: Lengths, load: Loader, given: argparse.Namespace, console: Console
 ) -> int:

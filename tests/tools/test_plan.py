@@ -230,34 +230,3 @@ def test_one_gpu_can_be_searched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--config", str(write_recipe(tmp_path, SHAPES["1.5B"])), "--gpu", "H200", "--search", "--gpus", "1"]
     assert main(words) == 0
     assert "\n   allocation_mode=sglang.d1m1p1|d1m1p1 n_nodes=1 n_gpus_per_node=1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "unused"),
-    [(["--search", "--gpus", "3"], "--gpus"), (["--json"], "--json"), (["sft", "a.b=1"], "sft a.b=1")],
-)
-def test_a_calibration_refuses_what_it_does_not_read(words: list[str], unused: str, tmp_path, capsys) -> None:
-    assert main(["--calibrate", str(tmp_path / "none" / "rates.json"), *words]) == 2
-    assert f"error: {unused}: has no effect with --calibrate" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "placed"),
-    [
-        ("n_nodes=4 n_gpus_per_node=4", 12, "n_nodes=3 n_gpus_per_node=4"),
-        ("n_nodes=4 n_gpus_per_node=4", 2, "n_nodes=1 n_gpus_per_node=2"),
-        ("n_nodes=1 n_gpus_per_node=2", 16, "n_nodes=2 n_gpus_per_node=8"),
-    ],
-)
-def test_a_search_keeps_the_nodes_of_the_recipe(nodes: str, gpus: int, placed: str, recipe: Path, capsys) -> None:
-    words = ["--config", str(recipe), "--gpu", "H200", "--gpus", str(gpus), "allocation_mode=search", *nodes.split()]
-    assert main([*words, "dataset.train_bs_n_seqs=48"]) == 0
-    assert f" {placed} " in capsys.readouterr().out
-    assert main([*words[:4], "--gpus", "18", "--search", "n_nodes=4", "n_gpus_per_node=4"]) == 2
-    assert "nodes have 4 GPUs each (n_gpus_per_node); write 16 or 20" in capsys.readouterr().err
-
-
-def test_one_gpu_can_be_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(write_recipe(tmp_path, SHAPES["0.5B"])), "--gpu", "H200", "--search", "--gpus", "1"]
-    assert main(words) == 0
-    assert "\n   allocation_mode=sglang.d1m1p1|d1m1p1 n_nodes=1 n_gpus_per_node=1" in capsys.readouterr().out
