@@ -52,7 +52,15 @@ from core.planning.search import (
     unplaced,
     usual_lengths,
 )
-from core.planning.simulation import LONGEST_ANSWERS, Forecast, Outcome, forecast, simulate_with_faults, world_of
+from core.planning.simulation import (
+    LAST_STEPS,
+    LONGEST_ANSWERS,
+    Forecast,
+    Outcome,
+    forecast,
+    simulate_with_faults,
+    world_of,
+)
 from tools.arguments import integer, new_folder, number, parser_of, refused
 
 _COLUMNS = {
@@ -68,7 +76,7 @@ _COLUMNS = {
 _BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Shortest way from answer to update"}
 _DOES_NOT_FIT = 1
 _WIDTH = 96
-_DRAWN_SERVERS, _DRAWN_STEPS = 8, 3
+_DRAWN_SERVERS = 8
 _TIMES_NEED = "it needs servers that hold the model, and both sides on GPUs or both on the CPU"
 
 
@@ -250,7 +258,7 @@ def _simulate(
         paths = (given.output / "timeline.png", given.output / "simulation.png")
         _draw_timeline(first, paths[0])
         _draw_runs(runs, paths[1])
-        console.print("\n".join(map(str, paths)))
+        print(*paths, sep="\n", file=sys.stderr if given.json else sys.stdout)
     return 0
 
 
@@ -258,7 +266,7 @@ def _draw_timeline(run: Outcome, path: Path) -> None:
     """Draw the last steps of a run: the trainer, and the requests of the first servers."""
     from tools.timeline import Span, draw
 
-    steps = run.steps[-_DRAWN_STEPS:]
+    steps = run.steps[-LAST_STEPS:]
     begin, end = steps[0].begin, steps[-1].end
     spans: list[Span] = []
 
@@ -272,9 +280,9 @@ def _draw_timeline(run: Outcome, path: Path) -> None:
         add("driver", "", "wait for rollout", step.begin, step.taken)
         add("driver", "", "update", step.taken, step.trained)
         add("driver", "", "push", step.trained, step.end)
-    for server, first, last in sorted(run.groups, key=lambda group: group[1]):
-        if server < _DRAWN_SERVERS:
-            add("servers", f"server {server}", "prompt", first, last)
+    for group in run.groups:
+        if group.server < _DRAWN_SERVERS:
+            add("servers", f"server {group.server}", "prompt", group.begin, group.end)
     draw(spans, (int(1e6 * begin), int(1e6 * end)), path)
 
 

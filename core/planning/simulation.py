@@ -33,7 +33,8 @@ from rollout.inference.backend import GeneratorConfig
 from rollout.inference.router import Router, requests_at_once
 from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 
-_GROUPS = 4096
+LAST_STEPS = 3
+"""Of a run, whose groups of answers are kept for a picture."""
 _FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 12_000, 6, 24
 """Of the steps that a forecast measures."""
 _ENOUGH_ANSWERS = 1024
@@ -126,13 +127,28 @@ def mean_of(counts: Mapping[int, float]) -> float:
 
 
 @dataclass
+class GroupTime:
+    """When a server had the answers to a prompt."""
+
+    server: int
+    begin: float
+    end: float = math.inf
+
+
+@dataclass
 class Outcome:
     """A simulated run."""
 
     world: World
     steps: list[Step] = field(default_factory=list)
-    groups: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_GROUPS))
-    """(server, begin, end) of the last groups of answers."""
+    groups: list[GroupTime] = field(default_factory=list)
+    """Of the last steps, those under way too, by their begin."""
+
+    def add(self, step: Step) -> None:
+        """Add a step, and forget the groups that ended before the last ones."""
+        self.steps.append(step)
+        begin = self.steps[-LAST_STEPS:][0].begin
+        self.groups = [group for group in self.groups if group.end > begin]
 
     @property
     def measured(self) -> list[Step]:
@@ -232,6 +248,7 @@ class _Server:
         if self._is_dead:
             raise ConnectionError(_GONE)
         lengths, begin = self._lengths[request.request_id], asyncio.get_running_loop().time()
+        self._outcome.groups.append(time := GroupTime(self._index, begin))
         group = _Group(len(lengths))
         self.waiting.extend((length, group) for length in lengths)
         if self._filling is None:  # with those that come at the same moment
@@ -241,7 +258,8 @@ class _Server:
         except asyncio.CancelledError:
             group.cancelled = True
             raise
-        self._outcome.groups.append((self._index, begin, asyncio.get_running_loop().time()))
+        finally:
+            time.end = asyncio.get_running_loop().time()
         return _EMPTY
 
     async def partial(self) -> Mapping[str, Completion]:
@@ -455,7 +473,8 @@ def simulate_with_faults(world: World, num_steps: int) -> dict[str, Outcome]:
         cases[f"a server fails in step {third}"] = replace(world, dead_server_at=third)
         cases["a server at half speed"] = replace(world, straggler=2.0)
     cases[f"a longer tail: spread {spread:.1f}"] = replace(world, answers=replace(world.answers, spread=spread))
-    cases[f"tools of {slow:.1f} s in each answer"] = replace(world, tool_seconds=slow)
+    digits = ".1f" if slow >= 1 else ".2g"
+    cases[f"tools of {slow:{digits}} s in each answer"] = replace(world, tool_seconds=slow)
     runs = {name: simulate(case, fewer) for name, case in cases.items()}
     return {"as planned": simulate(world, num_steps), **runs}
 
@@ -527,7 +546,7 @@ class _Run:
             self._version, self._is_full = self._version + 1, False
             running = self._mean_running(loop.time() - begin)
             ages = Counter(step - oldest for episode in episodes for oldest in episode.tags.oldest)
-            self._outcome.steps.append(
+            self._outcome.add(
                 Step(
                     begin=begin,
                     taken=taken,

@@ -195,6 +195,13 @@ def test_a_simulation_prints_what_faults_cost_and_draws(recipe: Path, tmp_path, 
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"timeline.png", "simulation.png"}
 
 
+def test_simulated_steps_as_json_are_all_that_stdout_gets(recipe: Path, tmp_path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H200", "--simulate", "8", "--json", "--output", str(tmp_path / "new")]
+    assert main([*words, "dataset.train_bs_n_seqs=16", "ppo.ppo_n_minibatches=1"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["as planned"]["steps"] and "timeline.png" in shown.err
+
+
 def test_a_calibration_that_cannot_be_kept_is_refused_before_it_is_measured(tmp_path, capsys) -> None:
     for path in (tmp_path, tmp_path / "none" / "rates.json"):
         assert main(["--calibrate", str(path)]) == 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from core.planning.rates import Lengths
-from core.planning.simulation import World, simulate
+from core.planning.simulation import LAST_STEPS, World, simulate, simulate_with_faults
 
 WORLD = World(
     num_servers=4, max_running=64, step_seconds=[0.005 + 1e-4 * n for n in range(65)], prefill_seconds=0.002,
@@ -57,6 +57,12 @@ def test_faults_cost_throughput() -> None:
         assert simulate(replace(few, **fault), 30).tokens_per_second < 0.97 * whole, fault  # type: ignore[arg-type]
 
 
+def test_a_fault_says_what_it_is_with_answers_that_take_an_instant() -> None:
+    fast = replace(WORLD, step_seconds=[seconds / 1000 for seconds in WORLD.step_seconds])
+    names = [name for name in simulate_with_faults(fast, 8) if name.startswith("tools of ")]
+    assert names == ["tools of 0.0011 s in each answer"]
+
+
 def test_servers_on_the_trainers_gpus_stop_while_it_computes() -> None:
     """After the turn they take up what they had begun, each request at a cost."""
     beside = replace(WORLD, num_servers=1, max_staleness=1, answers=Lengths(mean=500, longest=500), prefill_seconds=0.0)
@@ -68,6 +74,18 @@ def test_servers_on_the_trainers_gpus_stop_while_it_computes() -> None:
     assert shared.seconds == pytest.approx(update + 0.1 + sampling, rel=0.02)
     later = simulate(replace(slow, shares_gpus=True, turn_seconds=3.0, resume_seconds=0.05), 20)
     assert later.seconds - shared.seconds == pytest.approx(3.0 + 64 * 0.05, rel=0.001), "the server was full"
+
+
+def test_servers_are_as_full_in_the_groups_of_the_last_steps_as_on_average() -> None:
+    """To the end of the run; more groups than that are not kept."""
+    large = replace(WORLD, prompts=2000, group_size=1, num_servers=8, max_staleness=4, train_token_seconds=1e-6)
+    run = simulate(large, 8)
+    begin, end = run.steps[-LAST_STEPS].begin, run.steps[-1].end
+    mean = sum(group.end - max(group.begin, begin) for group in run.groups) / (end - begin)
+    for moment in (begin, (begin + end) / 2, end - 1e-6):
+        under_way = sum(group.begin <= moment < group.end for group in run.groups)
+        assert under_way == pytest.approx(mean, rel=0.3)
+    assert all(group.begin <= end and begin < group.end <= end for group in run.groups)
 
 
 def test_known_lengths_are_those_that_are_trained() -> None:
