@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,20 +164,23 @@ def _plan(given: argparse.Namespace) -> int:
             )
         if scene.servers is None:
             raise PlanError(f"{what}: {experiment} has no servers; plan it without {what}")
+        if given.search and not scene.servers.on_gpu:
+            raise PlanError(
+                f"--search: {scene.servers.backend} generates on the CPU; write allocation_mode=search for layouts on "
+                "GPUs"
+            )
+        if not given.json and (notes := rate_notes(scene, calibration)):
+            _say(console, notes)
         if given.search:
-            if not scene.servers.on_gpu:
-                raise PlanError(
-                    f"--search: {scene.servers.backend} generates on the CPU; write allocation_mode=search for layouts "
-                    "on GPUs"
-                )
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)
     plan, time = plan_memory(scene), timed(scene, calibration, answers)
     if given.json:
-        print(json.dumps(as_json(scene, plan, time), indent=1))
+        rates = None if calibration is None else calibration.gpu
+        print(json.dumps({**as_json(scene, plan, time), "rates": rates}, indent=1))
     else:
         show(scene, plan, console)
-        console.print(time_lines(scene, calibration, time, answers))
+        _say(console, time_lines(scene, calibration, time, answers))
     return 0 if plan.fits or plan.is_tight else _DOES_NOT_FIT
 
 
@@ -218,17 +222,19 @@ def _search(
         print(json.dumps([_proposal_json(proposal) for proposal in found.best], indent=1))
         return 0 if found.best else _DOES_NOT_FIT
     if not found.best:
-        console.print(f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus, fixed)}")
+        _say(console, f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus, fixed)}")
         return _DOES_NOT_FIT
-    console.print(
+    _say(
+        console,
         f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
-        f"answers of {answers.mean:,.0f} tokens on average:"
+        f"answers of {answers.mean:,.0f} tokens on average:",
     )
     for place, proposal in enumerate(found.best, start=1):
         speed, memory = proposal.lines
-        console.print(f"{place}. {speed}\n   {memory}\n   {' '.join(proposal.overrides)}")
+        _say(console, f"{place}. {_ranked_by(proposal, metric)}{speed}\n   {memory}")
+        console.print(f"   {' '.join(proposal.overrides)}")  # whole, to copy
     for proposal in found.others:
-        console.print(f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], metric)}")
+        _say(console, f"Next: {proposal.mode} on {proposal.num_gpus} GPUs: {proposal.why_not(found.best[0], metric)}")
     return 0
 
 
@@ -324,6 +330,8 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
     if time is None:
         return f"No time: {_TIMES_NEED}."
     stop = f" A recover checkpoint stops the trainer for {time.checkpoint:.1f} s." if time.checkpoint else ""
+    if notes := rate_notes(scene, calibration):
+        stop += f" {notes}"
     if scene.servers is None:
         passes = f", log-probabilities {time.passes:.1f} s" if time.passes else ""
         return (
@@ -341,15 +349,34 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
     )
 
 
+def rate_notes(scene: Scene, calibration: Calibration) -> str:
+    """Return in words which rates stand in for those of the run; empty where none do."""
+    notes = []
+    if scene.on_gpu and calibration.gpu != scene.gpu.name:
+        notes.append(f"Times use rates of {calibration.gpu}, not of {scene.gpu.name}.")
+    if any(engine.fp8 for engine in scene.engines):
+        notes.append("No rates of FP8 are known: times use those of bfloat16.")
+    return " ".join(notes)
+
+
 def shares(ages: Mapping[int, float]) -> str:
     """Return shares by age in words."""
     return ", ".join(f"{age}: {share:.0%}" for age, share in ages.items())
+
+
+def _ranked_by(proposal: Proposal, metric: Metric) -> str:
+    """Return the figure of a metric that is not in the line of a proposal, as the begin of the line."""
+    if metric == "cost":
+        return f"{proposal.time.tokens_per_second / proposal.num_gpus:,.0f} tokens/s of a GPU, "
+    return f"{proposal.latency:.0f} s from answer to update, " if metric == "latency" else ""
 
 
 def _proposal_json(proposal: Proposal) -> dict[str, object]:
     return {
         "overrides": list(proposal.overrides),
         "tokens_per_second": proposal.time.tokens_per_second,
+        "tokens_per_second_per_gpu": proposal.time.tokens_per_second / proposal.num_gpus,
+        "latency_seconds": proposal.latency,
         "seconds": vars(proposal.time),
         "peak_bytes": int(proposal.memory.peak.total),
     }
@@ -390,30 +417,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _say(console: Console, text: str) -> None:
+    """Print lines: wrapped at the width of a terminal, with an indent, and whole elsewhere."""
+    for line in text.split("\n"):
+        if sys.stdout.isatty():
+            indent = " " * (len(line) - len(line.lstrip()) + 2)
+            width = Console().width
+            line = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        console.print(line)
+
+
 def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     """Print the tables, the verdict and what to change."""
     where = f"{scene.gpu.name}, {scene.gpu.gib:.1f} GiB" if scene.on_gpu else "CPU"
     console.print(memory_table(plan, f"Memory of a trainer rank in GiB ({where})"))
     for rank in plan.ranks:
         if rank.peak.detail and (rank is plan.ranks[0] or rank.peak.detail != plan.ranks[0].peak.detail):
-            console.print(f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
+            _say(console, f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
     if plan.servers is not None and scene.servers is not None:
         s, one = plan.servers, scene.servers
         trainer = f"; the trainer keeps {s.trainer / GIB:.1f}" if s.trainer else ""
-        console.print(
+        _say(
+            console,
             f"Server ({one.layout}), each GPU: weights {s.weights / GIB:.1f}, cache {max(0.0, s.cache) / GIB:.1f}, "
             f"graphs and activations up to {max(0.0, s.rest) / GIB:.1f} GiB, of which the server reserves "
             f"{s.graphs / GIB:.1f} for graphs{trainer}. The cache holds {s.tokens:,} tokens: "
-            f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}."
+            f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}.",
         )
     total = sum(plan.host.values())
     parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items())
     left = "" if scene.gpu.host_bytes is None else f" of {scene.gpu.host_bytes / GIB:.0f} that this machine has left"
-    console.print(f"Host memory of a node, about: {total / GIB:.0f} GiB{left} ({parts}).")
+    _say(console, f"Host memory of a node, about: {total / GIB:.0f} GiB{left} ({parts}).")
     changes = advice(scene, plan)
-    console.print(verdict(scene, plan, changes))
+    _say(console, verdict(scene, plan, changes))
     for change in changes:
-        console.print(f"  {change.keys}: {change.words}")
+        _say(console, f"  {change.keys}: {change.words}")
 
 
 def memory_table(plan: MemoryPlan, title: str) -> Table:

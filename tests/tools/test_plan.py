@@ -1,6 +1,9 @@
 """`slipstream plan`, as a user calls it."""
 
+import contextlib
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -179,6 +182,13 @@ def test_a_calibration_of_another_gpu_gives_times(recipe: Path, tmp_path, capsys
     shown = capsys.readouterr().out
     assert "(B200, 178.0 GiB)" in shown and "trained tokens/s" in shown
     assert "The trainer computes " in shown and "Answers by staleness: " in shown and "checkpoint stops" in shown
+    assert "Times use rates" not in shown
+    words = ["--config", str(recipe), "--gpu", "H100", "--calibration", str(path)]
+    for more in ([], ["--search", "--gpus", "2", "--fix", "d1m1p1"], ["--simulate", "8"]):
+        main([*words, *more])
+        assert "Times use rates of B200, not of H100." in capsys.readouterr().out, more
+    main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)["rates"] == "B200"
     write_calibration(replace(known, gpu="CPU of 2 cores", gib=0.0), path)
     assert main(["--config", str(recipe), "--calibration", str(path)]) == 2
     assert "rates of a CPU of 2 cores, but the trainer computes on GPUs" in capsys.readouterr().err
@@ -237,3 +247,50 @@ def test_one_gpu_can_be_searched(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--config", str(write_recipe(tmp_path, SHAPES["1.5B"])), "--gpu", "H200", "--search", "--gpus", "1"]
     assert main(words) == 0
     assert "\n   allocation_mode=sglang.d1m1p1|d1m1p1 n_nodes=1 n_gpus_per_node=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("metric", "key", "shown"),
+    [
+        ("cost", "tokens_per_second_per_gpu", "{:,.0f} tokens/s of a GPU"),
+        ("latency", "latency_seconds", "{:.0f} s from answer to update"),
+    ],
+)
+def test_the_figure_that_ranks_is_shown(metric: str, key: str, shown: str, recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H200", "--gpus", "2", "--search", "--fix", "sglang.d1m1p1+d1m1p1"]
+    words.append("staleness.max_staleness=2")
+    assert main([*words, "--metric", metric, "--json"]) == 0
+    best, *_ = json.loads(capsys.readouterr().out)
+    tokens, step, gpus = best["tokens_per_second"], best["seconds"]["step"], int(best["overrides"][2].split("=")[1])
+    assert best[key] == pytest.approx(tokens / gpus if metric == "cost" else 3 * step)
+    assert main([*words, "--metric", metric]) == 0
+    assert f"\n1. {shown.format(best[key])}, {tokens:,.0f} trained tokens/s: " in capsys.readouterr().out
+
+
+def test_times_of_fp8_updates_say_that_they_are_those_of_bfloat16(recipe: Path, capsys) -> None:
+    words, note = ["--config", str(recipe), "--gpu", "H100"], "No rates of FP8 are known: times use those of bfloat16."
+    assert main(words) == 0
+    assert note not in capsys.readouterr().out
+    main([*words, "actor.fp8=true"])
+    assert note in capsys.readouterr().out
+
+
+def test_lines_are_wrapped_on_a_terminal_and_whole_in_a_pipe(recipe: Path) -> None:
+    words = [sys.executable, "-m", "tools.plan", "--config", str(recipe), "--gpu", "H100"]
+    root, width = Path(__file__).parents[2], 84
+    piped = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root).stdout
+    assert max(map(len, piped.splitlines())) > 150
+    terminal, end = os.openpty()
+    environment = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    with subprocess.Popen(words, stdout=end, cwd=root, env=environment) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # of a terminal whose other end is closed
+            while part := os.read(terminal, 4096):
+                shown += part
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
+    lines = text.splitlines()
+    assert process.returncode == 0 and max(map(len, lines)) <= width
+    assert any(line.startswith("  ") and "trained tokens/s" in line for line in lines), lines
+    assert "".join(text.split()) == "".join(piped.split()), "nothing is lost"
