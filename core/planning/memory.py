@@ -746,28 +746,28 @@ def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
 
 
 def with_half_microbatches(scene: Scene) -> Scene:
-    """Return the scene with half of the tokens of a microbatch in each trained engine, but for a longest sequence."""
-    shorter = [replace(e, tokens=min(e.tokens, max(scene.longest, e.tokens // 2))) for e in scene.engines]
-    return replace(
-        scene, engines=tuple(s if e.trains else e for s, e in zip(shorter, scene.engines, strict=True))
-    )  # fmt: skip
+    """Return the scene with half of the tokens of a microbatch, but for a longest sequence."""
+    engines = (replace(e, tokens=min(e.tokens, max(scene.longest, e.tokens // 2))) for e in scene.engines)
+    return replace(scene, engines=tuple(engines))
+
+
+_SECTIONS = {"model": "allocation", "ref": "ref_inf"}
+"""Section of the microbatches of an engine, where it is not NAME_train."""
 
 
 def keys_of_engines(scene: Scene, asked: Scene, *, with_level: bool = False) -> list[str]:
-    """Return the overrides, as on the command line, that give the trained engines of `asked` the recomputation,
-    offload and microbatches of `scene`. `with_level`: also of a recomputation that is the same."""
+    """Return the overrides, as on the command line, that give the engines of `asked` the recomputation, offload and
+    microbatches of `scene`. `with_level`: also of a recomputation that is the same."""
     keys = []
     for engine, before in zip(scene.engines, asked.engines, strict=True):
-        if not engine.trains:
-            continue
+        name = engine.name
         if engine.offload != before.offload:
-            keys.append(f"{engine.name}.optimizer.offload={str(engine.offload).lower()}")
-        if with_level or engine.recompute != before.recompute:
+            keys.append(f"{name}.optimizer.offload={str(engine.offload).lower()}")
+        if engine.recompute != before.recompute or (with_level and engine.trains):
             level = "true" if engine.recompute == "full" else engine.recompute
-            keys.append(f"{engine.name}.gradient_checkpointing={level}")
-        if engine.tokens != before.tokens:
-            section = "allocation" if engine.name == "model" else f"{engine.name}_train"
-            keys.append(f"{section}.mb_spec.max_tokens_per_mb={engine.tokens}")
+            keys.append(f"{name}.gradient_checkpointing={level}")
+        if engine.tokens != before.tokens and (name != "ref" or scene.servers is not None):  # DPO: that of the model
+            keys.append(f"{_SECTIONS.get(name, f'{name}_train')}.mb_spec.max_tokens_per_mb={engine.tokens}")
     return keys
 
 

@@ -305,7 +305,7 @@ def test_proposals_set_what_they_were_computed_with_for_every_engine(tmp_path: P
     assert any("critic.optimizer.offload=true" in one.overrides for one in (*found.best, *found.others))
     half = with_half_microbatches(scene)
     keys = keys_of_engines(half, scene)
-    assert keys == ["actor_train.mb_spec.max_tokens_per_mb=32768", "critic_train.mb_spec.max_tokens_per_mb=32768"]
+    assert keys == [f"{role}.mb_spec.max_tokens_per_mb=32768" for role in ("actor_train", "critic_train", "ref_inf")]
     assert scene_of(load(keys).config, GPUS["H100"]).engines == half.engines
 
 
