@@ -401,7 +401,11 @@ def _parser() -> argparse.ArgumentParser:
         help="--search: rank by tokens/s (default), tokens/s of a GPU, or time from an answer to its last update",
     )
     add("--fix", metavar="LAYOUT", help="--search: only with these servers or this trainer, as sglang.d4m2p1 or d8m1p2")
-    add("--mean-tokens", type=integer(least=1), help="mean length of answers; default: a third of the longest")
+    add(
+        "--mean-tokens",
+        type=integer(least=1),
+        help="mean length of answers, or of sequences of sft and dpo; default: a third of the longest",
+    )
     add(
         "--spread",
         type=number(least=0.0, most=3.0),
