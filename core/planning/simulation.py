@@ -37,8 +37,10 @@ LAST_STEPS = 3
 """Of a run, whose groups of answers are kept for a picture."""
 _FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 12_000, 6, 24
 """Of the steps that a forecast measures."""
-_ENOUGH_ANSWERS = 1024
-"""Of a step, for the longest of them."""
+_ENOUGH_ANSWERS, _ENOUGH_STALENESS = 1024, 8
+"""Of a step, for the longest of them; with a larger max_staleness than that, which hides them, fewer."""
+_MOST_STALENESS = 16
+"""That is simulated of a run with many answers a step."""
 _EVEN = 1.1
 """A step that takes longer than its longer side, by this factor, waits for both."""
 _FAULT_STEPS = 200
@@ -400,7 +402,8 @@ def forecast(
     scene: Scene, calibration: Calibration, answers: Lengths, *, most_answers: int = _FORECAST_ANSWERS
 ) -> Forecast | None:
     """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
-    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together."""
+    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together; answers of
+    16 steps, or of as many steps as have so many, are the largest `staleness`."""
     time = step_time(scene, calibration, answers)
     if time is None:
         return None
@@ -416,7 +419,9 @@ def forecast(
             world, num_servers=world.num_servers // parts, prompts=world.prompts // parts,
             train_token_seconds=world.train_token_seconds * parts,
         )  # fmt: skip
-    steps = min(_MOST_STEPS, max(_FEWEST_STEPS, most_answers // (world.prompts * world.group_size)))
+    enough = most_answers // (world.prompts * world.group_size)
+    world = replace(world, max_staleness=min(world.max_staleness, max(_MOST_STALENESS, enough)))
+    steps = min(_MOST_STEPS, max(_FEWEST_STEPS, enough))
     run = simulate(world, world.first_steps + steps)
     return Forecast(
         **vars(time) | {"step": time.tokens / parts / run.tokens_per_second},
@@ -427,7 +432,8 @@ def forecast(
 
 def _parts(world: World) -> int:
     """Return in how many equal parts servers and batch of a world are divided, each with enough answers a step."""
-    most = world.prompts * world.group_size // _ENOUGH_ANSWERS
+    enough = _ENOUGH_ANSWERS * _ENOUGH_STALENESS // max(_ENOUGH_STALENESS, world.max_staleness)
+    most = world.prompts * world.group_size // max(1, enough)
     common = math.gcd(world.num_servers, world.prompts)
     return max(n for n in range(1, max(1, most) + 1) if common % n == 0)
 

@@ -241,6 +241,21 @@ def test_where_the_cache_limits_formula_and_simulation_let_as_many_requests_run(
     assert planned.rollout <= 1.01 * planned.step, "the servers' part is not longer than the whole"
 
 
+def test_a_larger_staleness_bound_is_forecast_with_no_more_answers() -> None:
+    """Ages show how many steps were simulated: a part of the run has the age of the bound, a whole one a smaller."""
+    answers, scene = Lengths(mean=300, longest=7168), make_scene(SHAPES["7B"])
+    assert scene.servers is not None
+    servers = replace(scene.servers, layout=ParallelLayout(dp=8))
+    large = replace(scene, servers=servers, sequences=1024, prompts=128)
+    steps = {}
+    for run, staleness, oldest in ((scene, 8, 8), (scene, 1000, 23), (large, 8, 8), (large, 64, 64)):
+        planned = forecast(replace(run, max_staleness=staleness), CALIBRATION, answers)
+        assert planned is not None and max(planned.staleness) == oldest
+        steps[run.prompts, staleness] = planned.step
+    assert steps[64, 1000] == pytest.approx(steps[64, 8], rel=0.02)
+    assert steps[128, 64] == pytest.approx(steps[128, 8], rel=0.02)
+
+
 def test_servers_on_cores_decode_as_many_requests_as_they_may() -> None:
     scene, calibration = make_scene(SHAPES["1.5B"]), calibration_of("CPU")
     assert scene.servers is not None and calibration is not None
