@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -148,12 +149,15 @@ def search(
     ones are simulated. `accepts`: whether a run would start with an allocation, set by these keys. `fixed`: what the
     user has decided. Raises PlanError for a number that equal nodes cannot have, AllocationError for layouts that
     cannot be."""
-    sizes = [num_gpus]
-    while metric == "cost" and sizes[-1] % 2 == 0:
-        sizes.append(sizes[-1] // 2)
+    placed = {num_gpus: _on(scene, num_gpus)}
+    size = num_gpus
+    while metric == "cost" and size % 2 == 0:
+        size //= 2
+        with suppress(PlanError):  # half a node would be left
+            placed[size] = _on(scene, size)
     if fixed is not None:
-        _check_fixed(scene, sizes, fixed)
-    candidates = [one for size in sizes for one in _candidates(_on(scene, size), calibration, answers, fixed)]
+        _check_fixed(scene, [*placed], fixed)
+    candidates = [one for sized in placed.values() for one in _candidates(sized, calibration, answers, fixed)]
     candidates.sort(key=lambda one: (_cost(metric, *one), one[1].trainer))
 
     def proposed(candidate: Scene) -> Proposal | None:
@@ -279,6 +283,8 @@ def _candidates(
         if wanted is not None and layout != wanted:
             continue
         rest = num_gpus - layout.world_size
+        if fixed is not None and wanted is not None and served is not None and fixed.disaggregated != (rest > 0):
+            continue
         left = rest or num_gpus
         sides = [ParallelLayout(dp=left // tp, tp=tp) for tp in sizes if left % tp == 0]
         if served is not None and served.world_size == left:

@@ -171,6 +171,15 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "with the layout of --fix fits in memory" in capsys.readouterr().out
 
 
+def test_a_search_for_cost_leaves_out_half_nodes_and_keeps_sides_apart(recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--metric", "cost", "--json", "--gpus"]
+    assert main([*words, "24"]) == 0, "12 are a node and a half"
+    assert json.loads(capsys.readouterr().out)
+    assert main([*words, "16", "--fix", "sglang.d4m2p1+d4m2p1"]) == 0
+    modes = [found["overrides"][0] for found in json.loads(capsys.readouterr().out)]
+    assert modes and not any("|" in mode for mode in modes)
+
+
 def test_a_calibration_of_another_gpu_gives_times(recipe: Path, tmp_path, capsys) -> None:
     assert main(["--config", str(recipe), "--gpu", "B200:178"]) == 0
     assert "No calibration for B200: memory only." in capsys.readouterr().out
