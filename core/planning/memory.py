@@ -159,8 +159,9 @@ class MemoryPlan:
             return ""
         if self.servers.cache + self.servers.graphs > 0:
             return "The CUDA graphs of a server leave no memory for its cache; lower generator.max_running"
-        more = "use more tensor-parallel ranks (m) for the servers"
-        return f"The weights of a server leave no memory for its cache; {more}"
+        return (
+            "The weights of a server leave no memory for its cache; use more tensor-parallel ranks (m) for the servers"
+        )
 
 
 SAMPLING = "sampling"
@@ -353,8 +354,8 @@ def _levels(
     choice = choose(shape, whole - held, host_limit_bytes=host or 0.0)
     words = f"auto, {choice}"
     if host is None and "full" in choice.levels:
-        words += " (without host memory for activations: what a host has left is known on it alone; or set "
-        words += f"{engine.name}.gradient_checkpointing_host_gib)"
+        words += " (no activations in host memory are planned: how much another machine has left is unknown; set "
+        words += f"{engine.name}.gradient_checkpointing_host_gib to plan with them)"
     return choice.levels, words
 
 

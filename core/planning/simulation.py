@@ -402,8 +402,8 @@ def forecast(
     scene: Scene, calibration: Calibration, answers: Lengths, *, most_answers: int = _FORECAST_ANSWERS
 ) -> Forecast | None:
     """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
-    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together; answers of
-    16 steps, or of as many steps as have so many, are the largest `staleness`."""
+    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together. No
+    answer is simulated as older than 16 versions, or than the steps that these answers make, if those are more."""
     time = step_time(scene, calibration, answers)
     if time is None:
         return None

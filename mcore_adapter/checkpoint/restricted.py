@@ -306,21 +306,20 @@ class RestrictedStrategy(TorchDistLoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> dict[str, object]:
         """Return the state dict with everything loaded; as the method of the base class."""
         tensors = [entry for entry in nested_values(sharded_state_dict) if isinstance(entry, ShardedTensor)]
-        rows: dict[tuple[str, torch.Size], _Rows] = {}
-        for tensor in tensors:
-            if (own := self._owned.of(tensor.data)) is not None:
-                rows[tensor.key, torch.Size(tensor.global_offset)] = _Rows(
-                    num_dims=tensor.data.dim(), first=own[0], end=own[1]
-                )
+        owned = [(tensor, own) for tensor in tensors if (own := self._owned.of(tensor.data)) is not None]
+        rows = {
+            (tensor.key, torch.Size(tensor.global_offset)): _Rows(num_dims=tensor.data.dim(), first=first, end=end)
+            for tensor, (first, end) in owned
+        }
         planner = _RestrictedPlanner(
             rows,
             shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
-        for tensor in tensors:
-            if tensor.allow_shape_mismatch and (own := self._owned.of(tensor.data)) is not None:
+        for tensor, (first, end) in owned:
+            if tensor.allow_shape_mismatch:
                 # Rows of padding are not in the checkpoint; Megatron would write zeros to all.
-                tensor.data[slice(*own)].zero_()
+                tensor.data[first:end].zero_()
                 tensor.allow_shape_mismatch = False
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
