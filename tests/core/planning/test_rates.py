@@ -31,6 +31,7 @@ from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
 from model_specs.families import parse_config
 from tools.bench import PLANNED, SHAPES, SLICE, WIDTHS
+from tools.bench.gpu.plan import RATES
 from tools.bench.gpu.servers import planned_server, predicted_waves
 
 ONE, CP2, EP2 = ParallelLayout(), ParallelLayout(cp=2), ParallelLayout(dp=2, ep=2)
@@ -136,7 +137,7 @@ def test_a_server_answers_each_wave_in_about_the_time_that_was_measured() -> Non
     errors = []
     for shape, gpus in measured.items():
         for gpu, rates in gpus.items():
-            planned = predicted_waves(shape, GPUS[gpu])
+            planned = predicted_waves(shape, GPUS[gpu], RATES[gpu])
             assert planned.keys() == rates.keys()
             errors += [abs(planned[load] / rate - 1) for load, rate in rates.items() if load != "cache"]
     assert len(errors) == 18 and max(errors) < 0.075 and median(errors) < 0.05

@@ -2,6 +2,7 @@
 prediction.
 
     python -m tools.bench.gpu.plan plan_later > benchmarks/predictions/later.json    # before; plan, plan_runs, waves
+    python -m tools.bench.gpu.plan waves h200.json > waves.json    # by rates of slipstream plan --calibrate
     python -m tools.bench gpu --only plan_later                # minutes; the baseline is the prediction
 
 A case is a model with random weights, a layout, a level of recomputation and sequences of given lengths. Each of its
@@ -17,11 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +32,7 @@ from torch import Tensor
 from allocation import GPU, ParallelLayout
 from core.checks.rules import load_config
 from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
-from core.planning.rates import Lengths, calibration_of, update_seconds
+from core.planning.rates import Calibration, Lengths, calibration_of, read_calibration, update_seconds
 from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
 from core.planning.search import Loader, proposals
@@ -50,6 +53,9 @@ from tools.bench.gpu.servers import predicted_waves
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
 from tools.bench.workload import NUM_ADDITIONS, SIGMA, length_of
 
+_T = TypeVar("_T")
+RATES = {name: found for name in GPUS if (found := calibration_of(name)) is not None}
+"""Those that ship with the project."""
 _CASE_SECONDS = 150.0
 _WARM_UP, _ROUNDS = 1, 3
 _SHORTEST = 16  # sequence of a mix, in tokens
@@ -206,19 +212,16 @@ def _figures(case: Case, stage: int, row: Mapping[str, float], gpu: str | None) 
     yield Figure(f"{name}, update", row["seconds"], "s", guess.get(f"seconds on {gpu}"), "within 8 %")
 
 
-def predicted(case: Case, stage: int) -> dict[str, float]:
-    """Return the bytes at the peak and between two updates, and the seconds of an update on each GPU that has a
-    calibration."""
+def predicted(case: Case, stage: int, rates: Mapping[str, Calibration] | None = None) -> dict[str, float]:
+    """Return the bytes at the peak and between two updates, and the seconds of an update on each GPU of `rates`."""
     lengths = case.lengths
     found = {
         "peak": engine_peak(case.engine, stage, longest=max(lengths)),
         "held": engine_held(case.engine, stage, longest=max(lengths)),
     }
-    for name, gpu in GPUS.items():
-        if (calibration := calibration_of(name)) is None:
-            continue
+    for name, calibration in (RATES if rates is None else rates).items():
         scene = PlannedScene(
-            gpu=gpu, on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
+            gpu=GPUS[name], on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
             n_gpus_per_node=8, bucket_bytes=0, sequences=len(lengths), prompts=len(lengths), group_size=1,
             minibatches=1, prompt_tokens=max(lengths), answer_tokens=0, max_staleness=0, writes_checkpoints=False,
         )  # fmt: skip
@@ -359,17 +362,14 @@ class Run:
         drawn = [length_of(seed, self.most_tokens) for seed in range(_DRAWN)]
         return Lengths(mean=statistics.fmean(drawn), longest=self.most_tokens, spread=SIGMA)
 
-    def predicted(self, scene: Scene, gpu: Gpu) -> dict[str, float]:
+    def predicted(self, scene: Scene, gpu: Gpu, calibration: Calibration) -> dict[str, float]:
         """Return trained tokens of answers per second by the plan, and those of the steps that are measured if their
         answers have the lengths that the seed of the run gives; by the plan the shares of the time in which the trainer
-        computes and of the slots that servers use, and the mean staleness. Raises ValueError without a calibration of
-        the GPU."""
+        computes and of the slots that servers use, the mean staleness, and the shares of samples by age."""
         config = self.loader(scene)([]).config
-        planned, answers, calibration = scene_of(config, gpu), self.answers, calibration_of(gpu.name)
-        time = None if calibration is None else forecast(planned, calibration, answers)
-        world = None if calibration is None else world_of(planned, calibration, answers)
-        if time is None or world is None:
-            raise ValueError(f"{gpu.name}: no calibration")
+        planned, answers = scene_of(config, gpu), self.answers
+        time, world = forecast(planned, calibration, answers), world_of(planned, calibration, answers)
+        assert time is not None and world is not None, "both sides are on GPUs"
         order = shuffled(NUM_ADDITIONS, seed=config.seed, epoch=0)
 
         def drawn(number: int) -> list[float]:
@@ -384,6 +384,7 @@ class Run:
             "trainer computes, %": 100 * time.trainer_share,
             "slots used, %": 100 * time.slots_share,
             "mean staleness": mean_of(time.staleness),
+            **{_AGE.format(age): 100 * share for age, share in _shares(time.staleness).items()},
         }
 
 
@@ -399,13 +400,18 @@ TRIAL_RUNS = (
 )
 """In place of RUNS without GPUs."""
 _DRAWN = 20_000
+_AGE = "samples of age {}, %"
+
+
+def _shares(counts: Mapping[_T, float]) -> dict[_T, float]:
+    return {value: count / sum(counts.values()) for value, count in counts.items()}
 
 
 def plan_runs(scene: Scene) -> Iterator[Figure]:
-    """Yield for whole runs tokens/s, what the trainer computes of the time and the mean staleness, beside their
+    """Yield for whole runs of a model tokens/s, what the trainer computes of the time and the staleness, beside their
     predictions. Runs of one GPU go side by side; one that fails is logged."""
     gpus, gpu = query_gpus(), gpu_of_machine()
-    runs = [run for run in RUNS if run.apart < len(gpus)] if gpus else TRIAL_RUNS
+    runs = [run for run in RUNS if run.model == scene.shape and run.apart < len(gpus)] if gpus else TRIAL_RUNS
     for apart in (False, True):
         kind = [run for run in runs if run.apart == apart]
         devices: SimpleQueue[str] = SimpleQueue()
@@ -425,7 +431,7 @@ def plan_runs(scene: Scene) -> Iterator[Figure]:
 
         with ThreadPoolExecutor(max(1, devices.qsize())) as pool:
             for run, rows in zip(kind, pool.map(measured, kind), strict=True):
-                guess = {} if gpu is None else run.predicted(_of(scene, run), gpu)
+                guess = {} if gpu is None else run.predicted(_of(scene, run), gpu, RATES[gpu.name])
                 yield from _run_figures(run, [row for row in rows if "task_reward" in row][run.warm_up :], guess)
 
 
@@ -433,12 +439,14 @@ def plan_search(scene: Scene) -> Iterator[Figure]:
     """Yield tokens/s of what a search proposes for the GPUs of this host, beside the predictions; then how far the
     first proposal is from the fastest of them."""
     gpu, by_hand = gpu_of_machine() or GPUS["H200"], replace(BY_HAND, model=scene.shape)
-    runs = alternatives(by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu, max(2, len(query_gpus())))
+    runs = alternatives(
+        by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu, RATES[gpu.name], max(2, len(query_gpus()))
+    )
     rates = []
     for number, run in enumerate(runs):
         run_ppo(scene.folder, f"search-{number}", run.config(_of(scene, run)))
         rows = [row for row in metrics_of(scene.folder, f"search-{number}") if "task_reward" in row][run.warm_up :]
-        figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu)))
+        figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu, RATES[gpu.name])))
         yield from figures
         rates.append(figures[0].value)
     yield Figure(f"search.{scene.shape}, of the fastest", 100 * rates[0] / max(rates), "%", target=">= 97 %")
@@ -449,11 +457,10 @@ BY_HAND = Run(
 )
 
 
-def alternatives(by_hand: Run, scene: Scene, gpu: Gpu, num_gpus: int) -> list[Run]:
+def alternatives(by_hand: Run, scene: Scene, gpu: Gpu, calibration: Calibration, num_gpus: int) -> list[Run]:
     """Return a run in the layouts that a search proposes for so many GPUs, the best first, then the best one with fewer
     and with more requests at once. Those in turns need fewer steps before they count."""
-    of, calibration = _of(scene, by_hand), calibration_of(gpu.name)
-    assert calibration is not None, "the caller's GPU has rates"
+    of = _of(scene, by_hand)
     load = by_hand.loader(of)
     found = proposals(load, by_hand.planned(of, gpu), calibration, by_hand.answers, num_gpus=num_gpus).best
     turns = replace(by_hand, warm_up=2, steps=3)
@@ -476,7 +483,7 @@ def _of(scene: Scene, run: Run) -> Scene:
     return replace(scene, shape=run.model, raw=MODELS[run.model])
 
 
-def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[str, float]) -> Iterator[Figure]:
+def _run_figures(run: Run, rows: Sequence[Mapping[str, Any]], guess: Mapping[str, float]) -> Iterator[Figure]:
     if not rows:
         return
     seconds = sum(row["time/step"] for row in rows)
@@ -484,44 +491,53 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, float]], guess: Mapping[s
     computes = 100 * sum(row["time/update"] + row.get("time/old_log-probs", 0.0) for row in rows) / seconds
     slots = 100 * statistics.fmean(row["rollout/generators_busy"] for row in rows)
     staleness = statistics.fmean(row["staleness/mean"] for row in rows)
+    ages = _shares(sum((Counter(row["staleness/ages"]) for row in rows), Counter[str]()))
     yield Figure(f"run.{run}, tokens", rate, "tokens/s", guess.get("tokens/s"), "within 10 %")
     its_lengths = guess.get("tokens/s of its lengths")
     yield Figure(f"run.{run}, tokens, lengths known", rate, "tokens/s", its_lengths, "within 10 %")
     yield Figure(f"run.{run}, trainer computes", computes, "%", guess.get("trainer computes, %"), "within 10 %")
     yield Figure(f"run.{run}, slots used", slots, "%", guess.get("slots used, %"), "within 10 %")
     yield Figure(f"run.{run}, staleness", staleness, "steps", guess.get("mean staleness"))
+    as_planned = sum(min(100 * share, guess.get(_AGE.format(age), 0.0)) for age, share in ages.items())
+    yield Figure(f"run.{run}, samples of the planned age", as_planned, "%", target=">= 90 %")
+    for age, share in sorted(ages.items()):
+        yield Figure(f"run.{run}, samples of age {age}", 100 * share, "%", guess.get(_AGE.format(age), 0.0))
 
 
-_CALIBRATED = ("H100", "H200")
 _SEARCHED = (("1.5B", 2), ("0.6B", 2), ("3B", 2), ("1.5B", 4))
 _WAVES_OF = ("1.5B", "7B", "0.6B", "3B", "4B", "1.7B")
 """Models whose servers get waves of requests."""
 
 
-def _predictions(name: str) -> dict[str, object]:
+def _predictions(name: str, rates: Mapping[str, Calibration]) -> dict[str, object]:
     """Return what is predicted of a measurement, by case."""
     if name == "waves":
-        return {shape: {gpu: predicted_waves(shape, GPUS[gpu]) for gpu in _CALIBRATED} for shape in _WAVES_OF}
+        return {shape: {gpu: predicted_waves(shape, GPUS[gpu], rates[gpu]) for gpu in rates} for shape in _WAVES_OF}
     if name in ("plan", "plan_later"):
         cases = LATER if name == "plan_later" else CASES
-        return {str(case): [predicted(case, stage) for stage in range(case.layout.pp)] for case in cases}
+        return {str(case): [predicted(case, stage, rates) for stage in range(case.layout.pp)] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
+
+        def predictions(run: Run) -> dict[str, dict[str, float]]:
+            return {on: run.predicted(_of(scene, run), GPUS[on], rates[on]) for on in rates}
+
         if name == "plan_runs":
-            return {str(run): {on: run.predicted(_of(scene, run), GPUS[on]) for on in _CALIBRATED} for run in RUNS}
+            return {str(run): predictions(run) for run in RUNS}
         return {
             on: {
-                str(run): run.predicted(_of(scene, run), GPUS[on])
+                str(run): run.predicted(_of(scene, run), GPUS[on], rates[on])
                 for model, num_gpus in _SEARCHED
-                for run in alternatives(replace(BY_HAND, model=model), scene, GPUS[on], num_gpus)
+                for run in alternatives(replace(BY_HAND, model=model), scene, GPUS[on], rates[on], num_gpus)
             }
-            for on in _CALIBRATED
+            for on in rates
         }
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        print(json.dumps(_predictions(sys.argv[1]), indent=1))
+    if len(sys.argv) < 4:
+        read = [read_calibration(Path(file)) for file in sys.argv[2:]]
+        print(json.dumps(_predictions(sys.argv[1], {one.gpu: one for one in read} or RATES), indent=1))
     else:
         (chosen,) = (case for case in (*CASES, *LATER, *TRIAL) if str(case) == sys.argv[1])
         print(json.dumps(measure(chosen, int(sys.argv[2]), sys.argv[3])))

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from allocation import ParallelLayout
 from core.data.rollout_batch import pack_trajectories
 from core.planning.memory import plan_servers
-from core.planning.rates import calibration_of, wave_seconds
+from core.planning.rates import Calibration, calibration_of, wave_seconds
 from core.planning.scene import Gpu, Servers, gpu_of_machine
 from core.planning.scene import Scene as PlannedScene
 from model_specs.families import parse_config, read_config
@@ -147,10 +147,8 @@ def planned_server(shape: str) -> Servers:
     )  # fmt: skip
 
 
-def predicted_waves(shape: str, gpu: Gpu) -> dict[str, float]:
-    """Return the tokens of the cache of a server, and new tokens/s of each wave; nothing without a calibration."""
-    if (calibration := calibration_of(gpu.name)) is None:
-        return {}
+def predicted_waves(shape: str, gpu: Gpu, calibration: Calibration) -> dict[str, float]:
+    """Return the tokens of the cache of a server, and new tokens/s of each wave."""
     server = planned_server(shape)
     alone = PlannedScene(
         gpu=gpu, on_gpu=True, engines=(), servers=server, shares_gpus=False, n_nodes=1, n_gpus_per_node=1,
@@ -169,7 +167,8 @@ def waves(scene: Scene) -> Iterator[Figure]:
     """Yield the tokens of the cache of a server and its rate at each wave of requests, beside what is predicted of
     them. One GPU."""
     gpu = gpu_of_machine()
-    guess = {} if gpu is None or not query_gpus() else predicted_waves(scene.shape, gpu)
+    rates = None if gpu is None or not query_gpus() else calibration_of(gpu.name)
+    guess = {} if gpu is None or rates is None else predicted_waves(scene.shape, gpu, rates)
     for name, value in asyncio.run(_waves(scene)).items():
         unit, target = ("tokens", "within 1 %") if name == "cache" else ("tokens/s", "within 7 %")
         yield Figure(f"waves.{scene.shape} {name}", value, unit, guess.get(name), target)
