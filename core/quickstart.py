@@ -43,7 +43,7 @@ from core.errors import could_not_write, first_line, is_of_disk, what_user_code_
 from core.monitoring.logs import DRIVER_LOG, NOTICE, kept_records, log_to_terminal
 from core.monitoring.screen import Screen, duration
 from core.placement import RAY_ADDRESS, not_joined_note, resolve_allocation
-from core.planning.memory import summary_lines
+from core.planning.advice import summary_lines
 from core.processes.supervise import (
     BAD_INPUT,
     DONE,

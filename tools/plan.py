@@ -7,10 +7,11 @@
     python -m tools.plan --calibrate b200.json
 
 Memory is that of each rank of the trainer by phase, of each server and of each node. A phase fits if the GPU has room
-for what torch allocates, 14 % for its allocator, and the CUDA context. Only config.json of the models is read. Times
-need a calibration: H100 and H200 have one, and --calibrate measures this host in one to three minutes, on GPUs a SGLang
-server too. --search ranks the allocations of a number of GPUs, and proposes none that a dry run would refuse.
---simulate runs steps on a virtual clock with the rules of a run, as planned and with faults.
+for what torch allocates, 14 % for its allocator, and the CUDA context. Host memory is compared with --host-gib. Only
+config.json of the models is read. Times need a calibration: H100 and H200 have one, and --calibrate measures this host
+in one to three minutes, on GPUs a SGLang server too. --search ranks the allocations of a number of GPUs, and proposes
+none that a dry run would refuse. --simulate runs steps on a virtual clock with the rules of a run, as planned and with
+faults.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -32,7 +34,8 @@ from core.checks.rules import load_config, searches
 from core.config.experiments import EXPERIMENTS
 from core.config.load import LoadedConfig, taken_config
 from core.config.parsing.problems import ConfigError
-from core.planning.memory import GIB, MemoryPlan, Phase, advice, plan_memory, verdict
+from core.planning.advice import advice, verdict, with_worst_routing
+from core.planning.memory import MemoryPlan, Phase, plan_memory
 from core.planning.rates import (
     SPREAD,
     Calibration,
@@ -53,6 +56,7 @@ from core.planning.search import (
     unplaced,
     usual_lengths,
 )
+from core.planning.server_memory import GIB
 from core.planning.simulation import (
     LAST_STEPS,
     LONGEST_ANSWERS,
@@ -69,11 +73,13 @@ _COLUMNS = {
     "grads": ("gradients", "gradients in fp32"),
     "Adam": ("masters", "moments"),
     "kept": ("residual stream", "attention", "MLP", "from the host"),
-    "passing": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets"),
-    "other": ("workspaces", "context"),
+    "temp": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets", "workspaces"),
+    "slack": ("allocator slack",),
+    "CUDA": ("context",),
     "server": ("server",),
 }
-"""Column of the table -> the parts of a phase that it sums."""
+"""Column of the table -> the parts of a phase that it sums. The first ones are of torch, and add up to the peak."""
+_OF_TORCH = 5
 _BEST = {"tokens": "Fastest", "cost": "Cheapest for each token", "latency": "Shortest way from answer to update"}
 _DOES_NOT_FIT = 1
 _WIDTH = 96
@@ -125,6 +131,8 @@ def _plan(given: argparse.Namespace) -> int:
         gpu = Gpu(name=calibration.gpu, gib=calibration.gib)
     else:
         gpu = chosen_gpu(given.gpu)
+    if given.host_gib is not None:
+        gpu = replace(gpu, host_bytes=given.host_gib * GIB)
     if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
         words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
 
@@ -174,7 +182,8 @@ def _plan(given: argparse.Namespace) -> int:
         if given.search:
             return _search(scene, calibration, answers, load, given, console)
         return _simulate(scene, calibration, answers, given, console)
-    plan, time = plan_memory(scene), timed(scene, calibration, answers)
+    plan = plan_memory(scene)
+    time = None if calibration is None else forecast(scene, calibration, answers)
     if given.json:
         rates = None if calibration is None else calibration.gpu
         print(json.dumps({**as_json(scene, plan, time), "rates": rates}, indent=1))
@@ -317,11 +326,6 @@ def _draw_runs(runs: Mapping[str, Outcome], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def timed(scene: Scene, calibration: Calibration | None, answers: Lengths) -> Forecast | None:
-    """Return what a step takes; None without a calibration, or with one side on GPUs and the other on the CPU."""
-    return None if calibration is None else forecast(scene, calibration, answers)
-
-
 def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | None, answers: Lengths) -> str:
     """Return the time of a step in words."""
     if calibration is None:
@@ -379,6 +383,7 @@ def _proposal_json(proposal: Proposal) -> dict[str, object]:
         "latency_seconds": proposal.latency,
         "seconds": vars(proposal.time),
         "peak_bytes": int(proposal.memory.peak.total),
+        "host_bytes": int(proposal.memory.host_total),
     }
 
 
@@ -393,6 +398,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--config", metavar="X.yaml", help="configuration file")
     add("--gpu", help="H100, H200, A100, or NAME:GIB; default: that of this machine, else H100")
+    add(
+        "--host-gib",
+        type=number(least=0.0, most=1e6),
+        help="host memory of a node that a run may use; default: what this machine has left, if the run is to be on it",
+    )
     add("--search", action="store_true", help="propose allocations")
     add("--gpus", type=integer(least=1, most=4096), help="--search: how many; default: the recipe's")
     add(
@@ -435,6 +445,9 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     """Print the tables, the verdict and what to change."""
     where = f"{scene.gpu.name}, {scene.gpu.gib:.1f} GiB" if scene.on_gpu else "CPU"
     console.print(memory_table(plan, f"Memory of a trainer rank in GiB ({where})"))
+    _say(console, "peak, their sum: max_memory_allocated; kept: until backward; temp: of one layer")
+    if scene.on_gpu:
+        _say(console, "total: what the GPU must have, with slack of the allocator and CUDA's context")
     for rank in plan.ranks:
         if rank.peak.detail and (rank is plan.ranks[0] or rank.peak.detail != plan.ranks[0].peak.detail):
             _say(console, f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
@@ -448,10 +461,11 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
             f"{s.graphs / GIB:.1f} for graphs{trainer}. The cache holds {s.tokens:,} tokens: "
             f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}.",
         )
-    total = sum(plan.host.values())
-    parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items())
-    left = "" if scene.gpu.host_bytes is None else f" of {scene.gpu.host_bytes / GIB:.0f} that this machine has left"
-    _say(console, f"Host memory of a node, about: {total / GIB:.0f} GiB{left} ({parts}).")
+    digits = 0 if plan.host_total >= 100 * GIB else 1
+    sizes = _rounded(plan.host.values(), digits)
+    parts = ", ".join(f"{name} {size:.{digits}f}" for name, size in zip(plan.host, sizes, strict=True))
+    left = "" if plan.host_limit is None else f" of {plan.host_limit / GIB:.0f}"
+    _say(console, f"Host memory of a node, about: {sum(sizes):.{digits}f}{left} GiB ({parts}).")
     changes = advice(scene, plan)
     _say(console, verdict(scene, plan, changes))
     for change in changes:
@@ -459,32 +473,47 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
 
 
 def memory_table(plan: MemoryPlan, title: str) -> Table:
-    """Return a row for each phase of each stage; at most 80 columns wide."""
-    phases = [phase for rank in plan.ranks for phase in rank.phases]
-    shown = {
-        name: parts for name, parts in _COLUMNS.items() if name != "server" or any(p.parts.get(name) for p in phases)
-    }
+    """Return a row for each phase of each stage, whose columns add up; at most 80 columns wide."""
+    sums = [[_sums(phase) for phase in rank.phases] for rank in plan.ranks]
+    beside = [name for name in list(_COLUMNS)[_OF_TORCH:] if any(one[name] for rows in sums for one in rows)]
+    shown = [*list(_COLUMNS)[:_OF_TORCH], *beside]
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for name in ("phase", *shown, "peak", "needed"):
+    headings = [*shown[:_OF_TORCH], "peak", *beside, *(["total"] if beside else [])]
+    for name in ("phase", *headings):
         table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
-    for rank in plan.ranks:
+    for rank, rows in zip(plan.ranks, sums, strict=True):
         if len(plan.ranks) > 1:
             table.add_row(f"stage {rank.stage}")
-        for phase in rank.phases:
-            sums = (sum(phase.parts.get(part, 0.0) for part in parts) for parts in shown.values())
+        for phase, one in zip(rank.phases, rows, strict=True):
+            digits = 0 if phase.total >= 1000 * GIB else 1
+            sizes = _rounded([one[name] for name in shown], digits)
+            cells = [*sizes[:_OF_TORCH], sum(sizes[:_OF_TORCH]), *sizes[_OF_TORCH:], *([sum(sizes)] if beside else [])]
             indent = "  " if len(plan.ranks) > 1 else ""
-            table.add_row(indent + phase.name, *map(_cell, (*sums, phase.allocated, phase.total)))
+            table.add_row(indent + phase.name, *(f"{size:.{digits}f}" if size else "" for size in cells))
         table.add_section()
     return table
 
 
-def _cell(size: float) -> str:
-    return f"{size / GIB:.1f}" if 0 < size < 1000 * GIB else f"{size / GIB:.0f}" if size else ""
+def _sums(phase: Phase) -> dict[str, float]:
+    """Return the bytes of each column."""
+    parts = _parts(phase)
+    return {name: sum(parts.get(part, 0.0) for part in of) for name, of in _COLUMNS.items()}
+
+
+def _parts(phase: Phase) -> dict[str, float]:
+    """Return the bytes of a phase by purpose, which add up to its total."""
+    return {**phase.parts, "allocator slack": phase.slack}
+
+
+def _rounded(sizes: Iterable[float], digits: int) -> list[float]:
+    """Return bytes in GiB, rounded so that they add up to their rounded sum."""
+    edges = [0.0, *(round(edge / GIB, digits) for edge in accumulate(sizes))]
+    return [round(end - begin, digits) for begin, end in pairwise(edges)]
 
 
 def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, object]:
     """Return the plan as plain values; sizes are bytes."""
-    changes = advice(scene, plan)
+    changes, worst = advice(scene, plan), with_worst_routing(scene)
     return {
         "gpu": {"name": scene.gpu.name, "bytes": int(scene.gpu.gib * GIB)},
         "fits": plan.fits,
@@ -500,19 +529,29 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
             for rank in plan.ranks
         ],
         "servers": None if plan.servers is None else vars(plan.servers),
-        "host": dict(plan.host),
+        "host": {"parts": dict(plan.host), "bytes": plan.host_total, "limit": plan.host_limit},
+        "worst_routing": None if worst is None else {"peak_bytes": int(plan_memory(worst).peak.total)},
         "seconds": None if time is None else vars(time),
-        "advice": [{"keys": c.keys, "peak_bytes": int(c.plan.peak.total), "fits": c.plan.fits} for c in changes],
+        "advice": [
+            {
+                "keys": c.keys,
+                "peak_bytes": int(c.plan.peak.total),
+                "host_bytes": int(c.plan.host_total),
+                "fits": c.plan.fits,
+            }
+            for c in changes
+        ],
     }
 
 
 def _phase_json(phase: Phase) -> dict[str, object]:
+    parts = {name: int(size) for name, size in _parts(phase).items()}
     return {
         "name": phase.name,
         "detail": phase.detail,
-        "parts": {name: int(size) for name, size in phase.parts.items()},
+        "parts": parts,
         "allocated": int(phase.allocated),
-        "total": int(phase.total),
+        "total": sum(parts.values()),
     }
 
 

@@ -17,14 +17,12 @@ from pathlib import Path
 from statistics import NormalDist
 
 from core.planning.memory import (
-    cache_bytes_per_token,
     checkpoint_bytes,
-    plan_servers,
-    server_weights,
     states_of,
     usual_level,
 )
 from core.planning.scene import Engine, PlanError, Scene, Servers
+from core.planning.server_memory import cache_bytes_per_token, plan_servers, server_weights
 from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
 

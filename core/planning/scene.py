@@ -35,7 +35,7 @@ class Gpu:
     gib: float
     """Memory in total."""
     host_bytes: float | None = None
-    """Memory that its host has left, where that is this machine."""
+    """Memory that its host has left. None: not known, as of another machine."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -78,6 +78,8 @@ class Engine:
     """It starts from random weights."""
     batch_tokens: int = 1 << 62
     """Most of a training step."""
+    has_worst_routing: bool = False
+    """Every token of all ranks goes to the experts of one rank, not to those of all ranks alike."""
 
     @property
     def microbatch_tokens(self) -> int:
@@ -135,6 +137,8 @@ class Scene:
     """The store of the run is in host memory."""
     keeps_weights: bool = False
     """A weight update leaves a copy of them in host memory: in the object store, or to find what has changed."""
+    host_bytes: float | None = None
+    """Memory that a node has left for the run. None: not known."""
 
     @property
     def actor(self) -> Engine:
@@ -155,8 +159,8 @@ class Scene:
 
 
 def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
-    """Return what a configuration runs. Raises PlanError for a model that cannot be read or sequences beyond its
-    positions, AllocationError for an impossible allocation."""
+    """Return what a configuration runs, on the CPU that of this machine. Raises PlanError for a model that cannot be
+    read or sequences beyond its positions, AllocationError for an impossible allocation."""
     allocation = resolve_allocation(config)
     on_gpu = allocation.trainer.on_gpu
     engines = tuple(_engine(config, use, allocation) for use in config.model_uses)
@@ -179,6 +183,7 @@ def scene_of(config: ExperimentConfig, gpu: Gpu) -> Scene:
         answer_tokens=answer_tokens,
         max_staleness=sampling.staleness.max_staleness if sampling else 0,
         writes_checkpoints=config.recovers,
+        host_bytes=gpu.host_bytes if on_gpu or gpu.host_bytes is not None else available_on_host(),
         **(_in_host_memory(sampling, engines[0].config, allocation) if sampling else {}),
     )
     _check_positions(scene)

@@ -19,20 +19,18 @@ from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.placement.rules import split_errors
-from core.planning.memory import (
-    GIB,
-    MemoryPlan,
+from core.planning.advice import (
     divides,
     keys_of_engines,
     mode_of,
     needed_gpus,
-    plan_memory,
-    plan_servers,
     smallest_trainer,
     with_half_microbatches,
 )
+from core.planning.memory import MemoryPlan, plan_memory
 from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
+from core.planning.server_memory import GIB, plan_servers
 from core.planning.simulation import LONGEST_ANSWERS, Forecast, forecast
 from mcore_adapter.settings import Level
 from rollout.inference.registry import DEFAULT_BACKEND
@@ -236,7 +234,8 @@ def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
         return needed_gpus(scene, smallest)
     if fixed is not None:
         return "No allocation with the layout of --fix fits in memory; leave out --fix."
-    return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
+    host = "" if scene.host_bytes is None else f" with {scene.host_bytes / GIB:.0f} GiB of host memory for each node"
+    return f"No layout divides model, batch and GPUs and leaves room for servers{host}; see ppo.ppo_n_minibatches."
 
 
 def latency_of(scene: Scene, time: StepTime) -> float:

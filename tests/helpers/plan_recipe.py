@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from core.checks.rules import load_config
+from core.planning.scene import Scene, find_gpu, scene_of
+from tools.bench import SHAPES
+
 RECIPE = """\
 experiment_name: planned
 trial_name: one
@@ -27,3 +31,8 @@ def write_recipe(folder: Path, raw: dict[str, Any]) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(RECIPE.replace("MODEL", str(folder / "model")))
     return path
+
+
+def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:
+    path = write_recipe(folder, raw or SHAPES["7B"])
+    return scene_of(load_config("ppo-math", path, words).config, find_gpu(gpu))

@@ -18,7 +18,7 @@ from core.planning.rates import FOLDER, calibration_of, write_calibration
 from core.planning.scene import find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
 from tools.bench import SHAPES
-from tools.plan import main, memory_table
+from tools.plan import main, memory_table, show
 
 
 @pytest.fixture
@@ -43,14 +43,74 @@ def test_json_has_what_the_table_has(recipe: Path, capsys: pytest.CaptureFixture
     plan = json.loads(capsys.readouterr().out)
     phase = plan["ranks"][0]["phases"][0]
     assert plan["fits"] and phase["name"] == "actor update"
-    assert phase["allocated"] == pytest.approx(sum(v for k, v in phase["parts"].items() if k != "context"), abs=99)
+    parts = phase["parts"]
+    assert phase["total"] == sum(parts.values())
+    assert phase["total"] - phase["allocated"] == pytest.approx(parts["allocator slack"] + parts["context"], abs=99)
     assert main([str(recipe), "--gpu", "H100"]) == 0
-    assert f"{phase['allocated'] / 2**30:.1f}" in capsys.readouterr().out
+    assert f" {phase['allocated'] / 2**30:.1f} " in capsys.readouterr().out
+
+
+CRITIC = ("ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("actor.fp8=true", "actor.grad_reduce_in_fp32=false"),
+        ("allocation_mode=sglang.d8m1p1|d4m1p2", "n_nodes=1", "actor.optimizer.offload=true", *CRITIC),
+        ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=131072"),
+        ("allocation_mode=embedded.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2"),
+    ],
+)
+def test_the_columns_of_the_table_add_up(words: tuple[str, ...], recipe: Path, capsys) -> None:
+    gpu = replace(find_gpu("H100"), host_bytes=900 * 2**30)
+    scene = scene_of(load_config("ppo-math", recipe, words).config, gpu)
+    plan = plan_memory(scene)
+    phases = [phase for rank in plan.ranks for phase in rank.phases]
+    columns = {str(column.header): list(column.cells) for column in memory_table(plan, "Memory").columns}
+    rows = [i for i, name in enumerate(columns["phase"]) if not str(name).startswith("stage ")]
+    assert len(rows) == len(phases)
+    names = list(columns)[1:]
+    first = names.index("peak")
+    for i, phase in zip(rows, phases, strict=True):
+        sizes = [float(str(columns[name][i]) or 0) for name in names]
+        assert sizes[first] == pytest.approx(sum(sizes[:first])) == pytest.approx(phase.allocated / 2**30, abs=0.051)
+        assert sizes[-1] == pytest.approx(phase.total / 2**30, abs=0.051)
+        if names[-1] == "total":
+            assert sizes[-1] == pytest.approx(sum(sizes[first:-1]))
+    show(scene, plan, Console(width=200))
+    shown = capsys.readouterr().out.splitlines()
+    legend = shown[shown.index(next(line for line in shown if line.startswith("peak, their sum"))) :]
+    assert legend[1].startswith("total: ") == (names[-1] == "total") and max(map(len, legend[:2])) < 81
+
+
+def test_host_memory_of_a_node_is_compared_with_what_it_has(recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H200"]
+    assert main([*words, "--json"]) == 0
+    host = json.loads(capsys.readouterr().out)["host"]
+    assert host["limit"] is None and host["bytes"] == sum(host["parts"].values())
+    needs = host["bytes"] / 2**30
+    assert main([*words, "--host-gib", f"{needs + 1:.1f}"]) == 0
+    assert f"about: {needs:.0f} of {needs + 1:.0f} GiB" in capsys.readouterr().out
+    assert main([*words, "--host-gib", f"{needs - 20:.1f}"]) == 1
+    shown = capsys.readouterr().out
+    assert "It does not fit: 20 GiB of host memory are missing" in shown
+    assert "\n  recover_mode=disabled: " in shown
+
+
+def test_a_search_proposes_nothing_that_a_host_does_not_hold(recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "16"]
+    assert main([*words, "--json"]) == 0
+    free = [found["host_bytes"] for found in json.loads(capsys.readouterr().out)]
+    limit = min(free) + (max(free) - min(free)) / 2
+    assert main([*words, "--json", "--host-gib", f"{limit / 2**30}"]) == 0
+    assert max(free) > limit >= max(found["host_bytes"] for found in json.loads(capsys.readouterr().out))
+    assert main([*words, "--host-gib", "9"]) == 1
+    assert "room for servers with 9 GiB of host memory for each node" in capsys.readouterr().out
 
 
 def test_the_table_of_memory_fits_a_terminal_and_has_large_numbers_whole(recipe: Path, capsys) -> None:
-    words = ["allocation_mode=sglang.d8m1p1|d4p2m1", "n_nodes=1", "staleness.max_staleness=0", "ppo.kl_ctl=0.1"]
-    words += ["ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo"]
+    words = ["allocation_mode=sglang.d8m1p1|d4p2m1", "n_nodes=1", "staleness.max_staleness=0", *CRITIC]
     words += ["actor.optimizer.offload=true", "critic.optimizer.offload=true"]
     plan = plan_memory(scene_of(load_config("ppo-math", recipe, words).config, find_gpu("H100")))
     peak = plan.ranks[0].phases[0].allocated / 2**30

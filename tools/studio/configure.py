@@ -36,10 +36,11 @@ from core.planning.memory import plan_memory
 from core.planning.rates import usual_calibration
 from core.planning.scene import GPUS, PlanError, find_gpu, scene_of
 from core.planning.search import usual_lengths
+from core.planning.simulation import forecast
 from rollout.plugins import ROOT
 from tools.arguments import BadRequest
 from tools.migrate.__main__ import migrated
-from tools.plan import as_json, timed
+from tools.plan import as_json
 from tools.studio.folders import NotFound
 
 _RECIPES = ROOT / "examples" / "configs"
@@ -219,7 +220,9 @@ def _drawn(allocation: Allocation, config: ExperimentConfig | None) -> dict[str,
 def _plan(config: ExperimentConfig, gpu: str) -> dict[str, object]:
     scene = scene_of(config, find_gpu(gpu))
     answers = usual_lengths(scene)
-    plan = as_json(scene, plan_memory(scene), timed(scene, usual_calibration(scene), answers))
+    calibration = usual_calibration(scene)
+    time = None if calibration is None else forecast(scene, calibration, answers)
+    plan = as_json(scene, plan_memory(scene), time)
     return {**plan, "mean_tokens": answers.mean, "on_gpu": scene.on_gpu}
 
 

@@ -8,12 +8,12 @@ from statistics import median
 import pytest
 
 from allocation import ParallelLayout
-from core.checks.rules import load_config
-from core.planning.memory import GIB, host_of_rank, plan_memory, states_of
-from core.planning.scene import GPUS, Scene, find_gpu, scene_of
-from helpers.plan_recipe import write_recipe
-from mcore_adapter.memory.estimate import page_locked
-from tools.bench import SHAPES
+from core.planning.memory import host_of_rank, plan_memory, states_of
+from core.planning.scene import GPUS, Scene
+from core.planning.server_memory import GIB
+from helpers.plan_recipe import make_scene
+from mcore_adapter.memory.estimate import checkpoint_pieces, page_locked
+from tools.bench import SLICE
 from tools.bench.gpu.plan import CASES, Case
 
 MEASURED = Path(__file__).parents[3] / "benchmarks/predictions/memory-measured.json"
@@ -43,10 +43,6 @@ def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
     assert all(0 < error < 0.15 for error in last), "an upper bound"
 
 
-def make_scene(folder: Path, *words: str, gpu: str = "H100") -> Scene:
-    return scene_of(load_config("ppo-math", write_recipe(folder, SHAPES["7B"]), words).config, find_gpu(gpu))
-
-
 def test_the_first_data_parallel_rank_copies_a_checkpoint(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     with_moments = plan_memory(scene.in_layout(ParallelLayout(tp=8))).host
@@ -57,14 +53,24 @@ def test_the_first_data_parallel_rank_copies_a_checkpoint(tmp_path: Path) -> Non
     assert "recover checkpoint" not in without
 
 
+def test_a_node_has_no_more_of_a_checkpoint_than_its_own_ranks(tmp_path: Path) -> None:
+    words = ("allocation_mode=sglang.d8m1p1+(attn:d16m1p1|ffn:d1m1p1e16)", "n_nodes=3")
+    scene = make_scene(tmp_path, *words, raw=SLICE)
+    whole = plan_memory(replace(scene, n_gpus_per_node=16)).host["recover checkpoint"]
+    half = plan_memory(scene).host["recover checkpoint"]
+    pieces = checkpoint_pieces(scene.actor.config, scene.actor.layout, pp_rank=0)
+    assert {piece.num_ranks for piece in pieces} == {1, 16}
+    assert whole - half == 8 * sum(page_locked(piece.num_bytes) for piece in pieces if piece.num_ranks == 16)
+
+
 def test_activations_go_to_the_host_memory_that_the_engine_will_find(tmp_path: Path) -> None:
     words = ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=131072")
     scene = make_scene(tmp_path, *words, "recover_mode=disabled", "actor.optimizer.offload=true", gpu="X:50")
     elsewhere = plan_memory(scene)
-    hint = "actor.gradient_checkpointing_host_gib"
+    hint = "--host-gib"
     assert "activations" not in elsewhere.host and hint in elsewhere.ranks[0].phases[0].detail
     taken = sum(elsewhere.host.values())
-    here = plan_memory(replace(scene, gpu=replace(scene.gpu, host_bytes=taken + 800 * GIB)))
+    here = plan_memory(replace(scene, host_bytes=taken + 800 * GIB))
     assert 0 < here.host["activations"] <= 0.6 * 800 * GIB and hint not in here.ranks[0].phases[0].detail
     given = plan_memory(scene.with_engines(host_gib=0.6 * 800 / 8))
     assert given.host["activations"] == pytest.approx(here.host["activations"], rel=0.2)

@@ -2,34 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from allocation import ParallelLayout
 from core.checks.rules import load_config
-from core.planning.memory import (
-    GIB,
-    advice,
-    cache_bytes_per_token,
-    plan_memory,
-    server_weights,
-    smallest_trainer,
-    states_of,
-    verdict,
-    worst_imbalance,
-)
-from core.planning.scene import GPUS, Gpu, PlanError, Scene, find_gpu, gpu_of_machine, scene_of
-from helpers.plan_recipe import write_recipe
+from core.planning.memory import plan_memory, states_of, worst_imbalance
+from core.planning.scene import GPUS, Gpu, PlanError, find_gpu, gpu_of_machine, scene_of
+from core.planning.server_memory import GIB, cache_bytes_per_token, server_weights
+from helpers.plan_recipe import make_scene, write_recipe
 from mcore_adapter.memory.estimate import SPARE
 from tools.bench import SHAPES, SLICE
-
-FEW_LAYERS = SHAPES["7B"] | {"hidden_size": 14336, "intermediate_size": 75776, "num_hidden_layers": 1}
-
-
-def make_scene(folder: Path, *words: str, raw: dict[str, Any] | None = None, gpu: str = "H100") -> Scene:
-    path = write_recipe(folder, raw or SHAPES["7B"])
-    return scene_of(load_config("ppo-math", path, words).config, find_gpu(gpu))
 
 
 def test_a_rank_holds_what_its_parts_say(tmp_path: Path) -> None:
@@ -131,36 +114,6 @@ def test_critic_and_reference_leave_a_gpu_while_servers_sample(tmp_path: Path) -
     assert offloaded["trainer while servers sample"] == pytest.approx(sum(s.weights for s in states[1:]))
 
 
-def test_a_server_too_large_beside_the_trainer_is_lowered_until_both_fit(tmp_path: Path) -> None:
-    words = (*IN_TURNS, "actor.gradient_checkpointing=true")
-    scene = make_scene(tmp_path, *words, "actor.sglang.mem_fraction_static=0.95", raw=SHAPES["1.5B"])
-    plan = plan_memory(scene)
-    change = advice(scene, plan)[0]
-    assert not plan.fits and plan.peak.name == "sampling" and change.fits
-    key, _, share = change.keys.partition("=")
-    assert key == "generator.flags.mem_fraction_static"
-    assert plan_memory(make_scene(tmp_path, *words, change.keys, raw=SHAPES["1.5B"])).fits
-    more = f"{key}={float(share) + 0.01:.2f}"
-    assert not plan_memory(make_scene(tmp_path, *words, more, raw=SHAPES["1.5B"])).fits, "the largest that fits"
-    full = replace(scene, gpu=replace(scene.gpu, gib=8.0))
-    assert not any(one.keys.startswith(key) for one in advice(full, plan_memory(full))), "no share is left for a cache"
-    small = make_scene(tmp_path, *words, f"{key}=0.02", raw=SHAPES["1.5B"])
-    assert verdict(small, plan_memory(small), []).endswith(
-        "for the servers, or raise generator.flags.mem_fraction_static."
-    )
-
-
-def test_servers_whose_weights_alone_are_too_large_in_turns_need_more_ranks(tmp_path: Path) -> None:
-    layout = ("allocation_mode=sglang.d4m1p1|d1m4p1", "n_nodes=1", "n_gpus_per_node=4")
-    words = (*layout, "actor.optimizer.offload=true", "actor.gradient_checkpointing=true")
-    words += ("actor.sglang.mem_fraction_static=0.9", "actor_train.mb_spec.max_tokens_per_mb=8192")
-    scene = make_scene(tmp_path, *words, gpu="X:20")
-    plan = plan_memory(scene)
-    text = verdict(scene, plan, advice(scene, plan))
-    assert plan.peak.name == "sampling"
-    assert text.endswith("Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+).")
-
-
 def test_auto_leaves_a_server_in_turns_what_it_keeps(tmp_path: Path) -> None:
     words = ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=65536")
     scene = make_scene(tmp_path, *IN_TURNS, *words, raw=SHAPES["1.5B"])
@@ -171,57 +124,11 @@ def test_auto_leaves_a_server_in_turns_what_it_keeps(tmp_path: Path) -> None:
 
 def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path) -> None:
     layout = "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)"
-    plan = plan_memory(make_scene(tmp_path, layout, raw=SLICE, gpu="H200"))
-    assert "with all tokens for the experts of one rank" in plan.ranks[0].peak.detail
     assert SLICE["num_experts"] == 128 and SLICE["num_experts_per_tok"] == 8
     actor = make_scene(tmp_path, layout, raw=SLICE, gpu="H200").actor
     assert worst_imbalance(actor) == 8, "a rank has 16 experts, enough for all eight of a token"
     ranks = replace(actor, layout=ParallelLayout(dp=32, ep=32))
     assert worst_imbalance(ranks) == 16, "four experts a rank: half of the copies"
-
-
-def test_a_plan_that_fits_has_no_advice_and_one_that_does_not_says_what_helps(tmp_path: Path) -> None:
-    fitting = make_scene(tmp_path, gpu="H200")
-    plan = plan_memory(fitting)
-    assert plan.fits and advice(fitting, plan) == [] and verdict(fitting, plan, []).startswith("It fits")
-    tight = make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "actor_train.mb_spec.max_tokens_per_mb=32768")
-    plan = plan_memory(tight)
-    changes = advice(tight, plan)
-    assert not plan.fits and changes and changes[0].plan.fits
-    as_advised = make_scene(
-        tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "actor_train.mb_spec.max_tokens_per_mb=32768",
-        *changes[0].keys.split(),
-    )  # fmt: skip
-    assert plan_memory(as_advised).peak.total == pytest.approx(changes[0].plan.peak.total)
-
-
-CRITIC = ("ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("ppo.gen.max_new_tokens=15360", "actor_train.mb_spec.max_tokens_per_mb=32768"),
-        (*CRITIC, "ppo.gen.max_new_tokens=15360", "actor_train.mb_spec.max_tokens_per_mb=32768"),
-        (*CRITIC, "critic_train.mb_spec.max_tokens_per_mb=65536", "critic.optimizer.offload=true"),
-        (*CRITIC, "allocation_mode=sglang.d8m1p1+actor_train:d8m1p1,*:d4m2p1"),
-    ],
-)
-def test_advice_promises_what_a_plan_with_its_keys_says(tmp_path: Path, words: tuple[str, ...]) -> None:
-    scene = make_scene(tmp_path, *words)
-    changes = advice(scene, plan_memory(scene))
-    assert changes
-    for change in changes:
-        if not change.keys.startswith("the trainer as"):
-            changed = plan_memory(make_scene(tmp_path, *words, *change.keys.split()))
-            assert changed.peak.total == change.plan.peak.total, change.keys
-            assert changed.trainer == change.plan.trainer and change.words.endswith(change.plan.trainer)
-
-
-def test_graphs_of_too_many_requests_are_not_the_weights_of_a_server(tmp_path: Path) -> None:
-    scene = make_scene(tmp_path, "generator.max_running=30000")
-    text = verdict(scene, plan_memory(scene), [])
-    assert text.endswith("The CUDA graphs of a server leave no memory for its cache; lower generator.max_running.")
 
 
 def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Path) -> None:
@@ -238,38 +145,14 @@ def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Pa
     assert of((peak.allocated + context) / GIB - 0.1) == (False, False)
 
 
-def test_advice_is_for_layouts_that_divide_the_model_and_its_experts(tmp_path: Path) -> None:
-    eight, raw = ("n_nodes=1", "n_gpus_per_node=8"), SLICE | {"num_hidden_layers": 48}
-    keys = ("actor.optimizer.offload=true", "actor.gradient_checkpointing=auto")
-    scene = make_scene(tmp_path, "allocation_mode=sglang.d2m2p1+(attn:d4m1p1|ffn:d1m1p1e4)", *keys, *eight, raw=raw)
-    modes = [change.keys for change in advice(scene, plan_memory(scene)) if "allocation_mode=" in change.keys]
-    assert modes == ["allocation_mode=sglang.d2m2p1+d2m2p1e4"], "with two stages, e4 does not divide the ranks of one"
-    assert make_scene(tmp_path, *modes, *eight, raw=raw).actor.layout.tp == 2
-    one_layer = make_scene(tmp_path, *eight, "allocation_mode=sglang.d6m1p1+d2m1p1", raw=FEW_LAYERS)
-    assert all(change.plan.ranks[-1].layers for change in advice(one_layer, plan_memory(one_layer)))
-
-
 def test_a_rank_on_a_cpu_takes_host_memory(tmp_path: Path) -> None:
     one = ("allocation_mode=embedded.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
     scene = make_scene(tmp_path, *one, raw=SHAPES["1.5B"])
     plan = plan_memory(scene)
     assert not scene.on_gpu and plan.host["trainer ranks"] > plan.peak.allocated
-    assert plan.peak.beside == 0
-
-
-def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Path) -> None:
-    one = ("allocation_mode=sglang.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
-    huge = {**SHAPES["7B"], "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}
-    huge |= {"num_key_value_heads": 8, "intermediate_size": 28672}
-    scene = make_scene(tmp_path, *one, raw=huge)
-    plan = plan_memory(scene)
-    text = verdict(scene, plan, advice(scene, plan))
-    where = "as d1m1p16 with all layers recomputed and the optimizer in host memory"
-    assert "does not fit" in text and f"The trainer needs at least 16 GPUs of 79 GiB, {where}." in text
-    smallest = smallest_trainer(scene)
-    assert smallest is not None and plan_memory(smallest).fits
-    scene = make_scene(tmp_path, *one, raw=huge | {"hidden_size": 1 << 17, "num_hidden_layers": 500})
-    assert "The trainer needs more than 4096 GPUs of 79 GiB" in verdict(scene, plan_memory(scene), [])
+    assert plan.peak.beside == 0 and plan.peak.total == plan.peak.allocated, "no allocator that fragments"
+    small = plan_memory(replace(scene, host_bytes=plan.host_total - 1))
+    assert scene.host_bytes and plan.fits == (plan.host_total <= scene.host_bytes) and not small.fits
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.memory import keys_of_engines, plan_memory, plan_servers, usual_level, with_half_microbatches
+from core.planning.advice import keys_of_engines, with_half_microbatches
+from core.planning.memory import plan_memory, usual_level
 from core.planning.rates import (
     Lengths,
     calibration_of,
@@ -26,6 +27,7 @@ from core.planning.rates import (
 )
 from core.planning.scene import GPUS, Engine, Gpu, PlanError, Scene, Servers, scene_of
 from core.planning.search import parse_fixed, proposals, search
+from core.planning.server_memory import plan_servers
 from core.planning.simulation import forecast, simulate, world_of
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level

@@ -31,11 +31,12 @@ from torch import Tensor
 
 from allocation import GPU, ParallelLayout
 from core.checks.rules import load_config
-from core.planning.memory import CONTEXT_BYTES, engine_held, engine_peak
+from core.planning.memory import engine_held, engine_peak
 from core.planning.rates import Calibration, Lengths, calibration_of, read_calibration, update_seconds
 from core.planning.scene import GPUS, Engine, Gpu, gpu_of_machine, scene_of
 from core.planning.scene import Scene as PlannedScene
 from core.planning.search import Loader, proposals
+from core.planning.server_memory import CONTEXT_BYTES
 from core.planning.simulation import forecast, mean_of, simulate, world_of
 from mcore_adapter.data.batch import ModelOutput
 from mcore_adapter.device import get_device

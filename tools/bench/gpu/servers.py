@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 
 from allocation import ParallelLayout
 from core.data.rollout_batch import pack_trajectories
-from core.planning.memory import plan_servers
 from core.planning.rates import Calibration, calibration_of, wave_seconds
 from core.planning.scene import Gpu, Servers, gpu_of_machine
 from core.planning.scene import Scene as PlannedScene
+from core.planning.server_memory import plan_servers
 from model_specs.families import parse_config, read_config
 from rollout.data.prompts import PromptDataset
 from rollout.data.task_sets import TaskSets

@@ -1,0 +1,335 @@
+"""Whether a run fits, and which changes of its configuration would make it fit.
+
+Invariant: what a change gives is read from the plan of the changed run.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from allocation import TRAINER_ROLE, AllocationError, ParallelLayout
+from core.config.experiments import ExperimentConfig
+from core.placement.rules import split_errors
+from core.planning.memory import SAMPLING, MemoryPlan, plan_memory, smallest_total
+from core.planning.scene import PlanError, Scene, chosen_gpu, scene_of
+from core.planning.server_memory import CONTEXT_BYTES, GIB
+from model_specs.config import ModelConfig
+
+
+def smallest_trainer(scene: Scene) -> Scene | None:
+    """Return the trainer of a scene on the smallest number of GPUs, a power of two, on which it fits with recomputation
+    of whole layers in any layout, with the optimizer in host memory where it does not fit otherwise; None up to
+    4096."""
+    world, alone = 1, replace(scene, servers=None, host_bytes=None).with_engines(recompute="full")
+    limit = scene.gpu.gib * GIB
+    while world <= 4096:
+        for one in dict.fromkeys((alone, alone.with_engines(offload=True))):
+            for layout in small_layouts(scene.actor.config, world):
+                placed = one.in_layout(layout)
+                if smallest_total(placed) <= limit and plan_memory(placed).fits:
+                    return placed
+        world *= 2
+    return None
+
+
+def needed_gpus(scene: Scene, smallest: Scene | None) -> str:
+    """Return what smallest_trainer() has found, in words."""
+    size, level = f"GPUs of {scene.gpu.gib:.0f} GiB", "all layers recomputed"
+    if smallest is None:
+        return f"The trainer needs more than 4096 {size} with {level} and the optimizer in host memory."
+    actor = smallest.actor
+    place = "in host memory" if actor.offload else "on the GPUs"
+    where = f"as {actor.layout} with {level} and the optimizer {place}"
+    return f"The trainer needs at least {actor.layout.world_size} {size}, {where}."
+
+
+def small_layouts(config: ModelConfig, world: int) -> Iterator[ParallelLayout]:
+    """Yield layouts of so many ranks that cut the model into as many parts as possible, or over data-parallel ranks."""
+    for tp in (1, 2, 4, 8):
+        if world % tp or config.num_heads % tp or config.num_kv_heads % tp or config.vocab_size % tp:
+            continue
+        for pp in (1, 2, 4, 8, 16):
+            if (world // tp) % pp or pp > config.num_layers:
+                continue
+            dp = world // tp // pp
+            eps = [1] if config.moe is None else [n for n in (1, 2, 4, 8, 16, 32) if config.moe.num_experts % n == 0]
+            for ep in eps:
+                if dp * tp % ep == 0:
+                    yield ParallelLayout(dp=dp, tp=tp, pp=pp, ep=ep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the configuration and the plan that follows."""
+
+    keys: str
+    """Overrides, as on the command line."""
+    before: MemoryPlan
+    plan: MemoryPlan
+    of_host: bool = False
+    """It is for host memory."""
+
+    @property
+    def helps(self) -> bool:
+        """Whether that of which too little was there fits, if only just."""
+        return not self.plan.host_missing if self.of_host else self.plan.trainer != "does not fit"
+
+    @property
+    def host_gain(self) -> float:
+        """Bytes of host memory that a node needs less."""
+        return self.before.host_total - self.plan.host_total
+
+    @property
+    def words(self) -> str:
+        """What it comes to."""
+        if self.of_host:
+            return f"{self.host_gain / GIB:.0f} GiB less host memory, {'fits' if self.helps else 'does not fit'}"
+        of_trainer = "the trainer " if server_problem(self.plan) else ""
+        return f"needs {self.plan.peak.total / GIB:.1f} GiB, {of_trainer}{self.plan.trainer}"
+
+
+def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
+    """Return changes that lower the peak of a GPU, then those that lower host memory: of each the first that make it
+    fit, cheapest first, or else those that lower it most. Empty where the run fits."""
+    found: list[Change] = []
+    if plan.peak.total > plan.limit:
+        changes = [Change(keys=keys, before=plan, plan=plan_memory(one)) for keys, one in _changes(scene, plan)]
+        changes = [change for change in changes if change.plan.host_missing <= plan.host_missing]
+        fitting = [[one for one in changes if one.plan.trainer == state] for state in ("fits", "is tight")]
+        lower = [one for one in changes if one.plan.peak.total < plan.peak.total]
+        found += (fitting[0] or fitting[1] or sorted(lower, key=lambda one: one.plan.peak.total))[:3]
+    if plan.host_missing:
+        found += _host_changes(scene, plan)
+    return found
+
+
+def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
+    """Return whether the run fits and, where no change of advice() would help, the smallest number of GPUs."""
+    problems = list(_gpu_problems(scene, plan, changes))
+    if plan.host_missing:
+        more = "" if any(change.helps for change in changes if change.of_host) else " Use nodes with more memory."
+        problems.append(
+            f"{plan.host_missing / GIB:.0f} GiB of host memory are missing: a node needs about "
+            f"{plan.host_total / GIB:.0f}.{more}"
+        )
+    if problems:
+        return f"It does not fit: {' '.join(problems)}"
+    host = ""
+    if plan.host_limit is None:
+        host = f" A node needs about {plan.host_total / GIB:.0f} GiB of host memory."
+    if not scene.on_gpu:
+        return f"It fits: the trainer computes on the CPU, a rank with {plan.peak.allocated / GIB:.1f} GiB.{host}"
+    return f"{_of_gpu(scene, plan)}{_of_worst_routing(scene)}{host}"
+
+
+def _of_gpu(scene: Scene, plan: MemoryPlan) -> str:
+    """Return how well a run fits on its GPUs that does."""
+    peak = plan.peak
+    if plan.is_tight:
+        spare = plan.limit - peak.allocated - peak.beside
+        return (
+            f"It is tight: {spare / GIB:.1f} GiB remain for fragmentation in the {peak.name}, {peak.slack / GIB:.1f} "
+            "are recommended."
+        )
+    if any(engine.recompute == "auto" and engine.trains for engine in scene.engines):
+        return "It fits; gradient_checkpointing=auto uses the memory that is free."
+    return f"It fits: {(plan.limit - peak.total) / GIB:.1f} GiB of a GPU remain."
+
+
+def _of_worst_routing(scene: Scene) -> str:
+    """Return whether a run that fits with balanced experts also does with the worst routing; empty without experts on
+    several ranks."""
+    if (worst := with_worst_routing(scene)) is None:
+        return ""
+    plan = plan_memory(worst)
+    missing = (plan.peak.total - plan.limit) / GIB
+    chosen = "if all tokens choose the experts of one rank"
+    if missing <= 0:
+        return f" With the worst routing, {chosen}, {-missing:.1f} remain."
+    helps = "".join(f" {change.keys}: {change.words}." for change in advice(worst, plan)[:1])
+    return f" With the worst routing, {chosen}, {missing:.1f} GiB are missing in the {plan.peak.name}.{helps}"
+
+
+def with_worst_routing(scene: Scene) -> Scene | None:
+    """Return the scene with all tokens at the experts of one rank; None without experts on several ranks."""
+    if not any(e.trains and e.config.moe is not None and e.layout.ep > 1 for e in scene.engines):
+        return None
+    return scene.with_engines(has_worst_routing=True)
+
+
+def _gpu_problems(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> Iterator[str]:
+    """Yield why trainer and servers do not fit on their GPUs, and what helps beside changes of advice()."""
+    peak = plan.peak
+    if plan.trainer == "does not fit":
+        yield f"{(peak.total - plan.limit) / GIB:.1f} GiB are missing in the {peak.name}."
+        if not any(change.helps for change in changes if not change.of_host):
+            if scene.shares_gpus and peak.parts["server"] > peak.allocated:
+                yield "Use more tensor-parallel ranks (m) for the servers, or GPUs of their own (+)."
+            else:
+                yield needed_gpus(scene, smallest_trainer(scene))
+    if problem := server_problem(plan):
+        yield f"{problem}{f', or raise {_SHARE_KEY}' if scene.shares_gpus else ''}."
+
+
+def server_problem(plan: MemoryPlan) -> str:
+    """Return why the servers cannot start, and what helps; or nothing."""
+    if plan.servers is None or plan.servers.tokens > 0:
+        return ""
+    if plan.servers.cache + plan.servers.graphs > 0:
+        return "The CUDA graphs of a server leave no memory for its cache; lower generator.max_running"
+    return "The weights of a server leave no memory for its cache; use more tensor-parallel ranks (m) for the servers"
+
+
+def summary_lines(config: ExperimentConfig) -> list[str]:
+    """Return the plan of a configuration in a line, for the GPU of this machine or an H100; nothing where the trainer
+    has no GPUs, or what is wrong is reported elsewhere."""
+    try:
+        scene = scene_of(config, chosen_gpu())
+    except (PlanError, AllocationError):
+        return []
+    if not scene.on_gpu:
+        return []
+    plan, gpu = plan_memory(scene), scene.gpu
+    stage = next(rank.stage for rank in plan.ranks if rank.peak is plan.peak)
+    needs = f"{plan.peak.name} of stage {stage} needs {plan.peak.total / GIB:.1f} of {gpu.gib:.1f} GiB"
+    line = f"Memory of {gpu.name}: {needs}"
+    if plan.servers is not None:
+        line += f"; a server caches {plan.servers.tokens:,} tokens"
+    return [f"{line}. {verdict(scene, plan, advice(scene, plan))} `slipstream plan` shows the parts."]
+
+
+_SHARE_KEY = "generator.flags.mem_fraction_static"  # before that of the section of the backend
+
+
+def _changes(scene: Scene, plan: MemoryPlan) -> Iterator[tuple[str, Scene]]:
+    """Yield changes from cheap to costly in time; where a shared GPU is too small for the turn of the servers, first
+    those with a smaller server."""
+    if (share := _smaller_share(scene, plan)) and scene.servers is not None:
+        smaller = replace(scene, servers=replace(scene.servers, share=share, colocated_share=share))
+        keys = f"{_SHARE_KEY}={share:g}"
+        yield keys, smaller
+        yield from ((f"{keys} {more}", changed) for more, changed in _changes_of_trainer(smaller))
+    yield from _changes_of_trainer(scene)
+
+
+def _smaller_share(scene: Scene, plan: MemoryPlan) -> float | None:
+    """Return the largest mem_fraction_static with which a server fits beside what the trainer keeps; None where that is
+    not needed, or leaves no memory for its cache."""
+    sampling = [phase.total for rank in plan.ranks for phase in rank.phases if phase.name == SAMPLING]
+    if not sampling or plan.servers is None or max(sampling) <= plan.limit:
+        return None
+    free = scene.gpu.gib * GIB - CONTEXT_BYTES
+    held = plan.servers.weights + max(0.0, plan.servers.cache) - (max(sampling) - plan.limit)
+    share = math.floor(100 * held / free) / 100
+    return share if share * free > plan.servers.weights else None
+
+
+def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
+    offloaded = scene.with_engines(offload=True)
+    changed = [scene.with_engines(recompute="auto"), with_half_microbatches(scene)]
+    if any(engine.trains and engine.recompute != "auto" for engine in scene.engines):
+        changed.append(scene.with_engines(recompute="full"))
+    changed += [offloaded, offloaded.with_engines(recompute="auto")]
+    for one in changed:
+        if keys := keys_of_engines(one, scene):
+            yield " ".join(keys), one
+    for field in ("tp", "pp", "cp"):
+        if other := _doubled(scene, field):
+            yield _placed(other), other
+
+
+_WITHOUT: tuple[Callable[[Scene], Scene], ...] = (
+    lambda scene: replace(scene, engines=tuple(replace(e, host_gib=e.host_gib and 0.0) for e in scene.engines)),
+    lambda scene: scene.with_engines(offload=False),
+    lambda scene: replace(scene, keeps_episodes=False),
+    lambda scene: replace(scene, writes_checkpoints=False),
+)
+"""Ways to take less host memory, from cheap to costly in time or safety."""
+_LEAST_GAIN = 0.05
+"""Of the host memory that is missing: a way that gives less is not named."""
+
+
+def _host_changes(scene: Scene, plan: MemoryPlan) -> list[Change]:
+    """Return changes that take less host memory, and no more of a GPU than it has: those that suffice alone, or else
+    each of them, and all together."""
+
+    def changed(ways: Sequence[Callable[[Scene], Scene]]) -> Change:
+        one = reduce(lambda before, way: way(before), ways, scene)
+        keys = keys_of_engines(one, scene)
+        if one.keeps_episodes != scene.keeps_episodes:
+            keys.append("experience.store=sqlite experience.path=FILE")
+        if one.writes_checkpoints != scene.writes_checkpoints:
+            keys.append("recover_mode=disabled")
+        return Change(keys=" ".join(keys), before=plan, plan=plan_memory(one), of_host=True)
+
+    most, least = max(plan.limit, plan.peak.total), _LEAST_GAIN * plan.host_missing
+    alone = {way: changed([way]) for way in _WITHOUT}
+    alone = {way: one for way, one in alone.items() if one.plan.peak.total <= most and one.host_gain > least}
+    if fitting := [change for change in alone.values() if change.helps]:
+        return fitting
+    return [*alone.values(), changed(list(alone))] if len(alone) > 1 else list(alone.values())
+
+
+def with_half_microbatches(scene: Scene) -> Scene:
+    """Return the scene with half of the tokens of a microbatch, but for a longest sequence."""
+    engines = (replace(e, tokens=min(e.tokens, max(scene.longest, e.tokens // 2))) for e in scene.engines)
+    return replace(scene, engines=tuple(engines))
+
+
+_SECTIONS = {"model": "allocation", "ref": "ref_inf"}
+"""Section of the microbatches of an engine, where it is not NAME_train."""
+
+
+def keys_of_engines(scene: Scene, asked: Scene, *, with_level: bool = False) -> list[str]:
+    """Return the overrides, as on the command line, that give the engines of `asked` the recomputation, offload and
+    microbatches of `scene`. `with_level`: also of a recomputation that is the same."""
+    keys = []
+    for engine, before in zip(scene.engines, asked.engines, strict=True):
+        name = engine.name
+        if engine.host_gib != before.host_gib:
+            keys.append(f"{name}.gradient_checkpointing_host_gib={engine.host_gib:g}")
+        if engine.offload != before.offload:
+            keys.append(f"{name}.optimizer.offload={str(engine.offload).lower()}")
+        if engine.recompute != before.recompute or (with_level and engine.trains):
+            level = "true" if engine.recompute == "full" else engine.recompute
+            keys.append(f"{name}.gradient_checkpointing={level}")
+        if engine.tokens != before.tokens and (name != "ref" or scene.servers is not None):  # DPO: that of the model
+            keys.append(f"{_SECTIONS.get(name, f'{name}_train')}.mb_spec.max_tokens_per_mb={engine.tokens}")
+    return keys
+
+
+def _doubled(scene: Scene, field: str) -> Scene | None:
+    """Return the scene with half the data-parallel ranks of the trainer and twice those of another kind; None where its
+    models cannot be split so."""
+    layout = scene.actor.layout
+    try:
+        other = replace(layout, dp=layout.dp // 2, **{field: getattr(layout, field) * 2})
+    except AllocationError:
+        return None  # experts do not divide among the ranks of a stage
+    engines = tuple(replace(e, layout=other) if e.layout == layout else e for e in scene.engines)
+    if layout.dp % 2 or not all(divides(engine.config, engine.layout, TRAINER_ROLE) for engine in engines):
+        return None
+    return replace(scene, engines=engines)
+
+
+def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
+    """Return whether a model can be split over such ranks."""
+    return not split_errors(layout, role, config, path="")
+
+
+def _placed(scene: Scene) -> str:
+    """Return the key of the layouts; words where the models of the trainer have several."""
+    trainer = scene.actor.layout
+    if any(engine.layout != trainer for engine in scene.engines):
+        return f"the trainer as {trainer}"
+    return f"allocation_mode={mode_of(scene)}"
+
+
+def mode_of(scene: Scene) -> str:
+    """Return allocation_mode of a run whose models of the trainer have one layout."""
+    trainer, servers = scene.actor.layout, scene.servers
+    if servers is None:
+        return str(trainer)
+    placed = replace(servers.layout, dp=servers.layout.dp + servers.num_auxiliary)
+    return f"{servers.backend}.{placed}{'|' if scene.shares_gpus else '+'}{trainer}"
