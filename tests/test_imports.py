@@ -96,7 +96,15 @@ ORDER = {
     ),
     "core.config.parsing": ("problems", "yaml_tree", "values"),
     "config_schema": ("needs", "section"),
-    "core.planning": ("scene", "memory", "rates", "simulation server_rates", "calibrate search"),
+    "core.planning": (
+        "scene",
+        "server_memory",
+        "memory",
+        "advice",
+        "rates",
+        "simulation server_rates",
+        "calibrate search",
+    ),
     "core.checks": ("rules host resumption", "recipe"),
     "slipstream": ("api cli",),
     "tools": (
