@@ -1,11 +1,15 @@
 """The longest files come first: a test process that got one of them last would leave the others idle."""
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +55,23 @@ def pytest_configure(config: pytest.Config) -> None:
         parts = sorted(path for path in ROOT.iterdir() if path.is_dir() or path.name.startswith("test_"))
         first = int(worker.removeprefix("gw")) * len(parts) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         config.args = [str(path) for path in parts[first:] + parts[:first]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Let the test processes be forks of one that has imported the libraries."""
+    from helpers.forks import programs
+
+    if programs.can_fork(os.environ):
+        launcher = ROOT / "helpers" / "forks" / "launcher.py"
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, str(launcher), programs.server()])
+
+
+def pytest_collection_finish() -> None:
+    """Look for no garbage among what is there for the whole session: a collection takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

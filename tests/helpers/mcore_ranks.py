@@ -1,21 +1,20 @@
-"""Real trainer ranks for tests: a pool of spawned processes that join one gloo world per call.
+"""Real trainer ranks for tests: a pool of processes that join one gloo world per call.
 
-Spawning and importing torch and Megatron costs seconds, so the processes stay for the whole session; each call makes
-and leaves its own process groups. A rank that raises, dies or takes too long ends the call with every traceback there
-is, and the pool starts afresh for the next call.
+The processes stay for the whole session; each call makes and leaves its own process groups. A rank that raises, dies or
+takes too long ends the call with every traceback there is, and the pool starts afresh for the next call.
 """
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import pickle
-import queue
+import shutil
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ import pytest
 import torch
 
 from allocation import ParallelLayout
+from helpers.forks.calls import call, end
+from helpers.forks.programs import Program
 from helpers.tiny_models import EXPERT_MODELS
 
 LAYOUTS = {
@@ -96,87 +97,71 @@ def build(folder: Path, parallel: Any, device: Any, **kwargs: Any) -> list[Any]:
     return chunks
 
 
-def warm_context() -> Any:
-    """Processes that are forked from one that has imported the trainer."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "pytest", "transformers", "mcore_adapter.engine"])
-    return context
-
-
 class RankPool:
     """run(function, world_size, *args) calls function(Rank, *args) on that many processes at once."""
 
     def __init__(self, *, fresh: bool = False) -> None:
         """`fresh`: let each process import the trainer itself."""
-        self._context = multiprocessing.get_context("spawn") if fresh else warm_context()
-        self._processes: list[Any] = []
-        self._tasks: list[Any] = []
-        self._results: Any = self._context.Queue()
+        self._fresh = fresh
+        self._processes: list[tuple[Program, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
         """The results by rank. `function` must be importable (module level); results must be picklable.
 
         Raises AssertionError with the ranks' tracebacks where one fails, and TimeoutError after `timeout` seconds.
         """
-        while len(self._processes) < world_size:
-            self._spawn(len(self._processes))
         for i in range(world_size):
-            if _gloo_threads(self._processes[i].pid) > _MOST_GLOO_THREADS:
-                self._processes[i].kill()
-                self._processes[i].join()
-                self._spawn(i)
+            if i < len(self._processes) and _gloo_threads(self._processes[i][0].pid) > _MOST_GLOO_THREADS:
+                _end(*self._processes[i])
+                self._processes[i] = self._start()
+        while len(self._processes) < world_size:
+            self._processes.append(self._start())
         folder = tempfile.mkdtemp(prefix="ranks-")
         try:
-            for rank in range(world_size):
-                self._tasks[rank].put((function, Rank(rank, world_size, f"file://{folder}/store"), args))
+            for rank, (_, connection) in enumerate(self._processes[:world_size]):
+                task = function, Rank(rank, world_size, f"file://{folder}/store"), args
+                connection.send_bytes(pickle.dumps(task))
             return self._collect(world_size, timeout)
         except BaseException:
             self.close()
             raise
         finally:
-            for path in Path(folder).iterdir():
-                path.unlink()
-            Path(folder).rmdir()
+            shutil.rmtree(folder)
 
     def close(self) -> None:
-        """Kill the processes; the next run() spawns new ones."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._tasks = [], []
-        self._results = self._context.Queue()
+        """Kill the processes; the next run() starts new ones."""
+        while self._processes:
+            _end(*self._processes.pop())
 
-    def _spawn(self, place: int) -> None:
-        tasks = self._context.Queue()
-        process = self._context.Process(target=_work, args=(tasks, self._results), daemon=True)
-        process.start()
-        self._tasks[place : place + 1] = [tasks]
-        self._processes[place : place + 1] = [process]
+    def _start(self) -> tuple[Program, Connection]:
+        with Listener(family="AF_UNIX") as listener:
+            return call(work, listener.address, fresh=self._fresh), listener.accept()
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        silent = {connection: rank for rank, (_, connection) in enumerate(self._processes[:world_size])}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        while len(results) + len(failures) < world_size and time.monotonic() < deadline:
-            try:
-                rank, ok, value = self._results.get(timeout=0.2)
-            except queue.Empty:
-                for i, process in enumerate(self._processes[:world_size]):
-                    if not process.is_alive() and i not in failures:
-                        failures[i] = f"the process died with exit code {process.exitcode}"
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                continue
-            if ok:
-                results[rank] = pickle.loads(value)
-            else:
-                failures[rank] = value
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        while silent and (ready := wait(silent, deadline - time.monotonic())):
+            for connection in ready:
+                rank = silent.pop(connection)
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    ok, value = False, f"the process died with exit code {self._processes[rank][0].wait()}"
+                (results if ok else failures)[rank] = value
+                if failures:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
-        if len(results) < world_size:
-            silent = sorted(set(range(world_size)) - set(results))
-            raise TimeoutError(f"ranks {silent} of {world_size} did not answer within {timeout} s")
+        if silent:
+            raise TimeoutError(f"ranks {sorted(silent.values())} of {world_size} did not answer within {timeout} s")
         return [results[rank] for rank in range(world_size)]
+
+
+def _end(program: Program, connection: Connection) -> None:
+    connection.close()
+    end(program)
 
 
 def _gloo_threads(pid: int) -> int:
@@ -188,22 +173,20 @@ def _gloo_threads(pid: int) -> int:
     return count
 
 
-def _work(tasks: Any, results: Any) -> None:
-
+def work(address: str) -> None:
+    """In a process of a pool: do what it sends, until it closes the connection."""
     torch.set_num_threads(1)
-    while True:
-        function, rank, args = tasks.get()
-        gc.freeze()  # what is there now is no garbage: without this the collection below takes tenths of a second
-        try:
-            ended = (
-                rank.rank,
-                True,
-                pickle.dumps(function(rank, *args)),
-            )  # bytes: no shared memory to outlive this process
-        except BaseException:  # noqa: BLE001  whatever ends a rank is for the test to show
-            ended = (rank.rank, False, traceback.format_exc())
-        gc.collect()  # an engine is a cycle; its process groups have threads, which would slow what comes next
-        results.put(ended)
+    connection = Client(address)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, rank, args = pickle.loads(connection.recv_bytes())
+            gc.freeze()  # what is there now is no garbage: without this the collection below takes tenths of a second
+            try:
+                answer = pickle.dumps((True, function(rank, *args)))
+            except BaseException:  # noqa: BLE001  whatever ends a rank is for the test to show
+                answer = pickle.dumps((False, traceback.format_exc()))
+            gc.collect()  # an engine is a cycle; its process groups have threads, which would slow what comes next
+            connection.send_bytes(answer)
 
 
 EVERY_TIME = {

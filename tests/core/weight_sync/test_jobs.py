@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from core.weight_sync.folder import FOLDER_ALONE, VersionFolder
 from core.weight_sync.jobs import JobServers, TrainerLink
 from core.weight_sync.publisher import Group, Publisher
 from core.weight_sync.push import PushError, SenderSettings, SendReport, WeightPush
-from helpers.mcore_ranks import warm_context
+from helpers.forks.calls import Inbox, calling
 from helpers.other_user import as_another_user, folder_for_all
 from helpers.push_doubles import sender_of
 from rollout.inference.receiver import BroadcastReceiver
@@ -209,33 +208,21 @@ def train_until_killed(folder: Path, first: int, dies_at: int) -> None:
         job.wait_for(1)
 
 
-@contextmanager
-def process(function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    started = warm_context().Process(target=function, args=arguments)
-    started.start()
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.join()
-
-
 def test_versions_reach_the_jobs_that_are_up_and_a_kill_in_a_broadcast_stops_neither_the_trainer_nor_the_others(
     tmp_path: Path,
 ) -> None:
     """The folder gets the first and the last version, that of a checkpoint, and none in between."""
-    out = warm_context().Queue()
+    out = Inbox()
     train = TrainJob(tmp_path, Ranks())
     train.publish(0)
-    with process(explore, tmp_path, "a", None, out), process(explore, tmp_path, "b", 2, out) as killed:
+    with calling(explore, tmp_path, "a", None, out), calling(explore, tmp_path, "b", 2, out) as killed:
         train.wait_for(2)
         train.publish(1)
         train.publish(2)
-        killed.join(SECONDS)
-        assert killed.exitcode == -signal.SIGKILL and train.jobs.names == {"a"}
+        assert killed.wait(SECONDS) == -signal.SIGKILL and train.jobs.names == {"a"}
         train.publisher.before_checkpoint()
         train.publish(3)
-        with process(explore, tmp_path, "c", None, out):
+        with calling(explore, tmp_path, "c", None, out):
             train.wait_for(2)
             for version in range(4, LAST + 1):
                 train.publish(version)
@@ -252,7 +239,7 @@ def test_versions_reach_the_jobs_that_are_up_and_a_kill_in_a_broadcast_stops_nei
 @pytest.mark.parametrize("local", [True, False])
 def test_an_explore_job_outlives_a_train_job_that_is_killed_in_a_broadcast_and_joins_the_next(tmp_path, local) -> None:
     explore = ExploreJob(tmp_path, "a", local=local)
-    with process(train_until_killed, tmp_path, 0, 2):
+    with calling(train_until_killed, tmp_path, 0, 2):
         wait_until(lambda: not explore.look() and explore.servers.version == 1)
         if not local:
             with pytest.raises(LaunchError, match="unfinished .it has ended.: the servers hold parts of two versions"):
@@ -260,7 +247,7 @@ def test_an_explore_job_outlives_a_train_job_that_is_killed_in_a_broadcast_and_j
             return
         wait_until(lambda: not explore.look() and explore.link._connection is None)
     assert explore.holds(1)
-    with process(train_until_killed, tmp_path, 1, 4):  # from its checkpoint: version 1 again
+    with calling(train_until_killed, tmp_path, 1, 4):  # from its checkpoint: version 1 again
         wait_until(lambda: not explore.look() and explore.servers.version == 3)
     assert explore.holds(3)
 
@@ -277,7 +264,7 @@ def stop_responding(folder: Path, before: str) -> None:
 def test_a_job_that_stops_responding_is_left_behind_and_its_weights_are_in_the_folder(tmp_path, call: str) -> None:
     train = TrainJob(tmp_path, Ranks(), patience_seconds=1.0)
     train.publish(0)
-    with process(stop_responding, tmp_path, call):
+    with calling(stop_responding, tmp_path, call):
         train.wait_for(1)
         train.publish(1)
         assert train.written == [0, 1] and not train.jobs.names and not train.jobs.ended
@@ -303,10 +290,10 @@ def test_a_job_that_connects_and_stops_before_it_reports_keeps_nobody_waiting(tm
 
 def test_between_two_versions_that_are_due_a_job_that_is_behind_gets_the_weights_of_now(tmp_path: Path) -> None:
     """Those of the last version are gone, and the trainer waits for prompts of the job."""
-    train, out = TrainJob(tmp_path, Ranks(), interval=2), warm_context().Queue()
+    train, out = TrainJob(tmp_path, Ranks(), interval=2), Inbox()
     for version in range(4):
         train.publish(version)
-    with process(explore, tmp_path, "a", None, out):
+    with calling(explore, tmp_path, "a", None, out):
         train.wait_for(1)
         seen = [out.get(timeout=SECONDS)]
         while seen[-1] != ("a", 3, True):
@@ -369,7 +356,7 @@ def test_a_job_whose_servers_start_again_is_asked_until_they_are_up_and_logged_o
 def test_a_job_connects_to_a_train_job_that_was_stopped_at_the_first_attempt(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.3)
     monkeypatch.setattr(jobs, "_RETRY_SECONDS", 0.1)
-    with process(train_until_killed, tmp_path, 0, LAST) as train:
+    with calling(train_until_killed, tmp_path, 0, LAST) as train:
         wait_until(lambda: VersionFolder(tmp_path).latest() is not None)
         os.kill(train.pid, signal.SIGSTOP)
         explore = ExploreJob(tmp_path, "a")

@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from core.weight_sync.push import (
     in_background,
     with_colocated_ranks,
 )
-from helpers.mcore_ranks import warm_context
+from helpers.forks.calls import Inbox, calling
 from helpers.push_receiver import receive
 from rollout.bucket import FlatBucket
 from rollout.errors import GeneratorCallError
@@ -90,26 +90,13 @@ def trainer_rank(rank: int, pushes: list[Push], servers: list[SGLangEndpoint], f
 
 
 @contextmanager
-def processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Any]]:
-    """A process for each of `arguments`."""
-    started = [warm_context().Process(target=function, args=own) for own in arguments]
-    for process in started:
-        process.start()
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-
-
-@contextmanager
 def receivers(folder: Path, refuse_from: int) -> Iterator[list[SGLangEndpoint]]:
     """One process for each of the two trainer ranks to sit beside."""
     files = [folder / f"port-{i}" for i in range(2)]
-    with processes(receive, [(file, refuse_from) for file in files]) as started:
+    with ExitStack() as stack:
+        started = [stack.enter_context(calling(receive, file, refuse_from)) for file in files]
         while not all(file.exists() for file in files):
-            assert all(process.is_alive() for process in started)
+            assert all(process.poll() is None for process in started)
             time.sleep(0.05)
         yield [
             SGLangEndpoint(
@@ -123,8 +110,8 @@ def receivers(folder: Path, refuse_from: int) -> Iterator[list[SGLangEndpoint]]:
 def run_trainer(pushes: list[Push], servers: list[SGLangEndpoint], folder: Path, num_results: int) -> dict[Any, Any]:
     """(rank, place of the transport) -> report or error, the first `num_results` of them."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    out = warm_context().Queue()
-    with processes(trainer_rank, [(rank, pushes, servers, folder, out) for rank in range(2)]):
+    out = Inbox()
+    with calling(trainer_rank, 0, pushes, servers, folder, out), calling(trainer_rank, 1, pushes, servers, folder, out):
         results = [out.get(timeout=200) for _ in range(num_results)]
     return {(rank, place): result for rank, place, result in results}
 

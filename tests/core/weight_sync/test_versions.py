@@ -15,12 +15,10 @@ from torch import Tensor
 from core.weight_sync import folder as weight_folder
 from core.weight_sync.folder import LATEST, ReplicaLost, VersionFolder
 from core.weight_sync.publisher import Publisher
-from helpers.mcore_ranks import warm_context
+from helpers.forks.calls import Inbox, call, end
 from helpers.other_user import as_another_user, folder_for_all
 
 LEASE = 12.0
-WARM = warm_context()
-"""A fork of this process would have the locks that its threads hold."""
 
 
 @pytest.fixture
@@ -100,24 +98,21 @@ def hold(folder: Path, held: Any) -> None:
     subscription = VersionFolder(folder, lease_seconds=LEASE).subscribe("a")
     subscription.claim()
     subscription.hold(1)
-    held.set()
+    held.put(None)
     time.sleep(600)
 
 
 def test_a_replica_that_shows_no_sign_of_life_is_lost_and_what_it_held_is_removed(folder: VersionFolder) -> None:
-    held = WARM.Event()
-    first = write(folder, 1)
-    replica = WARM.Process(target=hold, args=(folder.path, held))
-    replica.start()
-    assert held.wait(60)
+    held, first = Inbox(), write(folder, 1)
+    replica = call(hold, folder.path, held)
+    held.get(60)
     file = folder.path / "replicas" / "a"
     os.utime(file, (1, 1))
     while file.stat().st_mtime == 1:
         time.sleep(0.05)
     write(folder, 2)
     assert folder.holders() == {"a": 1} and first.is_dir(), "its process touches its file"
-    replica.kill()
-    replica.join()
+    end(replica)
     os.utime(file, (1, 1))
     assert "no sign of life" in folder.lost()["a"]
     write(folder, 3)
@@ -131,7 +126,7 @@ def publish_until(where: str, folder: Path, here: Any) -> None:
 
     def wait_at(place: str) -> None:
         if place == where:
-            here.set()
+            here.put(None)
             time.sleep(600)
 
     def waiting(path: Path, content: Any) -> None:
@@ -145,12 +140,10 @@ def publish_until(where: str, folder: Path, here: Any) -> None:
 
 @pytest.mark.parametrize("where", ["file 0", "file 2", "before LATEST", "after LATEST"])
 def test_a_publisher_that_is_killed_leaves_a_complete_version(folder: VersionFolder, where: str) -> None:
-    before, here = write(folder, 8), WARM.Event()
-    publisher = WARM.Process(target=publish_until, args=(where, folder.path, here))
-    publisher.start()
-    assert here.wait(60)
-    publisher.kill()
-    publisher.join()
+    before, here = write(folder, 8), Inbox()
+    publisher = call(publish_until, where, folder.path, here)
+    here.get(60)
+    end(publisher)
     latest = folder.latest()
     assert latest is not None and latest.version == (9 if where == "after LATEST" else 8)
     assert len(list(Path(latest.where).glob("*.safetensors"))) == 3

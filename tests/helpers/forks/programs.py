@@ -4,12 +4,11 @@ import functools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from helpers.forks.server import ForkedProgram, start_program
+from helpers.forks.server import ForkedProgram, server_address, start_program
 from rollout.inference.gpus import query_gpus
 
 Program = ForkedProgram | subprocess.Popen[bytes]
@@ -18,11 +17,11 @@ FRESH = "SLIPSTREAM_TEST_FRESH"
 """Set: start whole runs in new interpreters, not as forks of one that has imported the libraries."""
 
 LIBRARIES = (
-    "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.workers",
+    "torch", "transformers", "mcore_adapter.engine", "core.quickstart", "helpers.forks.programs",
     "requests", "jsonschema", "pyarrow", "pydantic", "attr", "google.protobuf", "msgpack", "charset_normalizer",
     "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.explore.service", "rollout.workflows",
     "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers",
-    "safetensors.torch",
+    "safetensors.torch", "transformers.models.auto.modeling_auto", "matplotlib.figure", "nbclient",
 )  # fmt: skip
 """What the server imports. Not Ray: it reads its environment when it is imported."""
 
@@ -38,38 +37,38 @@ def start(
     """Start `python WORDS` in a session of its own, with what it writes in the file `output`. `fresh`: in a new
     interpreter, as always where there are GPUs: CUDA does not work in a fork of a process that has used it."""
     env = dict(os.environ if env is None else env)
-    if fresh or env.get(FRESH) or sys.platform != "linux" or _uses_gpus(env):
+    if fresh or not can_fork(env):
         return subprocess.Popen(
             [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), output.fileno(), output.fileno())
-        return start_program(server(), words, env=env, cwd=str(cwd), streams=streams, session=True)
+        return start_program(
+            server(), words, env=env, cwd=str(cwd), streams=streams, session=True, first="helpers.forks.workers"
+        )
 
 
-def _uses_gpus(env: Mapping[str, str]) -> bool:
-    return env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and bool(query_gpus())
+def with_tests() -> dict[str, str]:
+    """Return the environment of this process, extended so that programs can import `helpers` and the packages."""
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), *given])}
+
+
+def can_fork(env: Mapping[str, str]) -> bool:
+    """Return whether programs with this environment start as forks."""
+    has_gpus = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and bool(query_gpus())
+    return not env.get(FRESH) and sys.platform == "linux" and not has_gpus
 
 
 @functools.cache
 def server() -> str:
-    """Start the server of this test session, unless one of its processes has; return its address. It ends with the
-    session: the process of pytest, or the one that has started the processes of pytest-xdist."""
-    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    address = f"slipstream-tests-{owner}"
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *given])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    words = [sys.executable, "-m", "helpers.forks.server", address, str(owner), *LIBRARIES]
-    process = subprocess.Popen(words, cwd=ROOT, env=env)
-    with open(os.devnull, "r+b") as nothing:
-        while True:
-            try:
-                probe = start_program(address, ["-m", "this"], env=env, cwd="/", streams=(nothing.fileno(),) * 3)
-            except ConnectionRefusedError:  # it does not listen yet
-                assert not process.poll(), "the fork server did not start"
-                time.sleep(0.05)
-            else:
-                assert probe.wait() == 0
-                return address
+    """Return the address of the server of this test session; start it, unless this process is a fork of it. The server
+    ends with the process that has started it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return server_address(os.getppid())
+    env = with_tests() | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "helpers.forks.server", str(os.getpid()), *LIBRARIES]
+    process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline(), "the fork server did not start"
+    return server_address(process.pid)

@@ -1,16 +1,18 @@
 """A server that forks Python programs from a process that has imported their libraries.
 
 Most of the processor time of a small run is `import torch` and `import megatron` in each of its processes. Tests start
-the command line, and with it the workers of Ray, as forks of one process that has imported them already. What runs then
+the command line, and with it the workers of Ray, as forks of one process that has imported them already; so are the
+processes of pytest-xdist themselves (launcher.py) and the ranks of tests/helpers/mcore_ranks.py. What runs then
 is the same: the program with its arguments, environment, working directory and standard streams, in a process of its
 own. SLIPSTREAM_TEST_FRESH=1 starts new interpreters instead (as `make nightly` does).
 
-    python -m helpers.forks.server SOCKET OWNER MODULE...   # imports the modules, then serves until process OWNER ends
+    python -m helpers.forks.server OWNER MODULE...   # imports the modules, then serves until process OWNER ends
 """
 
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,14 +70,25 @@ class ForkedProgram:
         return self.returncode
 
 
+def server_address(pid: int) -> str:
+    return f"slipstream-tests-{pid}"
+
+
 def start_program(
-    address: str, words: Sequence[str], *, env: dict[str, str], cwd: str, streams: Sequence[int], session: bool = False
+    address: str,
+    words: Sequence[str],
+    *,
+    env: dict[str, str],
+    cwd: str,
+    streams: Sequence[int],
+    session: bool = False,
+    first: str = "",
 ) -> ForkedProgram:
-    """Run `words`, what follows `python` on a command line (-m MODULE or a file, and its arguments), with the three
-    standard streams given as file descriptors. `session`: in a new one."""
+    """Run `words`, what follows `python` on a command line (-m MODULE, -c CODE or a file, and its arguments), with the
+    three standard streams given as file descriptors. `session`: in a new one. `first`: a module to import before."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(_name(address))
-    request = json.dumps({"words": list(words), "env": env, "cwd": cwd, "session": session}).encode()
+    request = json.dumps({"words": list(words), "env": env, "cwd": cwd, "session": session, "first": first}).encode()
     socket.send_fds(connection, [len(request).to_bytes(_LENGTH_BYTES, "little")], list(streams))
     connection.sendall(request)
     answer = connection.recv(_LENGTH_BYTES)
@@ -139,6 +153,8 @@ def _run(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
     code = 1
     try:
         _become(request, streams)
+        if request["first"]:
+            importlib.import_module(request["first"])
         code = _result(request["words"])
     except BaseException:  # noqa: BLE001  an interpreter shows whatever comes up to it
         traceback.print_exc()
@@ -167,7 +183,7 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.update(request["env"])
     words = request["words"]
     sys.orig_argv = [sys.executable, *words]
-    first = request["cwd"] if words[0] == "-m" else str(Path(words[0]).parent)
+    first = request["cwd"] if words[0] in ("-m", "-c") else str(Path(words[0]).parent)
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     known = [path for path in sys.path[1:] if path not in before.split(os.pathsep)]
     sys.path[:] = [first, *added, *known]
@@ -195,6 +211,10 @@ def _result(words: list[str]) -> int:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # that the module is imported already
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(words[1], main.__dict__)
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
@@ -235,16 +255,15 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    address, owner, *modules = sys.argv[1:]
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        owner_ends = os.pidfd_open(int(owner))
-        listener.bind(_name(address))
-    except OSError:  # the owner has ended, or another process has started a server for it
-        return
-    listener.listen(64)
+    owner, *modules = sys.argv[1:]
+    owner_ends = os.pidfd_open(int(owner))
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # no fork looks for garbage among the libraries
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_name(server_address(os.getpid())))
+    listener.listen(64)
+    print("listening", flush=True)
     serve(listener, owner_ends)
 
 

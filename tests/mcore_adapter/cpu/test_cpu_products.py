@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mcore_adapter.cpu.device as products
-from helpers.mcore_ranks import warm_context
+from helpers.forks.calls import call
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -69,7 +69,4 @@ def compute_by_torch() -> None:
 
 def test_torch_computes_with_it_forward_and_backward() -> None:
     """In a process of its own: what is replaced stays replaced. No warning is shown."""
-    process = warm_context().Process(target=compute_by_torch)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert call(compute_by_torch).wait() == 0
