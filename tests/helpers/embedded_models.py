@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 VOCAB = 67
 
-_SHAPE = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=3, initializer_range=0.15)
+_SHAPE = dict(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, initializer_range=0.15)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "llama", "mistral", "glm4", "llama3_tied")},
     "qwen2_tied": ("qwen2_tied", {"num_key_value_heads": 4}),

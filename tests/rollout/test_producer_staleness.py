@@ -77,8 +77,16 @@ async def _train(
     return run
 
 
-@pytest.mark.parametrize("num_epochs", [2, pytest.param(NUM_EPOCHS, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("max_staleness", "max_in_flight"), [(0, None), (1, None), (2, None), (4, 64), (8, 64)])
+@pytest.mark.parametrize(
+    ("max_staleness", "max_in_flight", "num_epochs"),
+    [
+        *((bound, most, 2) for bound, most in ((0, None), (2, None), (8, 64))),
+        *(
+            pytest.param(bound, most, NUM_EPOCHS, marks=pytest.mark.nightly)
+            for bound, most in ((0, None), (1, None), (2, None), (4, 64), (8, 64))
+        ),
+    ],
+)
 def test_trajectories_stay_within_the_bound_unbiased_and_each_prompt_once(
     max_staleness: int, max_in_flight: int | None, num_epochs: int
 ) -> None:
@@ -98,7 +106,7 @@ def test_trajectories_stay_within_the_bound_unbiased_and_each_prompt_once(
 
 
 def test_a_wider_bound_never_makes_the_trainer_wait_longer() -> None:
-    seconds = [run_virtual(_train(max_staleness, num_epochs=1)).seconds for max_staleness in (0, 1, 2, 4)]
+    seconds = [run_virtual(_train(max_staleness, num_epochs=1)).seconds for max_staleness in (0, 1, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < 0.6 * seconds[0]
 
@@ -130,9 +138,8 @@ async def _train_with_tools(max_staleness: int, *, num_places: int, seconds: flo
     return (generator.busy_seconds - busy_before) / passed / num_places, passed / steps
 
 
-@pytest.mark.parametrize("max_staleness", [2, 4])
-def test_generators_stay_busy_while_tools_run(max_staleness: int) -> None:
-    busy, _ = run_virtual(_train_with_tools(max_staleness, num_places=32, seconds=5.0))
+def test_generators_stay_busy_while_tools_run() -> None:
+    busy, _ = run_virtual(_train_with_tools(2, num_places=32, seconds=5.0))
     assert busy >= 0.9
 
 

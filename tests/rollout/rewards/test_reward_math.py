@@ -112,7 +112,7 @@ def test_what_is_not_understood_as_a_whole_is_not_right_and_every_spelling_is(ki
     assert [row for row in rows if is_right(row[0], row[1]) != (row[2] == "equal")] == []
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_solution_of_any_kind_and_an_answer_of_any_other_are_compared(stride: int) -> None:
     """By day every solution with some of the answers, and every answer with some of the solutions."""
     of_kinds = list({kind: (gold, text) for gold, text, _, kind in PAIRS + KINDS}.values())
