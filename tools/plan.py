@@ -76,7 +76,7 @@ _COLUMNS = {
     "temp": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets", "workspaces"),
     "slack": ("allocator slack",),
     "CUDA": ("context",),
-    "server": ("server",),
+    "others": ("server", "other roles"),
 }
 """Column of the table -> the parts of a phase that it sums. The first ones are of torch, and add up to the peak."""
 _OF_TORCH = 5
@@ -450,7 +450,10 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
         _say(console, "total: what the GPU must have, with slack of the allocator and CUDA's context")
     for rank in plan.ranks:
         if rank.peak.detail and (rank is plan.ranks[0] or rank.peak.detail != plan.ranks[0].peak.detail):
-            _say(console, f"Stage {rank.stage}: peak in the {rank.peak.name}, {rank.peak.detail}.")
+            _say(console, f"{plan.name_of(rank).capitalize()}: peak in the {rank.peak.name}, {rank.peak.detail}.")
+    if len(models := plan.ranks[0].models) > 1:
+        each = ", ".join(f"{name} {sum(held.values()) / GIB:.1f}" for name, held in models.items())
+        _say(console, f"Weights, gradients and Adam of each model on {plan.name_of(plan.ranks[0])}: {each} GiB.")
     if plan.servers is not None and scene.servers is not None:
         s, one = plan.servers, scene.servers
         trainer = f"; the trainer keeps {s.trainer / GIB:.1f}" if s.trainer else ""
@@ -461,11 +464,10 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
             f"{s.graphs / GIB:.1f} for graphs{trainer}. The cache holds {s.tokens:,} tokens: "
             f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}.",
         )
-    digits = 0 if plan.host_total >= 100 * GIB else 1
-    sizes = _rounded(plan.host.values(), digits)
-    parts = ", ".join(f"{name} {size:.{digits}f}" for name, size in zip(plan.host, sizes, strict=True))
-    left = "" if plan.host_limit is None else f" of {plan.host_limit / GIB:.0f}"
-    _say(console, f"Host memory of a node, about: {sum(sizes):.{digits}f}{left} GiB ({parts}).")
+    sizes = _rounded(plan.host.values(), 1)
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in zip(plan.host, sizes, strict=True))
+    left = "" if plan.host_limit is None else f" of {plan.host_limit / GIB:.1f}"
+    _say(console, f"Host memory of a node, about: {sum(sizes):.1f}{left} GiB ({parts}).")
     changes = advice(scene, plan)
     _say(console, verdict(scene, plan, changes))
     for change in changes:
@@ -483,7 +485,7 @@ def memory_table(plan: MemoryPlan, title: str) -> Table:
         table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     for rank, rows in zip(plan.ranks, sums, strict=True):
         if len(plan.ranks) > 1:
-            table.add_row(f"stage {rank.stage}")
+            table.add_row(plan.name_of(rank))
         for phase, one in zip(rank.phases, rows, strict=True):
             digits = 0 if phase.total >= 1000 * GIB else 1
             sizes = _rounded([one[name] for name in shown], digits)
@@ -521,8 +523,9 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
         "ranks": [
             {
                 "stage": rank.stage,
-                "num_ranks": rank.num_ranks,
+                "num_ranks": len(rank.ranks),
                 "layers": rank.layers,
+                "models": {name: dict(parts) for name, parts in rank.models.items()},
                 "peak": rank.peak.name,
                 "phases": [_phase_json(phase) for phase in rank.phases],
             }

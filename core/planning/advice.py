@@ -94,11 +94,16 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     fit, cheapest first, or else those that lower it most. Empty where the run fits."""
     found: list[Change] = []
     if plan.peak.total > plan.limit:
-        changes = [Change(keys=keys, before=plan, plan=plan_memory(one)) for keys, one in _changes(scene, plan)]
-        changes = [change for change in changes if change.plan.host_missing <= plan.host_missing]
+        changes: list[Change] = []
+        for keys, one in _changes(scene, plan):
+            change = Change(keys=keys, before=plan, plan=plan_memory(one))
+            if change.plan.host_missing <= plan.host_missing and change.plan.peak.total < plan.peak.total:
+                changes.append(change)
+            if sum(one.plan.trainer == "fits" for one in changes) == _MOST_CHANGES:
+                break
         fitting = [[one for one in changes if one.plan.trainer == state] for state in ("fits", "is tight")]
-        lower = [one for one in changes if one.plan.peak.total < plan.peak.total]
-        found += (fitting[0] or fitting[1] or sorted(lower, key=lambda one: one.plan.peak.total))[:3]
+        lower = sorted(changes, key=lambda one: one.plan.peak.total)
+        found += (fitting[0] or fitting[1] or lower)[:_MOST_CHANGES]
     if plan.host_missing:
         found += _host_changes(scene, plan)
     return found
@@ -191,14 +196,15 @@ def summary_lines(config: ExperimentConfig) -> list[str]:
     if not scene.on_gpu:
         return []
     plan, gpu = plan_memory(scene), scene.gpu
-    stage = next(rank.stage for rank in plan.ranks if rank.peak is plan.peak)
-    needs = f"{plan.peak.name} of stage {stage} needs {plan.peak.total / GIB:.1f} of {gpu.gib:.1f} GiB"
+    rank = next(rank for rank in plan.ranks if rank.peak is plan.peak)
+    needs = f"{plan.peak.name} of {plan.name_of(rank)} needs {plan.peak.total / GIB:.1f} of {gpu.gib:.1f} GiB"
     line = f"Memory of {gpu.name}: {needs}"
     if plan.servers is not None:
         line += f"; a server caches {plan.servers.tokens:,} tokens"
     return [f"{line}. {verdict(scene, plan, advice(scene, plan))} `slipstream plan` shows the parts."]
 
 
+_MOST_CHANGES, _MOST_DOUBLINGS = 3, 3
 _SHARE_KEY = "generator.flags.mem_fraction_static"  # before that of the section of the backend
 
 
@@ -234,25 +240,38 @@ def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
     for one in changed:
         if keys := keys_of_engines(one, scene):
             yield " ".join(keys), one
-    for field in ("tp", "pp", "cp"):
-        if other := _doubled(scene, field):
-            yield _placed(other), other
+    layouts = list(_other_layouts(scene))
+    for change in ({}, {"recompute": "auto"}, {"recompute": "auto", "offload": True}):
+        for other in layouts:
+            one = other.with_engines(**change)
+            yield " ".join([f"allocation_mode={mode_of(one)}", *keys_of_engines(one, scene)]), one
+
+
+def _other_layouts(scene: Scene) -> Iterator[Scene]:
+    """Yield the scene in layouts of as many ranks with fewer data-parallel ones, those with most of them first."""
+    reached = {scene.actor.layout: scene}
+    for _ in range(_MOST_DOUBLINGS):
+        doubled = [_doubled(scene, layout, field) for layout in reached for field in ("tp", "pp", "cp")]
+        reached = {one.actor.layout: one for one in doubled if one is not None}
+        yield from sorted(reached.values(), key=_num_kinds)
 
 
 _WITHOUT: tuple[Callable[[Scene], Scene], ...] = (
     lambda scene: replace(scene, engines=tuple(replace(e, host_gib=e.host_gib and 0.0) for e in scene.engines)),
+    lambda scene: with_half_microbatches(scene),
+    lambda scene: scene.with_engines(recompute="full"),
     lambda scene: scene.with_engines(offload=False),
     lambda scene: replace(scene, keeps_episodes=False),
     lambda scene: replace(scene, writes_checkpoints=False),
 )
-"""Ways to take less host memory, from cheap to costly in time or safety."""
+"""Ways to take less host memory, from cheap to costly in time or safety; on the CPU activations are there too."""
 _LEAST_GAIN = 0.05
 """Of the host memory that is missing: a way that gives less is not named."""
 
 
 def _host_changes(scene: Scene, plan: MemoryPlan) -> list[Change]:
     """Return changes that take less host memory, and no more of a GPU than it has: those that suffice alone, or else
-    each of them, and all together."""
+    the largest, and the first ones that suffice together, or all."""
 
     def changed(ways: Sequence[Callable[[Scene], Scene]]) -> Change:
         one = reduce(lambda before, way: way(before), ways, scene)
@@ -268,7 +287,9 @@ def _host_changes(scene: Scene, plan: MemoryPlan) -> list[Change]:
     alone = {way: one for way, one in alone.items() if one.plan.peak.total <= most and one.host_gain > least}
     if fitting := [change for change in alone.values() if change.helps]:
         return fitting
-    return [*alone.values(), changed(list(alone))] if len(alone) > 1 else list(alone.values())
+    largest = sorted(alone.values(), key=lambda one: -one.host_gain)[:_MOST_CHANGES]
+    together = [changed(list(alone)[:number]) for number in range(2, len(alone) + 1)]
+    return largest + ([one for one in together if one.helps] or together[-1:])[:1]
 
 
 def with_half_microbatches(scene: Scene) -> Scene:
@@ -299,31 +320,28 @@ def keys_of_engines(scene: Scene, asked: Scene, *, with_level: bool = False) -> 
     return keys
 
 
-def _doubled(scene: Scene, field: str) -> Scene | None:
-    """Return the scene with half the data-parallel ranks of the trainer and twice those of another kind; None where its
-    models cannot be split so."""
+def _num_kinds(scene: Scene) -> int:
+    """Return how many kinds of parallelism cut the model."""
     layout = scene.actor.layout
+    return sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
+
+
+def _doubled(scene: Scene, layout: ParallelLayout, field: str) -> Scene | None:
+    """Return the scene with half the data-parallel ranks of a layout and twice those of another kind; None where its
+    models cannot be split so."""
     try:
         other = replace(layout, dp=layout.dp // 2, **{field: getattr(layout, field) * 2})
     except AllocationError:
         return None  # experts do not divide among the ranks of a stage
-    engines = tuple(replace(e, layout=other) if e.layout == layout else e for e in scene.engines)
-    if layout.dp % 2 or not all(divides(engine.config, engine.layout, TRAINER_ROLE) for engine in engines):
+    if layout.dp % 2 or other.tp * other.cp > max(scene.n_gpus_per_node, layout.tp * layout.cp):
         return None
-    return replace(scene, engines=engines)
+    divided = all(divides(engine.config, other, TRAINER_ROLE) for engine in scene.engines)
+    return scene.in_layout(other) if divided else None
 
 
 def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:
     """Return whether a model can be split over such ranks."""
     return not split_errors(layout, role, config, path="")
-
-
-def _placed(scene: Scene) -> str:
-    """Return the key of the layouts; words where the models of the trainer have several."""
-    trainer = scene.actor.layout
-    if any(engine.layout != trainer for engine in scene.engines):
-        return f"the trainer as {trainer}"
-    return f"allocation_mode={mode_of(scene)}"
 
 
 def mode_of(scene: Scene) -> str:

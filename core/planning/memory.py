@@ -7,6 +7,7 @@ allocates, but for "context", which the driver holds, and "server", on the same 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from allocation import ParallelLayout, layers_of_chunks
@@ -49,6 +50,7 @@ _CPU_RANK_BYTES, _CPU_GENERATOR_BYTES = 0.37e9, 0.25e9  # without a model, as me
 _ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 1.5e9, 0.9e9, 6e9  # assumed where GPUs are
 _CPU_ROLLOUT_BYTES, _CPU_DRIVER_BYTES = 0.36e9, 0.60e9  # with reward workers and Ray, as measured
 _MANY = 1 << 20  # microbatches
+_OF_OTHERS = ("server", "other roles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Phase:
 
     name: str
     parts: Mapping[str, float]
-    """Bytes by purpose. Not of torch are "context", on GPUs alone, and "server": of a server on the same GPU."""
+    """Bytes by purpose. Not of torch in this process are "context", on GPUs alone, "server", of a server on the same
+    GPU, and "other roles", of processes of the trainer with another layout."""
     detail: str = ""
     """Where in the phase the peak is, and what is recomputed."""
     on_host: float = 0.0
@@ -65,12 +68,12 @@ class Phase:
 
     @property
     def beside(self) -> float:
-        """Bytes of the context and of a server on the same GPU."""
-        return self.parts.get("context", 0.0) + self.parts.get("server", 0.0)
+        """Bytes of the context and of other processes on the same GPU."""
+        return sum(self.parts.get(name, 0.0) for name in ("context", *_OF_OTHERS))
 
     @property
     def allocated(self) -> float:
-        """Bytes that torch has allocated in the trainer at the peak."""
+        """Bytes that torch has allocated in the process at the peak."""
         return sum(self.parts.values()) - self.beside
 
     @property
@@ -83,15 +86,23 @@ class Phase:
         """All that the GPU must have."""
         return self.allocated + self.slack + self.beside
 
+    @property
+    def of_process(self) -> float:
+        """The same without other processes."""
+        return self.total - sum(self.parts.get(name, 0.0) for name in _OF_OTHERS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The ranks of one pipeline stage of the trainer, which are alike."""
+    """Ranks of the trainer that are alike: of one pipeline stage of each model."""
 
     stage: int
-    num_ranks: int
+    """Of the actor."""
+    ranks: range
     layers: int
     """Of the actor."""
+    models: Mapping[str, Mapping[str, float]]
+    """Bytes that each model holds between its updates, by purpose."""
     phases: tuple[Phase, ...]
 
     @property
@@ -124,6 +135,12 @@ class MemoryPlan:
         peak = max(phase.allocated + phase.beside for rank in self.ranks for phase in rank.phases)
         return "is tight" if peak <= self.limit else "does not fit"
 
+    def name_of(self, rank: RankPlan) -> str:
+        """Return the stage, or the ranks where models have stages of their own."""
+        if len({one.stage for one in self.ranks}) == len(self.ranks):
+            return f"stage {rank.stage}"
+        return f"ranks {rank.ranks[0]} to {rank.ranks[-1]}"
+
     @property
     def host_total(self) -> float:
         """Bytes of the trainer's first node."""
@@ -155,7 +172,9 @@ SAMPLING = "sampling"
 
 def plan_memory(scene: Scene) -> MemoryPlan:
     """Return the memory of every rank, server and node of a run."""
-    ranks = tuple(_rank(scene, stage) for stage in range(scene.actor.layout.pp))
+    world = scene.actor.layout.world_size
+    edges = {rank for e in scene.engines for rank in range(0, world, world // e.layout.pp)} | {world}
+    ranks = tuple(_rank(scene, range(*edge)) for edge in pairwise(sorted(edges)))
     on_gpu = scene.servers is not None and scene.servers.on_gpu
     servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
     if servers is not None and scene.shares_gpus:
@@ -166,18 +185,55 @@ def plan_memory(scene: Scene) -> MemoryPlan:
     return MemoryPlan(ranks=ranks, servers=servers, host=host, limit=limit, host_limit=scene.host_bytes)
 
 
-def _rank(scene: Scene, stage: int) -> RankPlan:
+def _rank(scene: Scene, ranks: range) -> RankPlan:
+    stage = _stage(scene.actor, ranks[0])
     layout = scene.actor.layout
-    per_stage = layout.world_size // layout.pp
     own = layers_of_chunks(scene.actor.config.num_layers, layout)[stage :: layout.pp]
-    phases = tuple(_phases(scene, stage * per_stage))
-    return RankPlan(stage=stage, num_ranks=per_stage, layers=sum(map(len, own)), phases=phases)
+    models = {engine.name: _held(engine, states_of(engine, _stage(engine, ranks[0]))) for engine in scene.engines}
+    phases = tuple(_phases(scene, ranks[0]))
+    return RankPlan(stage=stage, ranks=ranks, layers=sum(map(len, own)), models=models, phases=phases)
 
 
 def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     """Yield the phases of a rank of the trainer, and of a server on its GPU."""
-    held, beside = _held_by_all(scene, rank)
-    for engine in scene.engines:
+    processes = _processes(scene)
+    totals = [_between(scene, process, rank).of_process for process in processes]
+    passes: list[list[Phase]] = []
+    for number, process in enumerate(processes):
+        passes.append(list(_passes(scene, process, rank, others=sum(totals) - totals[number])))
+        totals[number] = max(phase.of_process for phase in passes[-1])
+    for number, phases in enumerate(passes):  # the allocator of a process keeps what it has taken once
+        for phase in phases:
+            others = {"other roles": sum(totals) - totals[number]} if len(processes) > 1 else {}
+            yield replace(phase, parts={**phase.parts, **others})
+    if scene.servers is None:
+        return
+    held, beside = _held_by(scene, processes[0], rank), _beside(scene, processes[0], others=sum(totals[1:]))
+    buckets = {"buckets": float(min(_BUCKETS * scene.bucket_bytes, _whole_weights(scene.actor)))}
+    if "server" not in beside:
+        yield Phase(name="weight update", parts={**held, **buckets, **beside})
+        return
+    # In turns: the actor's weights stay on the GPU, which servers read; the server takes its weights, then its cache.
+    weights = float(states_of(scene.actor, _stage(scene.actor, rank)).weights)
+    kept = {"weights": weights} | {name: held[name] for name in ("workspaces", "FP8 copies") if name in held}
+    beside = _beside(scene, processes[0], others=sum(_context(process) for process in processes[1:]))
+    server = plan_servers(scene, scene.servers)
+    beside["server"] += server.weights
+    yield Phase(name="weight update", parts={**kept, **buckets, **beside})
+    beside["server"] += max(0.0, server.cache) + server_activations(scene.servers, scene.gpu.gib)
+    yield Phase(name=SAMPLING, parts={**kept, **beside})
+
+
+def _processes(scene: Scene) -> list[tuple[Engine, ...]]:
+    """Return the engines of each process of a rank: those of one layout share one."""
+    layouts = dict.fromkeys(engine.layout for engine in scene.engines)
+    return [tuple(engine for engine in scene.engines if engine.layout == layout) for layout in layouts]
+
+
+def _passes(scene: Scene, process: Sequence[Engine], rank: int, *, others: float) -> Iterator[Phase]:
+    """Yield the phases in which engines of a process compute. `others`: bytes of other processes of the trainer."""
+    held, beside = _held_by(scene, process, rank), _beside(scene, process, others=others)
+    for engine in process:
         stage = _stage(engine, rank)
         if engine.trains:
             yield _update(scene, engine, stage, held, beside)
@@ -190,20 +246,11 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
         else:
             parts = {**held, "activations": _inference_bytes(engine, stage), **beside}
             yield Phase(name=f"{engine.name} log-probs", parts=parts)
-    if scene.servers is None:
-        return
-    buckets = {"buckets": float(min(_BUCKETS * scene.bucket_bytes, _whole_weights(scene.actor)))}
-    if "server" not in beside:
-        yield Phase(name="weight update", parts={**held, **buckets, **beside})
-        return
-    # In turns: the actor's weights stay on the GPU, which servers read; the server takes its weights, then its cache.
-    weights = float(states_of(scene.actor, _stage(scene.actor, rank)).weights)
-    kept = {"weights": weights} | {name: held[name] for name in ("workspaces", "FP8 copies") if name in held}
-    server = plan_servers(scene, scene.servers)
-    beside["server"] += server.weights
-    yield Phase(name="weight update", parts={**kept, **buckets, **beside})
-    beside["server"] += max(0.0, server.cache) + server_activations(scene.servers, scene.gpu.gib)
-    yield Phase(name=SAMPLING, parts={**kept, **beside})
+
+
+def _between(scene: Scene, process: Sequence[Engine], rank: int) -> Phase:
+    """Return what a process of a rank holds between two passes."""
+    return Phase(name="", parts=_held_by(scene, process, rank) | _beside(scene, process, others=0.0))
 
 
 def _whole_weights(engine: Engine) -> int:
@@ -211,38 +258,44 @@ def _whole_weights(engine: Engine) -> int:
     return rank_states(engine.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=engine.itemsize).weights
 
 
-def _held_by_all(scene: Scene, rank: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what a rank holds in its turn, of all engines, and what is beside it on its GPU."""
-    held: dict[str, float] = {}
-    for engine in scene.engines:
-        for part, size in _held(engine, states_of(engine, _stage(engine, rank))).items():
-            held[part] = held.get(part, 0.0) + size
-        if scene.on_gpu:
-            held["workspaces"] = held.get("workspaces", 0.0) + _workspaces(engine, scene.longest)
-    groups = sum(size > 1 for e in scene.engines for size in _degrees(e))
-    beside = {"context": CONTEXT_BYTES + groups * _GROUP_BYTES} if scene.on_gpu else {}
-    if scene.shares_gpus and scene.on_gpu:  # a server that has released its weights and its cache
-        graphs = 0.0 if scene.servers is None else graph_bytes(scene.servers)
-        beside["server"] = RELEASED_BYTES + graphs
-    return held, beside
+def _held_by(scene: Scene, process: Sequence[Engine], rank: int) -> dict[str, float]:
+    """Return what a process of a rank holds in the turn of the trainer."""
+    held = _sums(_held(engine, states_of(engine, _stage(engine, rank))) for engine in process)
+    if scene.on_gpu:
+        held["workspaces"] = sum(_workspaces(engine, scene.longest) for engine in process)
+    return held
+
+
+def _beside(scene: Scene, process: Sequence[Engine], *, others: float) -> dict[str, float]:
+    """Return what is on the GPU of a process that torch has not allocated in it: `others` are of the trainer."""
+    if not scene.on_gpu:
+        return {"other roles": others} if others else {}
+    beside = {"context": _context(process)} | ({"other roles": others} if others else {})
+    if scene.shares_gpus:  # a server that has released its weights and its cache
+        beside["server"] = RELEASED_BYTES + (0.0 if scene.servers is None else graph_bytes(scene.servers))
+    return beside
+
+
+def _context(process: Sequence[Engine]) -> float:
+    layout = process[0].layout
+    degrees = (layout.tp, layout.pp, layout.cp, layout.dp, layout.ep)
+    return CONTEXT_BYTES + sum(size > 1 for size in degrees) * _GROUP_BYTES
 
 
 def smallest_total(scene: Scene) -> float:
-    """Return bytes of a GPU below which no phase of the first stage fits, much faster than a plan."""
-    held, beside = _held_by_all(scene, 0)
-    return Phase(name="", parts={**held, **beside}).total
+    """Return bytes of a GPU below which no phase of the first stage fits, much faster than a plan. All engines have one
+    layout."""
+    return _between(scene, scene.engines, 0).total
 
 
 def usual_level(scene: Scene, engine: Engine) -> Level:
     """Return what most layers of the first stage recompute."""
-    held, beside = _held_by_all(scene, 0)
+    processes = _processes(scene)
+    own = next(process for process in processes if engine.layout == process[0].layout)
+    others = sum(_between(scene, process, 0).of_process for process in processes if process is not own)
+    held, beside = _held_by(scene, own, 0), _beside(scene, own, others=others)
     levels, _ = _levels(scene, engine, update_shape(engine, 0), sum(held.values()), sum(beside.values()))
     return Counter(levels).most_common(1)[0][0]
-
-
-def _degrees(engine: Engine) -> tuple[int, ...]:
-    layout = engine.layout
-    return layout.tp, layout.pp, layout.cp, layout.dp, layout.ep
 
 
 def engine_held(engine: Engine, stage: int, *, longest: int) -> float:
@@ -359,7 +412,7 @@ def _host_limit(scene: Scene, engine: Engine) -> float | None:
     if scene.host_bytes is None:
         return None
     ranks = len(_ranks_of_node(scene))
-    taken = sum((_processes(scene) | _pinned(scene)).values()) + ranks * _RANK_BYTES
+    taken = sum((_other_processes(scene) | _pinned(scene)).values()) + ranks * len(_processes(scene)) * _RANK_BYTES
     return SHARE_OF_HOST * max(0.0, scene.host_bytes - taken) / ranks
 
 
@@ -368,8 +421,13 @@ def _inference_bytes(engine: Engine, stage: int) -> float:
     config, layout = engine.config, engine.layout
     tokens = engine.microbatch_tokens / layout.cp
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim / layout.tp
-    width = 3 * config.intermediate_size / layout.tp
-    inner = max(2 * heads * tokens, width * tokens if config.moe else width * min(tokens, MLP_TOKENS))
+    mlp = 3 * config.intermediate_size / layout.tp * min(tokens, MLP_TOKENS)
+    if (moe := config.moe) is not None:  # copies of tokens before and after their experts, and what is within
+        copies = worst_imbalance(engine) if engine.has_worst_routing else 1.0
+        copies *= moe.top_k / layout.tp
+        width = copies * (2 * config.hidden_size + 3 * moe.intermediate_size)
+        mlp = tokens * (width + 3 * moe.shared_intermediate_size / layout.tp)
+    inner = max(2 * heads * tokens, mlp)
     head = 4 * FP32_ROWS * config.vocab_size / layout.tp if stage == layout.pp - 1 and not engine.is_critic else 0.0
     return engine.itemsize * (3 * tokens * config.hidden_size + inner) + head
 
@@ -377,8 +435,8 @@ def _inference_bytes(engine: Engine, stage: int) -> float:
 def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
     """Return the host memory of the trainer's first node, by purpose, at its peak: in updates, or when random weights
     are drawn. To load a recover checkpoint takes less than the copy for the next one."""
-    others = _processes(scene)
-    node = [(rank, plans[_stage(scene.actor, rank)]) for rank in _ranks_of_node(scene)]
+    others = _other_processes(scene)
+    node = [(rank, plan) for plan in plans for rank in plan.ranks if rank in _ranks_of_node(scene)]
     moments = [
         _sums(_updating(scene, rank, plan) for rank, plan in node) | others | _pinned(scene),
         _sums(_drawing(scene, rank) for rank, _ in node) | others,
@@ -390,7 +448,7 @@ def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
 def host_of_rank(scene: Scene, plan: RankPlan) -> float:
     """Return the bytes of host memory that a rank of a stage takes at its peak, in updates or before, without the pages
     of a recover checkpoint."""
-    rank = plan.stage * plan.num_ranks
+    rank = plan.ranks[0]
     pinned = sum(_pinned_by_rank(scene, rank).values())
     return max(sum(_updating(scene, rank, plan).values()) + pinned, sum(_drawing(scene, rank).values()))
 
@@ -412,10 +470,11 @@ _RANKS = "trainer ranks"
 
 def _updating(scene: Scene, rank: int, plan: RankPlan) -> dict[str, float]:
     """Return what a rank takes of the host in updates, beside what is pinned."""
+    processes = len(_processes(scene))
     if not scene.on_gpu:
-        return {_RANKS: _CPU_RANK_BYTES + plan.peak.allocated}
+        return {_RANKS: processes * _CPU_RANK_BYTES + plan.peak.total}
     nccl = _NCCL_BYTES if scene.actor.layout.world_size > 1 else 0.0
-    return {_RANKS: _RANK_BYTES + nccl, "activations": sum(phase.on_host for phase in plan.phases)}
+    return {_RANKS: processes * (_RANK_BYTES + nccl), "activations": sum(phase.on_host for phase in plan.phases)}
 
 
 def _drawing(scene: Scene, rank: int) -> dict[str, float]:
@@ -429,20 +488,22 @@ def _drawing(scene: Scene, rank: int) -> dict[str, float]:
                 engine.config, layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
             )
             drawn = max(drawn, size)
+    processes = len(_processes(scene))
     if scene.on_gpu:
-        process = _BEGIN_BYTES + shares * _NCCL_BYTES
+        process = processes * _BEGIN_BYTES + shares * _NCCL_BYTES
     else:
-        process = _CPU_RANK_BYTES + sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines)
+        held = sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines)
+        process = processes * _CPU_RANK_BYTES + held
     return {_RANKS: process, "random weights": drawn}
 
 
-def _processes(scene: Scene) -> dict[str, float]:
+def _other_processes(scene: Scene) -> dict[str, float]:
     """Return what processes other than trainer ranks take of the first node, and the object store."""
     batch = scene.sequences * scene.longest * scene.token_bytes
-    driver = _DRIVER_BYTES + _ROLLOUT_BYTES if scene.on_gpu else _CPU_DRIVER_BYTES + _CPU_ROLLOUT_BYTES
-    parts = {"driver and rollout": driver}
+    parts = {"driver": _DRIVER_BYTES if scene.on_gpu else _CPU_DRIVER_BYTES}
     if (servers := scene.servers) is None:
         return parts
+    parts["rollout"] = _ROLLOUT_BYTES if scene.on_gpu else _CPU_ROLLOUT_BYTES
     # Of a batch, one copy is in the object store, and one is leased; as many are sampled as staleness allows.
     parts["episodes"] = float(batch * (2 + (1 + scene.max_staleness if scene.keeps_episodes else 0)))
     each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)

@@ -91,7 +91,7 @@ def test_host_memory_of_a_node_is_compared_with_what_it_has(recipe: Path, capsys
     assert host["limit"] is None and host["bytes"] == sum(host["parts"].values())
     needs = host["bytes"] / 2**30
     assert main([*words, "--host-gib", f"{needs + 1:.1f}"]) == 0
-    assert f"about: {needs:.0f} of {needs + 1:.0f} GiB" in capsys.readouterr().out
+    assert f"about: {needs:.1f} of {needs + 1:.1f} GiB" in capsys.readouterr().out
     assert main([*words, "--host-gib", f"{needs - 20:.1f}"]) == 1
     shown = capsys.readouterr().out
     assert "It does not fit: 20 GiB of host memory are missing" in shown

@@ -75,10 +75,28 @@ def test_advice_promises_what_a_plan_with_its_keys_says(tmp_path: Path, words: t
     changes = advice(scene, plan_memory(scene))
     assert changes
     for change in changes:
-        if not change.keys.startswith("the trainer as"):
-            changed = plan_memory(make_scene(tmp_path, *words, *change.keys.split()))
-            assert changed.peak.total == change.plan.peak.total, change.keys
-            assert changed.trainer == change.plan.trainer and change.words.endswith(change.plan.trainer)
+        changed = plan_memory(make_scene(tmp_path, *words, *change.keys.split()))
+        assert changed.peak.total == change.plan.peak.total, change.keys
+        assert changed.trainer == change.plan.trainer and change.words.endswith(change.plan.trainer)
+
+
+def test_advice_combines_a_layout_with_keys_where_neither_suffices(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, *CRITIC, "allocation_mode=sglang.d8m1p1+d8m1p1", gpu="X:50")
+    changes = advice(scene, plan_memory(scene))
+    assert changes and all(change.helps for change in changes)
+    assert all(change.keys.startswith("allocation_mode=sglang.d8m1p1+d") for change in changes)
+    assert any("gradient_checkpointing=auto" in change.keys for change in changes)
+    assert "The trainer needs" not in verdict(scene, plan_memory(scene), changes)
+
+
+def test_a_run_on_the_cpu_takes_less_host_memory_with_recomputation(tmp_path: Path) -> None:
+    words = ("allocation_mode=embedded.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
+    scene = make_scene(tmp_path, *words, raw=SHAPES["1.5B"])
+    small = replace(scene, host_bytes=plan_memory(scene).host_total - 50 * GIB)
+    (change,) = advice(small, plan_memory(small))
+    assert change.keys == "actor.gradient_checkpointing=true" and change.helps
+    as_advised = plan_memory(make_scene(tmp_path, *words, change.keys, raw=SHAPES["1.5B"]))
+    assert as_advised.host_total == change.plan.host_total
 
 
 def test_graphs_of_too_many_requests_are_not_the_weights_of_a_server(tmp_path: Path) -> None:
@@ -92,8 +110,9 @@ def test_advice_is_for_layouts_that_divide_the_model_and_its_experts(tmp_path: P
     keys = ("actor.optimizer.offload=true", "actor.gradient_checkpointing=auto")
     scene = make_scene(tmp_path, "allocation_mode=sglang.d2m2p1+(attn:d4m1p1|ffn:d1m1p1e4)", *keys, *eight, raw=raw)
     modes = [change.keys for change in advice(scene, plan_memory(scene)) if "allocation_mode=" in change.keys]
-    assert modes == ["allocation_mode=sglang.d2m2p1+d2m2p1e4"], "with two stages, e4 does not divide the ranks of one"
-    assert make_scene(tmp_path, *modes, *eight, raw=raw).actor.layout.tp == 2
+    layouts = ["d2m2p1e4", "d1m4p1e4", "d1m2p1c2e4"]
+    assert modes == [f"allocation_mode=sglang.d2m2p1+{one}" for one in layouts], "with two stages, e4 does not divide"
+    assert make_scene(tmp_path, modes[0], *eight, raw=raw).actor.layout.tp == 2
     one_layer = make_scene(tmp_path, *eight, "allocation_mode=sglang.d6m1p1+d2m1p1", raw=FEW_LAYERS)
     assert all(change.plan.ranks[-1].layers for change in advice(one_layer, plan_memory(one_layer)))
 

@@ -19,7 +19,7 @@ def test_a_rank_holds_what_its_parts_say(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     (rank,) = plan_memory(scene).ranks
     states, parts = states_of(scene.actor, 0), rank.phases[0].parts
-    assert rank.num_ranks == 8 and rank.layers == 28
+    assert len(rank.ranks) == 8 and rank.layers == 28
     parameters = sum(states.parameters.values())
     assert parts["weights"] == pytest.approx(2 * parameters, rel=1e-6)
     assert parts["gradients"] == pytest.approx(4 * parameters, rel=1e-6)
@@ -35,8 +35,35 @@ def test_roles_share_the_memory_of_a_rank(tmp_path: Path) -> None:
     phases = {phase.name: phase for phase in plan_memory(scene).ranks[0].phases}
     assert set(phases) == {"actor update", "critic update", "ref log-probs", "weight update"}
     more = sum(states_of(engine, 0).total for engine in scene.engines[1:])
-    beside = phases["actor update"].allocated - alone.ranks[0].phases[0].allocated
+    actor = alone.ranks[0].phases[0]
+    beside = phases["actor update"].allocated - actor.allocated
     assert beside == pytest.approx(more, rel=0.03), "workspaces of their own"
+    assert phases["actor update"].parts["context"] == actor.parts["context"], "in one process"
+
+
+def test_models_in_different_layouts_have_processes_of_their_own(tmp_path: Path) -> None:
+    words = ("ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo")
+    mode = "allocation_mode=sglang.d8m1p1+actor_train:d8m1p1,critic_train:d4p2m1,ref_inf:d4p2m1"
+    plan = plan_memory(make_scene(tmp_path, *words, mode))
+    alone = plan_memory(make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1"))
+    assert [plan.name_of(rank) for rank in plan.ranks] == ["ranks 0 to 3", "ranks 4 to 7"]
+    assert plan.ranks[0].models["critic"] != plan.ranks[1].models["critic"], "embedding, and value head"
+    for rank in plan.ranks:
+        phases = {phase.name: phase for phase in rank.phases}
+        assert phases["actor update"].allocated == pytest.approx(alone.ranks[0].phases[0].allocated)
+        critic = max(phases["critic update"].of_process, phases["ref log-probs"].of_process)
+        assert phases["actor update"].parts["other roles"] == pytest.approx(critic)
+        assert phases["critic update"].parts["other roles"] == pytest.approx(phases["actor update"].of_process)
+        assert critic > phases["critic update"].allocated / (1 - SPARE) + phases["critic update"].parts["context"] - 1
+    assert plan.host["trainer ranks"] == pytest.approx(2 * alone.host["trainer ranks"])
+
+
+def test_log_probabilities_of_experts_take_their_copies_of_tokens(tmp_path: Path) -> None:
+    words = ("ppo.kl_ctl=0.1", "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)")
+    scene = make_scene(tmp_path, *words, raw=SLICE)
+    phase = next(phase for phase in plan_memory(scene).ranks[0].phases if phase.name == "ref log-probs")
+    copies = 16384 * 8 * (2 * 2048 + 3 * 768) * 2
+    assert copies < phase.parts["activations"] < 1.5 * copies
 
 
 @pytest.mark.parametrize(
