@@ -367,7 +367,7 @@ def moments(shape: UpdateShape, levels: Sequence[Level]) -> Iterator[Moment]:
             near = range(max(0, i + 1 - _ON_THE_WAY), i + 1)
             arriving = tokens * sum(_moved(shape, shape.layers[j]) for j in near if levels[j] == "offload")
         extra = {"from the host": arriving, "gradient of the embedding": waiting}
-        passing = tokens * _passing_mlp(shape, level, layer) + _expert_gradients(shape, layer)
+        passing = _passing_mlp(shape, level, layer, tokens)
         yield Moment(name=f"MLP of layer {layer}", parts={**held, **extra, "backward pass": passing})
         held["MLP"] -= tokens * kept[i]["MLP"]
         if level not in ("full", "offload"):
@@ -455,28 +455,47 @@ def _copies(shape: UpdateShape, moe: MoEConfig) -> float:
     return shape.imbalance * moe.top_k / shape.layout.tp
 
 
-def _passing_mlp(shape: UpdateShape, level: Level, layer: int) -> float:
-    """Return the bytes of a token that the backward pass of an MLP takes while it runs: what it computes again, of a
-    long sequence for a chunk of tokens at a time, and gradients."""
+def _passing_mlp(shape: UpdateShape, level: Level, layer: int, tokens: float) -> float:
+    """Return the bytes that the backward pass of an MLP takes while it runs: what it computes again, of a long sequence
+    for a chunk of tokens at a time, and gradients."""
     config, size, again = shape.config, shape.itemsize, _levels_again(level)
-    hidden = _hidden(shape)
-    moe, share = _moe(shape, layer), _share_of_chunk(shape, again, layer)
-    if moe is None:
-        in_place = again == "linear" or share < 1
-        # The product is gone when the gradient of the halves is computed.
-        mlp = size * (1 if in_place else 2) * config.intermediate_size / shape.layout.tp
-    else:
-        copies = _copies(shape, moe)
-        inner = 3 * copies * moe.intermediate_size
-        if gathers_tokens(shape.layout.ep, moe.top_k):  # a gradient of all ranks' tokens, before these and after
-            kept = 0 if again == "linear" else 2 * copies * moe.intermediate_size
-            inner = max(inner, kept + shape.layout.ep * hidden)
-        mlp = size * (2 * copies * config.hidden_size + inner)
-    mlp += _kept_by_mlp(shape, "none", layer) - (0.0 if again == "full" else _kept_by_mlp(shape, again, layer))
-    whole = 0.0
+    hidden, moe = size * _hidden(shape), _moe(shape, layer)
+    whole, mlp = 0.0, 0.0
     if again == "full":
-        whole = size * hidden * (_num_residuals(shape) - 1) + _kept_by_attention(shape, "none")
-    return whole + share * mlp + _stream(shape)
+        whole = hidden * (_num_residuals(shape) - 1) + _kept_by_attention(shape, "none")
+        mlp = _kept_by_mlp(shape, "none", layer)
+    if moe is not None:  # of the residual stream, there is the gradient of the output alone
+        return tokens * (whole + mlp + _stream(shape) - 2 * hidden) + _passing_experts(shape, moe, again, tokens)
+    share = _share_of_chunk(shape, again, layer)
+    in_place = again == "linear" or share < 1
+    # The product is gone when the gradient of the halves is computed.
+    mlp += size * (1 if in_place else 2) * config.intermediate_size / shape.layout.tp
+    if again != "full":
+        mlp += _kept_by_mlp(shape, "none", layer) - _kept_by_mlp(shape, again, layer)
+    return tokens * (whole + share * mlp + _stream(shape))
+
+
+def _passing_experts(shape: UpdateShape, moe: MoEConfig, again: Level, tokens: float) -> float:
+    """Return the bytes that the backward pass of stacked experts takes, at the step that takes most; the steps are
+    those of mcore_adapter/models/experts.py."""
+    copies, ep = tokens * shape.itemsize * _copies(shape, moe), shape.layout.ep
+    rows, inner = copies * shape.config.hidden_size, copies * moe.intermediate_size
+    down = shape.itemsize * moe.num_experts / ep * moe.intermediate_size * shape.config.hidden_size
+    halves = 2 * inner if again == "linear" else 0.0
+    if shape.fp8:  # experts are not stacked: an upper bound
+        return 2 * rows + 3 * inner + halves + 3 * down
+    gathers = gathers_tokens(ep, moe.top_k)
+    result = tokens * shape.itemsize * _hidden(shape) * (ep if gathers else 1)  # the gradient of their input
+    if ep > 1 and not gathers:
+        result = rows
+    inputs = rows if gathers or (ep == 1 and again == "linear") else 0.0  # sorted again before gradients are there
+    return max(
+        inputs + halves + rows + (result if gathers else 0.0),  # gradients of all ranks' tokens are sorted
+        inputs + halves + rows + 3 * inner,  # the product, and the gradient of the halves
+        inputs + rows + 3 * inner + down,
+        inputs + rows + 2 * inner + down + result,
+        rows + 2 * inner + result + 3 * down,
+    )
 
 
 def _passing_attention(shape: UpdateShape, level: Level, layer: int) -> float:
@@ -523,14 +542,6 @@ def _attention_widths(shape: UpdateShape) -> tuple[float, float]:
     queries, keys = (n * config.head_dim / tp for n in (config.num_heads, config.num_kv_heads))
     normed = queries + keys if config.qk_norm else 0  # its input, which is a copy
     return hidden + normed + queries + 2 * keys, queries
-
-
-def _expert_gradients(shape: UpdateShape, layer: int) -> float:
-    """Return the bytes of the gradients of a layer's experts before they are added to those of other microbatches."""
-    moe = _moe(shape, layer)
-    if moe is None:
-        return 0.0
-    return shape.itemsize * 3 * moe.num_experts / shape.layout.ep * moe.intermediate_size * shape.config.hidden_size
 
 
 def _head(shape: UpdateShape, tokens: float) -> float:

@@ -1,4 +1,5 @@
-"""Host memory of a run: against what processes of measured updates took, and against bytes that a real engine keeps."""
+"""Memory of a rank: against what processes of measured updates took, and host memory against bytes that a real engine
+keeps."""
 
 import json
 from dataclasses import replace
@@ -8,7 +9,7 @@ from statistics import median
 import pytest
 
 from allocation import ParallelLayout
-from core.planning.memory import host_of_rank, plan_memory, states_of
+from core.planning.memory import engine_peak, host_of_rank, plan_memory, states_of
 from core.planning.scene import GPUS, Scene
 from core.planning.server_memory import GIB
 from helpers.plan_recipe import make_scene
@@ -25,6 +26,18 @@ def scene_of_case(case: Case) -> Scene:
         n_nodes=1, n_gpus_per_node=8, bucket_bytes=0, sequences=1, prompts=1, group_size=1, minibatches=1,
         prompt_tokens=case.length, answer_tokens=0, max_staleness=0, writes_checkpoints=False,
     )  # fmt: skip
+
+
+def test_a_rank_takes_the_memory_of_a_gpu_that_was_measured() -> None:
+    """Print each row, then the median and the largest error."""
+    measured, errors = json.loads(MEASURED.read_text()), []
+    for case in CASES:
+        for stage, row in enumerate(measured[str(case)]["stages"]):
+            found = engine_peak(case.engine, stage, longest=max(case.lengths))
+            errors.append(abs(found / row["peak"] - 1))
+            print(f"{case}, stage {stage}: {found / 1e9:.2f} GB, {row['peak'] / 1e9:.2f} measured")
+    print(f"median {median(errors):.1%}, worst {max(errors):.1%}")
+    assert len(errors) == 30 and median(errors) < 0.002 and max(errors) < 0.01
 
 
 def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
