@@ -272,11 +272,11 @@ def test_servers_on_cores_decode_as_many_requests_as_they_may() -> None:
 
 @pytest.mark.parametrize(
     ("num_gpus", "staleness", "metric", "fixed"),
-    [(16, 1, "tokens", None), (8, 0, "cost", None), (1024, 4, "latency", None), (16, 2, "tokens", "sglang.d4m2p1")],
+    [(16, 1, "tokens", None), (8, 0, "cost", None), (256, 4, "latency", None), (16, 2, "tokens", "sglang.d4m2p1")],
 )
 def test_every_proposal_passes_the_checks_and_fits(tmp_path, num_gpus, staleness, metric, fixed) -> None:
     path = write_recipe(tmp_path, SHAPES["7B"])
-    words = [f"staleness.max_staleness={staleness}", "dataset.train_bs_n_seqs=128", "ppo.gen.max_new_tokens=15360"]
+    words = [f"staleness.max_staleness={staleness}", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=15360"]
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config("ppo-math", path, [*words, *more])
@@ -331,7 +331,7 @@ def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
     path, judge = write_recipe(tmp_path, SHAPES["7B"]), tmp_path / "judge"
     judge.mkdir()
     (judge / "config.json").write_text(json.dumps(SHAPES["7B"]))
-    words = [f"auxiliary.path={judge}", "dataset.train_bs_n_seqs=128", "ppo.gen.max_new_tokens=4096"]
+    words = [f"auxiliary.path={judge}", "dataset.train_bs_n_seqs=16", "ppo.gen.max_new_tokens=4096"]
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config("ppo-math", path, [*words, *more])
@@ -345,7 +345,9 @@ def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
 
 def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, SHAPES["1.5B"])
-    scene = scene_of(load_config("ppo-math", path, ["staleness.max_staleness=1"]).config, GPUS["H200"])
+    scene = scene_of(
+        load_config("ppo-math", path, ["staleness.max_staleness=1", "dataset.train_bs_n_seqs=16"]).config, GPUS["H200"]
+    )
     found = search(
         scene, CALIBRATION, Lengths(mean=900, longest=7168), num_gpus=8, accepts=lambda one, keys: True, num_others=50
     )
