@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from allocation import ParallelLayout, layers_of_chunks
@@ -75,14 +76,14 @@ def rank_states(
     counts: Counter[Kind] = Counter()
     padded = 0
     held = 0.0
-    for chunk in chunk_parameters(config, layout, pp_rank=pp_rank, is_critic=is_critic):
-        for parameter in chunk:
-            counts[parameter.kind] += parameter.numel
+    for chunk in _counted(config, layout, pp_rank=pp_rank, is_critic=is_critic):
+        for parameter, number in chunk.items():
+            counts[parameter.kind] += number * parameter.numel
         if not trains:
             continue
         for parameters, ranks in _buffers(chunk, layout):
             padded += _padded(parameters, ranks)
-            held += sum(p.numel for p in parameters) / ranks
+            held += _numel(parameters) / ranks
     total = sum(counts.values())
     return States(
         weights=(padded if trains else total) * itemsize,
@@ -93,10 +94,14 @@ def rank_states(
     )
 
 
-def _buffers(chunk: Sequence[Parameter], layout: ParallelLayout) -> Iterator[tuple[list[Parameter], int]]:
+def _buffers(chunk: Counter[Parameter], layout: ParallelLayout) -> Iterator[tuple[Counter[Parameter], int]]:
     """Yield the parameters of each buffer of a model chunk, and the number of data-parallel ranks that share it."""
-    yield [p for p in chunk if p.kind != "experts"], layout.dp * layout.cp
-    yield [p for p in chunk if p.kind == "experts"], layout.expert_dp
+    for of_experts, ranks in ((False, layout.dp * layout.cp), (True, layout.expert_dp)):
+        yield Counter({p: number for p, number in chunk.items() if (p.kind == "experts") is of_experts}), ranks
+
+
+def _numel(parameters: Counter[Parameter]) -> int:
+    return sum(number * parameter.numel for parameter, number in parameters.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +119,12 @@ def checkpoint_pieces(
     """Return what a recover checkpoint is copied to by the ranks of a pipeline stage: for each buffer masters and both
     moments, which the first of its data-parallel ranks gathers, and the weights, up to the alignment of tensors."""
     pieces, weights = [], Counter[int]()  # weights by the number of ranks that have them
-    for chunk in chunk_parameters(config, layout, pp_rank=pp_rank, is_critic=is_critic):
+    for chunk in _counted(config, layout, pp_rank=pp_rank, is_critic=is_critic):
         for parameters, copies in _buffers(chunk, layout):
             ranks = layout.dp * layout.cp * layout.tp // copies
             size = _MASTER_BYTES * _padded(parameters, copies)
             pieces += [HostPiece(num_bytes=size, num_ranks=ranks)] * 3
-            weights[ranks] += itemsize * sum(parameter.numel for parameter in parameters)
+            weights[ranks] += itemsize * _numel(parameters)
     pieces += [HostPiece(num_bytes=size, num_ranks=ranks) for ranks, size in weights.items()]
     return tuple(piece for piece in pieces if piece.num_bytes)
 
@@ -132,7 +137,7 @@ def drawing_bytes(
     is drawn while others are copied."""
     whole = replace(layout, tp=1, dp=layout.dp * layout.tp)
     chunks = chunk_parameters(config, whole, pp_rank=pp_rank, is_critic=is_critic)
-    sizes = [parameter.numel for chunk in chunks for parameter in chunk]
+    sizes = [parameter.numel for chunk in chunks for layers, number in chunk for parameter in layers * number]
     return max(
         _MASTER_BYTES * sum(sizes[first : first + 1 + DRAWN_AHEAD]) + itemsize * size / layout.tp
         for first, size in enumerate(sizes)
@@ -146,27 +151,42 @@ def page_locked(num_bytes: float) -> int:
 
 def chunk_parameters(
     config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool
-) -> Iterator[list[Parameter]]:
-    """Yield the parameters of each model chunk of a pipeline stage."""
+) -> Iterator[list[tuple[list[Parameter], int]]]:
+    """Yield the parameters of each model chunk of a pipeline stage in their order: those of a layer, and how many
+    layers in a row have such ones."""
     chunks = layers_of_chunks(config.num_layers, layout)
+    sparse = (False,) * config.num_layers if config.moe is None else config.moe.sparse_layers
     shared = config.tied and not is_critic and layout.pp > 1
     embedding = Parameter("embedding", config.vocab_size // layout.tp * config.hidden_size, shared)
     for number in range(pp_rank, len(chunks), layout.pp):
-        parameters = [embedding] if number == 0 else []
-        for layer in chunks[number]:
-            parameters += _layer(config, layout, layer)
+        parameters = [([embedding], 1)] if number == 0 else []
+        for is_sparse, layers in groupby(sparse[layer] for layer in chunks[number]):
+            parameters.append((list(_layer(config, layout, is_sparse)), len(list(layers))))
         if number == len(chunks) - 1:
-            parameters.append(Parameter("head", config.hidden_size))  # the final norm
+            head = [Parameter("head", config.hidden_size)]  # the final norm
             if is_critic:
-                parameters.append(Parameter("head", config.hidden_size))
+                head.append(Parameter("head", config.hidden_size))
             elif not config.tied:
-                parameters.append(Parameter("head", embedding.numel))
+                head.append(Parameter("head", embedding.numel))
             elif number > 0:
-                parameters.append(embedding)
+                head.append(embedding)
+            parameters.append((head, 1))
         yield parameters
 
 
-def _layer(config: ModelConfig, layout: ParallelLayout, layer: int) -> Iterator[Parameter]:
+def _counted(
+    config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool
+) -> Iterator[Counter[Parameter]]:
+    """Yield how many of each parameter each model chunk of a pipeline stage has."""
+    for chunk in chunk_parameters(config, layout, pp_rank=pp_rank, is_critic=is_critic):
+        counts = Counter[Parameter]()
+        for parameters, number in chunk:
+            for parameter in parameters:
+                counts[parameter] += number
+        yield counts
+
+
+def _layer(config: ModelConfig, layout: ParallelLayout, is_sparse: bool) -> Iterator[Parameter]:
     hidden, tp, moe = config.hidden_size, layout.tp, config.moe
     yield Parameter("attention", hidden)
     yield from (Parameter("attention", numel) for numel in _attention(config, tp))
@@ -174,7 +194,7 @@ def _layer(config: ModelConfig, layout: ParallelLayout, layer: int) -> Iterator[
     if config.post_norms:
         yield Parameter("attention", hidden)
         yield Parameter("MLP", hidden)
-    if moe is None or not moe.sparse_layers[layer]:
+    if moe is None or not is_sparse:
         yield Parameter("MLP", 2 * config.intermediate_size // tp * hidden)
         yield Parameter("MLP", config.intermediate_size // tp * hidden)
         return
@@ -208,12 +228,13 @@ def _attention(config: ModelConfig, tp: int) -> Iterator[int]:
     yield hidden * heads * config.head_dim
 
 
-def _padded(parameters: list[Parameter], ranks: int) -> int:
+def _padded(parameters: Counter[Parameter], ranks: int) -> int:
     """Return the elements of a buffer. Parameters that two stages hold have a bucket of their own."""
     multiple = math.lcm(ranks, _BUCKET)
-    buckets = ([p for p in parameters if not p.in_own_bucket], *([p] for p in parameters if p.in_own_bucket))
-    sizes = (sum(_up(p.numel, _ALIGNED) for p in bucket) for bucket in buckets)
-    return sum(_up(size, multiple) for size in sizes)
+    sizes = Counter[Parameter | None]()  # by bucket
+    for parameter, number in parameters.items():
+        sizes[parameter if parameter.in_own_bucket else None] += number * _up(parameter.numel, _ALIGNED)
+    return sum(_up(size, multiple) for size in sizes.values())
 
 
 def _up(number: int, multiple: int) -> int:
