@@ -235,7 +235,7 @@ def _search(
         return _DOES_NOT_FIT
     _say(
         console,
-        f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations that fit; "
+        f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations; "
         f"answers of {answers.mean:,.0f} tokens on average:",
     )
     for place, proposal in enumerate(found.best, start=1):

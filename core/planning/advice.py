@@ -233,7 +233,7 @@ def _smaller_share(scene: Scene, plan: MemoryPlan) -> float | None:
 
 def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
     offloaded = scene.with_engines(offload=True)
-    changed = [scene.with_engines(recompute="auto"), with_half_microbatches(scene)]
+    changed = [scene.with_engines(recompute="auto"), with_microbatches(scene, 0.5)]
     if any(engine.trains and engine.recompute != "auto" for engine in scene.engines):
         changed.append(scene.with_engines(recompute="full"))
     changed += [offloaded, offloaded.with_engines(recompute="auto")]
@@ -258,7 +258,7 @@ def _other_layouts(scene: Scene) -> Iterator[Scene]:
 
 _WITHOUT: tuple[Callable[[Scene], Scene], ...] = (
     lambda scene: replace(scene, engines=tuple(replace(e, host_gib=e.host_gib and 0.0) for e in scene.engines)),
-    lambda scene: with_half_microbatches(scene),
+    lambda scene: with_microbatches(scene, 0.5),
     lambda scene: scene.with_engines(recompute="full"),
     lambda scene: scene.with_engines(offload=False),
     lambda scene: replace(scene, keeps_episodes=False),
@@ -292,9 +292,10 @@ def _host_changes(scene: Scene, plan: MemoryPlan) -> list[Change]:
     return largest + ([one for one in together if one.helps] or together[-1:])[:1]
 
 
-def with_half_microbatches(scene: Scene) -> Scene:
-    """Return the scene with half of the tokens of a microbatch, but for a longest sequence."""
-    engines = (replace(e, tokens=min(e.tokens, max(scene.longest, e.tokens // 2))) for e in scene.engines)
+def with_microbatches(scene: Scene, factor: float) -> Scene:
+    """Return the scene with so many times the tokens of a microbatch, but no fewer than a longest sequence where it has
+    so many."""
+    engines = (replace(e, tokens=max(min(e.tokens, scene.longest), int(e.tokens * factor))) for e in scene.engines)
     return replace(scene, engines=tuple(engines))
 
 
@@ -313,7 +314,7 @@ def keys_of_engines(scene: Scene, asked: Scene, *, with_level: bool = False) -> 
         if engine.offload != before.offload:
             keys.append(f"{name}.optimizer.offload={str(engine.offload).lower()}")
         if engine.recompute != before.recompute or (with_level and engine.trains):
-            level = "true" if engine.recompute == "full" else engine.recompute
+            level = {"full": "true", "none": "false"}.get(engine.recompute, engine.recompute)
             keys.append(f"{name}.gradient_checkpointing={level}")
         if engine.tokens != before.tokens and (name != "ref" or scene.servers is not None):  # DPO: that of the model
             keys.append(f"{_SECTIONS.get(name, f'{name}_train')}.mb_spec.max_tokens_per_mb={engine.tokens}")

@@ -290,6 +290,8 @@ def smallest_total(scene: Scene) -> float:
 
 def usual_level(scene: Scene, engine: Engine) -> Level:
     """Return what most layers of the first stage recompute."""
+    if engine.recompute != "auto":
+        return engine.recompute
     processes = _processes(scene)
     own = next(process for process in processes if engine.layout == process[0].layout)
     others = sum(_between(scene, process, 0).of_process for process in processes if process is not own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -158,7 +159,7 @@ def read_calibration(path: Path) -> Calibration:
         if known[name].type == "str":
             if not isinstance(value, str):
                 raise refused(f"{name}: must be a text, not {value!r:.60}")
-        elif type(value) not in (int, float) or not math.isfinite(value):
+        elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise refused(f"{name}: must be a finite number, not {value!r:.60}")
         elif value < 0 or (value == 0 and name in _RATES):
             raise refused(f"{name}: must be {'above' if name in _RATES else 'at least'} 0, not {value}")
@@ -180,17 +181,8 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     if servers is not None and servers.on_gpu != scene.on_gpu:
         return None
     prompt = 0.0 if servers is None else scene.prompt_tokens / 2
-    length = prompt + answers.mean
-    tokens = scene.sequences * length
-    # Attention grows with the square of the length.
-    square = (answers.mean_square + 2 * prompt * answers.mean + prompt**2) / length
-    update = sum(
-        e.sample_reuse
-        * update_seconds(scene, e, calibration, tokens=tokens, length=square, level=usual_level(scene, e))
-        for e in scene.engines
-        if e.trains
-    )
-    passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
+    tokens = scene.sequences * (prompt + answers.mean)
+    update, passes = trainer_seconds(scene, calibration, answers)
     checkpoint = checkpoint_bytes(scene) / _HOST_LINK if scene.writes_checkpoints and scene.on_gpu else 0.0
     if servers is None:
         return StepTime(
@@ -208,25 +200,42 @@ def step_time(scene: Scene, calibration: Calibration, answers: Lengths) -> StepT
     rollout += prefill
     push = 0.03 + server_weights(servers) / calibration.link
     turn = _TURN_SECONDS if scene.shares_gpus and scene.on_gpu else 0.0
-    trainer, in_turns = update + passes, scene.shares_gpus or scene.max_staleness == 0
+    trainer = update + passes
 
     def batch(every: float) -> float:
         return prefill + _batch_seconds(scene, servers, decode, answers, running=running, every=every)
 
-    if in_turns:
-        if scene.max_staleness == 0:
-            rollout = batch(math.inf)
-        step = rollout + trainer + push + turn
-    else:
-        step = lag = max(rollout, trainer)
-        for _ in range(_ROUNDS):  # the longer a step is, the later others join its longest answers
-            lag = (lag + (batch(step) + trainer) / (scene.max_staleness + 1)) / 2
-            step = max(rollout, trainer, lag)
-        step = step * _SLACK + push
+    if scene.max_staleness == 0:
+        rollout = batch(math.inf)
+    overlaps = not scene.shares_gpus and scene.max_staleness > 0
+    # The longest answers have max_staleness + 1 steps; a trainer beside them takes a part of the last one.
+    beside = trainer if overlaps else 0.0
+    step = lag = max(rollout, beside)
+    for _ in range(_ROUNDS if scene.max_staleness else 0):  # the longer a step is, the later others join them
+        lag = (lag + (batch(step) + beside) / (scene.max_staleness + 1)) / 2
+        step = max(rollout, beside, lag)
+    step = step * _SLACK + push if overlaps else step + trainer + push + turn
     return StepTime(
         update=update, passes=passes, rollout=rollout, push=push, turn=turn, checkpoint=checkpoint, step=step,
         tokens=tokens,
     )  # fmt: skip
+
+
+def trainer_seconds(scene: Scene, calibration: Calibration, answers: Lengths) -> tuple[float, float]:
+    """Return the seconds of the updates of a step, and of the passes before them."""
+    prompt = 0.0 if scene.servers is None else scene.prompt_tokens / 2
+    length = prompt + answers.mean
+    tokens = scene.sequences * length
+    # Attention grows with the square of the length.
+    square = (answers.mean_square + 2 * prompt * answers.mean + prompt**2) / length
+    update = sum(
+        e.sample_reuse
+        * update_seconds(scene, e, calibration, tokens=tokens, length=square, level=usual_level(scene, e))
+        for e in scene.engines
+        if e.trains
+    )
+    passes = sum(pass_seconds(scene, e, calibration, tokens=tokens, length=length) for e in scene.engines if e.has_pass)
+    return update, passes
 
 
 def _batch_seconds(

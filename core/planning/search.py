@@ -6,6 +6,8 @@ Invariant: what is proposed has been resolved and checked by the rules that the 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +27,10 @@ from core.planning.advice import (
     mode_of,
     needed_gpus,
     smallest_trainer,
-    with_half_microbatches,
+    with_microbatches,
 )
-from core.planning.memory import MemoryPlan, plan_memory
-from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time
+from core.planning.memory import MemoryPlan, plan_memory, smallest_total
+from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time, trainer_seconds
 from core.planning.scene import PlanError, Scene, Servers, gpu_of_machine, scene_of
 from core.planning.server_memory import GIB, plan_servers
 from core.planning.simulation import LONGEST_ANSWERS, Forecast, forecast
@@ -39,18 +41,22 @@ Metric = Literal["tokens", "cost", "latency"]
 """tokens: most trained tokens per second. cost: most of them for each GPU, also with fewer GPUs. latency: the shortest
 time from the begin of an answer to the end of the last step that may train on it."""
 METRICS: tuple[Metric, ...] = get_args(Metric)
-_LEVELS: tuple[Level, ...] = ("selective", "linear", "full")
+_LEVELS: tuple[Level, ...] = ("none", "selective", "linear", "full")
 _DEGREES = (1, 2, 4, 8, 16)
+_MICROBATCHES = (1, 0.5, 2, 4)
+"""Of the tokens that the configuration gives them."""
 _RUNNING = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
 _NEARLY = 0.9
 """Of the speed by the formula; the fewest requests at once that reach it are simulated first. With many, servers wait
 for their own processor and each answer takes longer (benchmarks/planner.md, Search)."""
 _CLEARLY = 0.98
-"""Of the simulated seconds of a step: what is not even so much faster is not worth more requests."""
+"""Of the seconds: what is not even so much faster is not worth more requests, or other microbatches."""
+_AT_LEAST = 0.94
+"""Of the seconds of a step by the formula: a simulated one does not take less."""
 _NODE_GPUS = 8
 _MOST_CHECKED = 400
-_SIMULATED, _MORE = 8_000, 3
-"""Answers of the measured steps of each, and how many are simulated beyond those that are returned."""
+_MORE = 3
+"""How many are simulated at most beyond those that are returned."""
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
 
 
@@ -92,7 +98,8 @@ class Proposal:
             f"{t.limited_by}"
         )
         spare = (self.memory.limit - self.memory.peak.total) / GIB
-        memory = f"trainer: {spare:.0f} GiB of a GPU are free, {self.scene.actor.recompute} recomputation"
+        level = "no" if self.scene.actor.recompute == "none" else self.scene.actor.recompute
+        memory = f"trainer: {spare:.0f} GiB of a GPU are free, {level} recomputation"
         if servers is not None and self.scene.servers is not None:
             running = self.scene.servers.max_running
             memory += f"; servers: {running} requests at once, a cache of {servers.tokens:,} tokens"
@@ -155,37 +162,56 @@ def search(
             placed[size] = _on(scene, size)
     if fixed is not None:
         _check_fixed(scene, [*placed], fixed)
-    candidates = [one for sized in placed.values() for one in _candidates(sized, calibration, answers, fixed)]
-    candidates.sort(key=lambda one: (_cost(metric, *one), one[1].trainer))
+    splits = [split for sized in placed.values() for split in _splits(sized, calibration, answers, fixed)]
+    order = itertools.count()
+    heap: list[tuple[float, float, int, Scene, StepTime, Iterator[Scene]]] = []
+
+    def add(alternatives: Iterator[Scene]) -> None:
+        """Add the first alternative that has a time."""
+        for one in alternatives:
+            if timed := _with_requests(one, calibration, answers):
+                heapq.heappush(heap, (_cost(metric, *timed), timed[1].trainer, next(order), *timed, alternatives))
+                return
 
     def proposed(candidate: Scene) -> Proposal | None:
         memory = plan_memory(candidate)
         if not memory.fits or not accepts(candidate, _overrides(candidate, scene)):
             return None
-        time = forecast(candidate, calibration, answers, most_answers=_SIMULATED)
+        time = forecast(candidate, calibration, answers)
         assert time is not None, "it has a time by the formula"
         return Proposal(scene=candidate, asked=scene, time=time, memory=memory)
 
     def cost(one: Proposal) -> float:
         return _cost(metric, one.scene, one.time)
 
+    for split in splits:
+        add(split.alternatives)
     found: list[Proposal] = []
-    splits = set()
-    for candidate, _ in candidates[:_MOST_CHECKED]:
-        if _split(candidate) not in splits and (proposal := proposed(candidate)):
-            splits.add(_split(candidate))
+    for _ in range(_MOST_CHECKED):
+        if not heap or len(found) == most + num_others + _MORE:
+            break
+        *_, candidate, time, alternatives = heapq.heappop(heap)
+        fastest = replace(time, step=_AT_LEAST * time.step)
+        if len(found) >= most + num_others and _cost(metric, candidate, fastest) > sorted(map(cost, found))[most - 1]:
+            break
+        if any(_split(candidate) == _split(one.scene) for one in found):
+            continue
+        if proposal := proposed(candidate):
             found.append(proposal)
-            if len(found) == most + num_others + _MORE:
-                break
+        else:
+            add(alternatives)
     found.sort(key=cost)
     best = []
     for proposal in found[:most]:  # with more requests at once, while that is faster by far
-        while (more := _with_more_requests(proposal.scene, answers)) and (next_one := proposed(more)):
+        while (more := _with_more_requests(proposal, answers)) and (next_one := proposed(more)):
             if next_one.time.step > _CLEARLY * proposal.time.step:
                 break
             proposal = next_one
         best.append(proposal)
-    return Found(best=sorted(best, key=cost), others=found[most : most + num_others], num_considered=len(candidates))
+    return Found(
+        best=sorted(best, key=cost), others=found[most : most + num_others],
+        num_considered=sum(split.num_layouts for split in splits),
+    )  # fmt: skip
 
 
 def _overrides(scene: Scene, asked: Scene) -> tuple[str, ...]:
@@ -269,35 +295,44 @@ def _split(scene: Scene) -> tuple[int, bool, ParallelLayout | None]:
     return scene.actor.layout.world_size, scene.shares_gpus, scene.servers.layout if scene.servers else None
 
 
-def _candidates(
-    scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spec | None
-) -> Iterator[tuple[Scene, StepTime]]:
-    """Yield allocations that divide models and batch and whose trainer fits, each with its time."""
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """A number of GPUs for the trainer, on GPUs of its own or not, and a layout of the servers."""
+
+    num_layouts: int
+    """Of the trainer, which divide models and batch."""
+    alternatives: Iterator[Scene]
+    """With trainers that fit, the fastest first."""
+
+
+def _splits(scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spec | None) -> Iterator[_Split]:
     assert scene.servers is not None, "the caller has generators"
     num_gpus = scene.n_nodes * scene.n_gpus_per_node
     wanted = None if fixed is None else fixed.trainer.get(REST)
     served = None if fixed is None else fixed.generator
     sizes = list(_server_sizes(scene, scene.servers)) if served is None else []
-    for layout in _trainer_layouts(scene, num_gpus):
-        if wanted is not None and layout != wanted:
-            continue
-        rest = num_gpus - layout.world_size
+    layouts = [layout for layout in _trainer_layouts(scene, num_gpus) if wanted is None or layout == wanted]
+    for world in sorted({layout.world_size for layout in layouts}):
+        rest = num_gpus - world
         if fixed is not None and wanted is not None and served is not None and fixed.disaggregated != (rest > 0):
             continue
         left = rest or num_gpus
         sides = [ParallelLayout(dp=left // tp, tp=tp) for tp in sizes if left % tp == 0]
         if served is not None and served.world_size == left:
             sides = [served]
-        placed = [replace(scene, shares_gpus=False)] if rest else _on_same_gpus(scene)
-        trainers = [trainer for one in placed for trainer in _fitting(one, layout)] if sides else []
+        sized = [layout for layout in layouts if layout.world_size == world]
         others = scene.servers.num_auxiliary
-        for side in sides:
-            if side.dp <= others:
-                continue
-            servers = replace(scene.servers, layout=replace(side, dp=side.dp - others))
-            for trainer in trainers:
-                if found := _with_requests(replace(trainer, servers=servers), calibration, answers):
-                    yield found
+        for placed in [replace(scene, shares_gpus=False)] if rest else _on_same_gpus(scene):
+            trainers = _fitting(placed, sized, calibration, answers)
+            for side in sides:
+                if side.dp > others:
+                    servers = replace(scene.servers, layout=replace(side, dp=side.dp - others))
+                    trainers, mine = itertools.tee(trainers)
+                    yield _Split(num_layouts=len(sized), alternatives=_with_servers(mine, servers))
+
+
+def _with_servers(trainers: Iterator[Scene], servers: Servers) -> Iterator[Scene]:
+    return (replace(trainer, servers=servers) for trainer in trainers)
 
 
 def _on_same_gpus(scene: Scene) -> list[Scene]:
@@ -313,51 +348,74 @@ def _with_requests(scene: Scene, calibration: Calibration, answers: Lengths) -> 
     servers holds and that the staleness bound lets begin, and its time; None where there are no times."""
     servers = scene.servers
     assert servers is not None, "the caller has generators"
-    length = scene.prompt_tokens / 2 + answers.mean
     allowed = 1.25 * scene.sequences * (scene.max_staleness + 1) / servers.layout.dp
     best: tuple[Scene, StepTime] | None = None
     fastest = math.inf
-    for running in _RUNNING:
-        more = replace(servers, max_running=running)
-        if running < 2 * allowed and plan_servers(scene, more).tokens >= running * length:
-            time = step_time(whole := replace(scene, servers=more), calibration, answers)
-            if time is None or time.step * _NEARLY > fastest:
-                break
-            best, fastest = (whole, time), min(fastest, time.step)
+    for whole in _with_numbers(scene, answers, [running for running in _RUNNING if running < 2 * allowed]):
+        time = step_time(whole, calibration, answers)
+        if time is None or time.step * _NEARLY > fastest:
+            break
+        best, fastest = (whole, time), min(fastest, time.step)
     if best is None and (time := step_time(scene, calibration, answers)) is not None:
         best = scene, time
     return best
 
 
-def _with_more_requests(scene: Scene, answers: Lengths) -> Scene | None:
-    """Return the scene with the next larger number of requests at once that the cache holds; None without one."""
+def _with_more_requests(proposal: Proposal, answers: Lengths) -> Scene | None:
+    """Return a proposal with the next larger number of requests at once that the cache holds; None without one, and
+    where more would not be faster: none wait, or the trainer alone takes as long."""
+    scene, time = proposal.scene, proposal.time
+    assert scene.servers is not None, "a proposal has generators"
+    if not time.is_queued or time.trainer + time.push > _CLEARLY * time.step:
+        return None
+    more = [running for running in reversed(_RUNNING) if running > scene.servers.max_running][:1]
+    return next(_with_numbers(scene, answers, more), None)
+
+
+def _with_numbers(scene: Scene, answers: Lengths, numbers: Sequence[int]) -> Iterator[Scene]:
+    """Yield the scene with each of these numbers of requests at once that the cache of a server holds."""
     servers = scene.servers
     assert servers is not None, "the caller has generators"
-    running = min((number for number in _RUNNING if number > servers.max_running), default=None)
-    if running is None:
-        return None
-    more = replace(servers, max_running=running)
-    holds = plan_servers(scene, more).tokens >= running * (scene.prompt_tokens / 2 + answers.mean)
-    return replace(scene, servers=more) if holds else None
+    for running in numbers:
+        more = replace(servers, max_running=running)
+        if plan_servers(scene, more).tokens >= running * (scene.prompt_tokens / 2 + answers.mean):
+            yield replace(scene, servers=more)
 
 
-def _fitting(scene: Scene, layout: ParallelLayout) -> Iterator[Scene]:
-    """Yield the scene with the trainer in this layout and the least recomputation that fits: with microbatches as the
-    configuration has them, and with smaller ones where that fits otherwise, or shortens the bubble of a pipeline."""
-    placed = scene.in_layout(layout)
+def _fitting(
+    scene: Scene, layouts: Sequence[ParallelLayout], calibration: Calibration, answers: Lengths
+) -> Iterator[Scene]:
+    """Yield the scene with trainers that fit in these layouts, the fastest first: with the least recomputation that
+    fits, the optimizer in host memory where nothing fits otherwise, and smaller or larger microbatches where these are
+    faster by far."""
+    given = scene.actor.tokens
+    heap: list[tuple[float, int, Scene, Iterator[Scene]]] = []
+    order = itertools.count()
+
+    def add(steps: Iterator[Scene]) -> None:
+        """Add the next step of recomputation."""
+        if (one := next(steps, None)) is not None:
+            seconds = sum(trainer_seconds(one, calibration, answers))
+            heapq.heappush(heap, (seconds / (1 if one.actor.tokens == given else _CLEARLY), next(order), one, steps))
+
+    for layout in layouts:
+        placed = scene.in_layout(layout)
+        for sized in dict.fromkeys(with_microbatches(placed, factor) for factor in _MICROBATCHES):
+            add(_steps(sized))
+    while heap:
+        *_, one, steps = heapq.heappop(heap)
+        if plan_memory(replace(one, servers=None)).fits:
+            yield one
+        add(steps)
+
+
+def _steps(scene: Scene) -> Iterator[Scene]:
+    """Yield the scene with more and more recomputation, then with the optimizer in host memory."""
     for offload in (False, True):
-        found = False
-        for one in dict.fromkeys((placed, with_half_microbatches(placed))):
-            if found and layout.pp == 1:
-                continue
+        placed = scene.with_engines(offload=offload)
+        if smallest_total(replace(placed, servers=None)) <= scene.gpu.gib * GIB:
             for level in _LEVELS:
-                leveled = one.with_engines(recompute=level, offload=offload)
-                if plan_memory(replace(leveled, servers=None)).fits:
-                    found = True
-                    yield leveled
-                    break
-        if found:
-            return
+                yield placed.with_engines(recompute=level)
 
 
 def _server_sizes(scene: Scene, servers: Servers) -> Iterator[int]:

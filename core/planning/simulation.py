@@ -7,6 +7,7 @@ input gives the same run.
 
 import asyncio
 import heapq
+import itertools
 import logging
 import math
 import random
@@ -36,11 +37,9 @@ from rollout.types import Completion, GenerateRequest, Health, SamplingParams
 LAST_STEPS = 3
 """Of a run, whose groups of answers are kept for a picture."""
 _FORECAST_ANSWERS, _FEWEST_STEPS, _MOST_STEPS = 12_000, 6, 24
-"""Of the steps that a forecast measures."""
+"""Of the steps that a forecast measures. It has no answer older than the last of them."""
 _ENOUGH_ANSWERS, _ENOUGH_STALENESS = 1024, 8
 """Of a step, for the longest of them; with a larger max_staleness than that, which hides them, fewer."""
-_MOST_STALENESS = 16
-"""That is simulated of a run with many answers a step."""
 _EVEN = 1.1
 """A step that takes longer than its longer side, by this factor, waits for both."""
 _FAULT_STEPS = 200
@@ -145,6 +144,8 @@ class Outcome:
     steps: list[Step] = field(default_factory=list)
     groups: list[GroupTime] = field(default_factory=list)
     """Of the last steps, those under way too, by their begin."""
+    queued: float = -math.inf
+    """When a request has last waited at a server for others to end."""
 
     def add(self, step: Step) -> None:
         """Add a step, and forget the groups that ended before the last ones."""
@@ -161,6 +162,11 @@ class Outcome:
     def measured_seconds(self) -> float:
         """Of all measured steps."""
         return self.measured[-1].end - self.measured[0].begin
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether requests wait at a server in the measured steps."""
+        return self.queued >= self.measured[0].begin
 
     @property
     def seconds(self) -> float:
@@ -225,9 +231,10 @@ class _Server:
         outcome: Outcome,
         number: int,
         lengths: Mapping[str, Sequence[float]],
-        on_answer: Callable[[], None],
+        on_answer: Callable[[], bool],
     ) -> None:
-        """`lengths`: of the answers of a group, by its request; `on_answer` is called when one of them ends."""
+        """`lengths`: of the answers of a group, by its request. `on_answer` is called when one of them ends, and
+        returns whether that woke a task."""
         factor = 1.0 if number else world.straggler
         self._most, self._outcome, self._index = world.slots, outcome, number
         self._lengths, self._on_answer = lengths, on_answer
@@ -241,7 +248,7 @@ class _Server:
         self._running: list[tuple[float, int, float, _Group]] = []  # its value at the end, and at the begin
         self.waiting: deque[tuple[float, _Group]] = deque()
         self._number = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._clock = virtual_clock()
         self._filling: asyncio.Handle | None = None
         self._is_dead = False
         self.request_seconds = 0.0
@@ -249,8 +256,8 @@ class _Server:
     async def generate(self, request: GenerateRequest) -> Completion:
         if self._is_dead:
             raise ConnectionError(_GONE)
-        lengths, begin = self._lengths[request.request_id], asyncio.get_running_loop().time()
-        self._outcome.groups.append(time := GroupTime(self._index, begin))
+        lengths = self._lengths[request.request_id]
+        self._outcome.groups.append(time := GroupTime(self._index, self._clock.now))
         group = _Group(len(lengths))
         self.waiting.extend((length, group) for length in lengths)
         if self._filling is None:  # with those that come at the same moment
@@ -261,7 +268,7 @@ class _Server:
             group.cancelled = True
             raise
         finally:
-            time.end = asyncio.get_running_loop().time()
+            time.end = self._clock.now
         return _EMPTY
 
     async def partial(self) -> Mapping[str, Completion]:
@@ -277,8 +284,7 @@ class _Server:
     def fail(self) -> None:
         """End every request with an error, for good."""
         self._is_dead = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._clock.call(self, math.inf)
         groups = [group for *_, group in self._running] + [group for _, group in self.waiting]
         for group in groups:
             if not group.done.done():
@@ -300,10 +306,8 @@ class _Server:
 
     def advance(self) -> None:
         """Bring what the requests have up to now."""
-        now = asyncio.get_running_loop().time()
-        if now > self._since:
+        if (elapsed := self._clock.now - self._since) > 0:
             step, growth = self._step()
-            elapsed = now - self._since
             self._tokens += 2 * elapsed / (step + math.sqrt(step**2 + 2 * growth * elapsed))
             self._pass(elapsed)
 
@@ -332,28 +336,32 @@ class _Server:
                     heapq.heappush(self._running, (self._tokens + length, self._number, self._tokens, group))
                     self._began += self._tokens
             self._pass(_PREFILL_STEPS * self._steps[0] + self._prefill * len(groups))
+        if self.waiting:
+            self._outcome.queued = self._clock.now
         self._schedule()
 
     def _schedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._running and not self._is_dead:
+        """Call finish() when the next answer ends."""
+        end = math.inf
+        if self._running:
             (step, growth), left = self._step(), max(0.0, self._running[0][0] - self._tokens)
-            seconds = left * (step + growth * left / 2)
-            self._timer = asyncio.get_running_loop().call_at(self._since + seconds, self._finish)
+            end = self._since + left * (step + growth * left / 2)
+        self._clock.call(self, end)
 
-    def _finish(self) -> None:
-        self._timer = None
+    def finish(self) -> bool:
+        """End the answers that are complete, and let others begin; return whether that woke a task."""
         self.advance()
-        running, ended = self._running, self._tokens + 0.5
+        running, ended, woke = self._running, self._tokens + 0.5, False
         while running and running[0][0] <= ended:
             _, _, began, group = heapq.heappop(running)
             self._began -= began
             group.left -= 1
             if not group.left and not group.done.done():
                 group.done.set_result(None)
-            self._on_answer()
+                woke = True
+            woke |= self._on_answer()
         self._fill()
+        return woke
 
 
 class _Group:
@@ -389,6 +397,8 @@ class Forecast(StepTime):
     """Share of the answers by age in versions."""
     takes_turns: bool
     """No answer is sampled while the trainer computes."""
+    is_queued: bool
+    """Requests wait at a server until others end."""
 
     @property
     def limited_by(self) -> str:
@@ -398,35 +408,38 @@ class Forecast(StepTime):
         return "generators" if self.rollout > self.trainer else "trainer"
 
 
-def forecast(
-    scene: Scene, calibration: Calibration, answers: Lengths, *, most_answers: int = _FORECAST_ANSWERS
-) -> Forecast | None:
+def forecast(scene: Scene, calibration: Calibration, answers: Lengths) -> Forecast | None:
     """Return the average of simulated steps; None where there is no world. Of a run with many answers a step, an equal
-    part of servers and batch is simulated. `most_answers`: about how many the measured steps have together. No
-    answer is simulated as older than 16 versions, or than the steps that these answers make, if those are more."""
+    part of servers and batch is simulated. No answer is simulated as older than 24 versions."""
     time = step_time(scene, calibration, answers)
     if time is None:
         return None
     if scene.servers is None:
         return Forecast(
-            **vars(time), wait=0.0, trainer_share=1.0, slots_share=0.0, staleness={0: 1.0}, takes_turns=True
+            **vars(time),
+            wait=0.0,
+            trainer_share=1.0,
+            slots_share=0.0,
+            staleness={0: 1.0},
+            takes_turns=True,
+            is_queued=False,
         )
     if (world := _world(scene, calibration, answers, time)) is None:
         return None
+    world = replace(world, max_staleness=min(world.max_staleness, _MOST_STEPS))
     parts = _parts(world)
     if parts > 1:
         world = replace(
             world, num_servers=world.num_servers // parts, prompts=world.prompts // parts,
             train_token_seconds=world.train_token_seconds * parts,
         )  # fmt: skip
-    enough = most_answers // (world.prompts * world.group_size)
-    world = replace(world, max_staleness=min(world.max_staleness, max(_MOST_STALENESS, enough)))
-    steps = min(_MOST_STEPS, max(_FEWEST_STEPS, enough))
+    steps = min(_MOST_STEPS, max(_FEWEST_STEPS, _FORECAST_ANSWERS // (world.prompts * world.group_size)))
     run = simulate(world, world.first_steps + steps)
     return Forecast(
         **vars(time) | {"step": time.tokens / parts / run.tokens_per_second},
         wait=run.wait, trainer_share=run.trainer_share, slots_share=run.slots_share,
         staleness=run.staleness, takes_turns=scene.shares_gpus or scene.max_staleness == 0,
+        is_queued=run.is_queued,
     )  # fmt: skip
 
 
@@ -580,19 +593,22 @@ class _Run:
         since, self._request_seconds = total - self._request_seconds, total
         return since / max(seconds, 1e-9) / len(self._servers)
 
-    def _start(self) -> None:
-        """Start prompts as the producer of a run does: while the generators have room and admission allows it."""
+    def _start(self) -> bool:
+        """Start prompts as the producer of a run does: while the generators have room and admission allows it. Return
+        whether one was started."""
+        before = self._opened
         while not self._is_full and self._requests < self._most and self._opened < self._num_prompts:
             id = str(self._opened)
             tags = Tags(id=id, group_id=id, task="", row=id, epoch=0, version=self._version)
             if self._experience.open(tags, self._rules.admission) == "full":
                 self._is_full = True
-                return
+                break
             self._opened += 1
             self._requests += self._world.group_size
             task = asyncio.create_task(self._episode(tags))
             self._tasks.add(task)
             task.add_done_callback(self._end_task)
+        return self._opened > before
 
     async def _episode(self, tags: Tags) -> None:
         world = self._world
@@ -620,23 +636,42 @@ class _Run:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._experience.fail(error)
 
-    def _end_answer(self) -> None:
+    def _end_answer(self) -> bool:
         self._requests -= 1
-        self._start()
+        return self._start()
 
 
 T = TypeVar("T")
 
 
-class _JumpingSelector(selectors.SelectSelector):
+class _Clock(selectors.SelectSelector):
+    """A virtual clock. It moves to the next timer of its loop, or before that to the next end of an answer. As timers
+    of the loop, these ends would take a fifth of the time of a simulation."""
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self._calls: list[tuple[float, int, _Server]] = []
+        self._numbers = itertools.count()
+        self._valid: dict[_Server, int] = {}  # number of the last call of each server
+
+    def call(self, server: "_Server", when: float) -> None:
+        """Call finish() of a server then, and not when it was to be called before; infinity: do not call it."""
+        self._valid[server] = number = next(self._numbers)
+        if when < math.inf:
+            heapq.heappush(self._calls, (when, number, server))
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        end, calls = math.inf if timeout is None else self.now + max(timeout, 0.0), self._calls
+        while calls and calls[0][0] < end:
+            when, number, server = heapq.heappop(calls)
+            if self._valid[server] == number:
+                self.now = max(self.now, when)
+                if server.finish():
+                    return []
         if timeout is None:
             raise RuntimeError("deadlock: every task waits and no timer is set")
-        self.now += max(timeout, 0.0)
+        self.now = end
         return []
 
 
@@ -644,11 +679,18 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     """A loop on a virtual clock, which begins at 0."""
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
+        self.clock = _Clock()
+        super().__init__(self.clock)
 
     def time(self) -> float:
-        return self._jumping.now
+        return self.clock.now
+
+
+def virtual_clock() -> _Clock:
+    """Return the clock of the loop that runs, which is a virtual one."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualClockLoop), "run_virtual() has started it"
+    return loop.clock
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -232,6 +232,18 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "with the layout of --fix fits in memory" in capsys.readouterr().out
 
 
+def test_a_plan_of_a_proposal_has_its_figures_to_the_last_digit(recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H200", "--json", "--mean-tokens", "2000"]
+    assert main([*words, "--search", "--gpus", "4", "--fix", "d2m1p1", "staleness.max_staleness=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for proposal in found:
+        assert main([*words, "staleness.max_staleness=2", *proposal["overrides"]]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["seconds"] == proposal["seconds"]
+        assert max(p["total"] for rank in plan["ranks"] for p in rank["phases"]) == proposal["peak_bytes"]
+    assert len(found) == 2
+
+
 def test_a_search_for_cost_leaves_out_half_nodes_and_keeps_sides_apart(recipe: Path, capsys) -> None:
     words = ["--config", str(recipe), "--gpu", "H100", "--search", "--metric", "cost", "--json"]
     words += ["dataset.train_bs_n_seqs=24", "--gpus"]

@@ -14,7 +14,7 @@ import pytest
 from allocation import ParallelLayout
 from core.checks.rules import load_config
 from core.config.load import LoadedConfig
-from core.planning.advice import keys_of_engines, with_half_microbatches
+from core.planning.advice import keys_of_engines, with_microbatches
 from core.planning.memory import plan_memory, usual_level
 from core.planning.rates import (
     Lengths,
@@ -209,12 +209,13 @@ def test_an_update_with_auto_takes_the_time_of_what_most_layers_recompute(raw, t
     assert times[0] is not None and times[0] == times[1]
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("mean", [900, 4000])
-def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int) -> None:
+def test_a_step_takes_about_as_long_as_a_simulated_one(staleness: int, mean: int, shares: bool) -> None:
     """By the formula that chooses what is simulated: waits for the longest answers, sides that overlap and sides in
     turns."""
-    scene = replace(make_scene(SHAPES["7B"]), max_staleness=staleness, answer_tokens=15360)
+    scene = replace(make_scene(SHAPES["7B"]), max_staleness=staleness, answer_tokens=15360, shares_gpus=shares)
     answers = Lengths(mean=mean, longest=15360)
     time, planned = step_time(scene, CALIBRATION, answers), forecast(scene, CALIBRATION, answers)
     assert time is not None and planned is not None
@@ -245,13 +246,12 @@ def test_where_the_cache_limits_formula_and_simulation_let_as_many_requests_run(
 
 
 def test_a_larger_staleness_bound_is_forecast_with_no_more_answers() -> None:
-    """Ages show how many steps were simulated: a part of the run has the age of the bound, a whole one a smaller."""
     answers, scene = Lengths(mean=300, longest=7168), make_scene(SHAPES["7B"])
     assert scene.servers is not None
     servers = replace(scene.servers, layout=ParallelLayout(dp=8))
     large = replace(scene, servers=servers, sequences=1024, prompts=128)
     steps = {}
-    for run, staleness, oldest in ((scene, 8, 8), (scene, 1000, 23), (large, 8, 8), (large, 64, 64)):
+    for run, staleness, oldest in ((scene, 8, 8), (scene, 1000, 24), (large, 8, 8), (large, 64, 24)):
         planned = forecast(replace(run, max_staleness=staleness), CALIBRATION, answers)
         assert planned is not None and max(planned.staleness) == oldest
         steps[run.prompts, staleness] = planned.step
@@ -321,7 +321,7 @@ def test_proposals_set_what_they_were_computed_with_for_every_engine(tmp_path: P
         assert as_run.engines == one.scene.engines and plan_memory(as_run).peak.total == one.memory.peak.total
     assert any(not one.scene.actor.offload for one in found.best)
     assert any("critic.optimizer.offload=true" in one.overrides for one in (*found.best, *found.others))
-    half = with_half_microbatches(scene)
+    half = with_microbatches(scene, 0.5)
     keys = keys_of_engines(half, scene)
     assert keys == [f"{role}.mb_spec.max_tokens_per_mb=32768" for role in ("actor_train", "critic_train", "ref_inf")]
     assert scene_of(load(keys).config, GPUS["H100"]).engines == half.engines
@@ -361,7 +361,26 @@ def test_the_layout_in_turns_that_was_measured_is_proposed(tmp_path: Path) -> No
     answers = Lengths(mean=900, longest=7168)
     found = search(scene, CALIBRATION, answers, num_gpus=2, accepts=lambda one, keys: True, fixed=fixed)
     assert found.best[0].mode == "sglang.d2m1p1|d2m1p1"
-    assert found.best[0].scene.actor.recompute == "selective"
+    assert found.best[0].scene.actor.recompute == "none"
+
+
+def test_a_search_uses_the_memory_of_a_gpu_for_speed(tmp_path: Path) -> None:
+    """No recomputation where that fits, and microbatches of another size only where these are faster by far."""
+    answers = Lengths(mean=900, longest=3072)
+    cases = {"small": (PLANNED["0.6B"], 4096), "3B": (PLANNED["3B"], 8192), "7B": (SHAPES["7B"], 32768)}
+    chosen = {}
+    for name, (raw, tokens) in cases.items():
+        path = write_recipe(tmp_path, raw)
+        words = [f"actor_train.mb_spec.max_tokens_per_mb={tokens}", "ppo.gen.max_new_tokens=3072"]
+
+        def load(more: Sequence[str], path: Path = path, words: Sequence[str] = words) -> LoadedConfig:
+            return load_config("ppo-math", path, [*words, *more])
+
+        scene, fixed = scene_of(load([]).config, GPUS["H200"]), parse_fixed("sglang.d1m1p1+d1m1p1")
+        found = proposals(load, scene, CALIBRATION, answers, num_gpus=2, fixed=fixed, most=1)
+        actor = found.best[0].scene.actor
+        chosen[name] = actor.recompute, actor.offload, actor.tokens
+    assert chosen == {"small": ("none", False, 16384), "3B": ("none", False, 8192), "7B": ("none", True, 16384)}
 
 
 def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
@@ -387,6 +406,7 @@ def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
         ({"gib": math.nan}, "gib: must be a finite number, not nan"),
         ({"memory": None}, "memory: must be a finite number, not None"),
         ({"memory": math.inf}, "memory: must be a finite number, not inf"),
+        ({"products": 10**400}, f"products: must be a finite number, not 1{'0' * 59}"),
         ({"gpu": 3}, "gpu: must be a text, not 3"),
         ({"speed": 3}, "speed: unknown key"),
     ],
