@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import groupby
 
-from allocation import TRAINER_ROLE, AllocationError, ParallelLayout
+from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, batch_errors
+from allocation.layout import divisors
 from core.config.experiments import ExperimentConfig
 from core.placement.rules import split_errors
 from core.planning.memory import SAMPLING, MemoryPlan, plan_memory, smallest_total
@@ -16,20 +18,25 @@ from core.planning.scene import PlanError, Scene, chosen_gpu, scene_of
 from core.planning.server_memory import CONTEXT_BYTES, GIB
 from model_specs.config import ModelConfig
 
+NODE_GPUS = 8
+"""Of a node, where a configuration has one node of one or two, as by default."""
+_MOST_GPUS, _MOST_EXPERT_RANKS = 4096, 64
+_CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
+
 
 def smallest_trainer(scene: Scene) -> Scene | None:
-    """Return the trainer of a scene on the smallest number of GPUs, a power of two, on which it fits with recomputation
-    of whole layers in any layout, with the optimizer in host memory where it does not fit otherwise; None up to
-    4096."""
-    world, alone = 1, replace(scene, servers=None, host_bytes=None).with_engines(recompute="full")
-    limit = scene.gpu.gib * GIB
-    while world <= 4096:
+    """Return the trainer of a scene on the smallest number of GPUs on which it fits with recomputation of whole layers
+    in any layout, with the optimizer in host memory where it does not fit otherwise; None up to 4096."""
+    alone = replace(scene, servers=None, host_bytes=None).with_engines(recompute="full")
+    alone = replace(alone, n_gpus_per_node=max(NODE_GPUS, scene.n_gpus_per_node))
+    layouts = sorted(trainer_layouts(alone, _MOST_GPUS), key=lambda layout: layout.world_size)
+    for _, sized in groupby(layouts, key=lambda layout: layout.world_size):
+        of_size = list(sized)
         for one in dict.fromkeys((alone, alone.with_engines(offload=True))):
-            for layout in small_layouts(scene.actor.config, world):
+            for layout in of_size:
                 placed = one.in_layout(layout)
-                if smallest_total(placed) <= limit and plan_memory(placed).fits:
+                if smallest_total(placed) <= scene.gpu.gib * GIB and plan_memory(placed).fits:
                     return placed
-        world *= 2
     return None
 
 
@@ -44,19 +51,37 @@ def needed_gpus(scene: Scene, smallest: Scene | None) -> str:
     return f"The trainer needs at least {actor.layout.world_size} {size}, {where}."
 
 
-def small_layouts(config: ModelConfig, world: int) -> Iterator[ParallelLayout]:
-    """Yield layouts of so many ranks that cut the model into as many parts as possible, or over data-parallel ranks."""
+def trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
+    """Yield the layouts of the trainer on at most so many GPUs that divide the models and the batch."""
+    moe = scene.actor.config.moe
+    experts = [1] if moe is None else [n for n in divisors(moe.num_experts) if n <= _MOST_EXPERT_RANKS]
     for tp in (1, 2, 4, 8):
-        if world % tp or config.num_heads % tp or config.num_kv_heads % tp or config.vocab_size % tp:
-            continue
         for pp in (1, 2, 4, 8, 16):
-            if (world // tp) % pp or pp > config.num_layers:
-                continue
-            dp = world // tp // pp
-            eps = [1] if config.moe is None else [n for n in (1, 2, 4, 8, 16, 32) if config.moe.num_experts % n == 0]
-            for ep in eps:
-                if dp * tp % ep == 0:
-                    yield ParallelLayout(dp=dp, tp=tp, pp=pp, ep=ep)
+            for cp in (1, 2, 4, 8):
+                if tp * cp > scene.n_gpus_per_node or (cp > 1 and scene.longest < cp * _CONTEXT_TOKENS):
+                    continue
+                for dp in divisors(scene.sequences // scene.minibatches):
+                    if tp * pp * cp * dp > num_gpus:
+                        break
+                    for ep in experts:
+                        if dp * tp * cp % ep:
+                            continue
+                        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                        if not any(layout_errors(scene, layout)):
+                            yield layout
+
+
+def layout_errors(scene: Scene, layout: ParallelLayout) -> Iterator[AllocationError]:
+    """Yield every way in which a layout of the trainer does not divide the models or the batch."""
+    for engine in scene.engines:
+        yield from split_errors(layout, "actor_train", engine.config, engine.name)
+    yield from batch_errors(
+        layout,
+        "actor_train",
+        train_bs_n_seqs=scene.prompts,
+        group_size=scene.group_size,
+        ppo_n_minibatches=scene.minibatches,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

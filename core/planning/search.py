@@ -15,18 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from allocation import GENERATOR_ROLE, GPU, AllocationError, ParallelLayout, batch_errors
-from allocation.layout import divisors
+from allocation import GENERATOR_ROLE, GPU, AllocationError, ParallelLayout
 from allocation.resolve import REST, Spec, parse_spec
 from core.config.load import LoadedConfig
 from core.config.parsing.problems import ConfigError, Problem
 from core.placement.rules import split_errors
 from core.planning.advice import (
+    NODE_GPUS,
     divides,
     keys_of_engines,
+    layout_errors,
     mode_of,
     needed_gpus,
     smallest_trainer,
+    trainer_layouts,
     with_microbatches,
 )
 from core.planning.memory import MemoryPlan, plan_memory, smallest_total
@@ -42,7 +44,6 @@ Metric = Literal["tokens", "cost", "latency"]
 time from the begin of an answer to the end of the last step that may train on it."""
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _LEVELS: tuple[Level, ...] = ("none", "selective", "linear", "full")
-_DEGREES = (1, 2, 4, 8, 16)
 _MICROBATCHES = (1, 0.5, 2, 4)
 """Of the tokens that the configuration gives them."""
 _RUNNING = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
@@ -53,11 +54,9 @@ _CLEARLY = 0.98
 """Of the seconds: what is not even so much faster is not worth more requests, or other microbatches."""
 _AT_LEAST = 0.94
 """Of the seconds of a step by the formula: a simulated one does not take less."""
-_NODE_GPUS = 8
 _MOST_CHECKED = 400
 _MORE = 3
 """How many are simulated at most beyond those that are returned."""
-_CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +279,7 @@ def _on(scene: Scene, num_gpus: int) -> Scene:
     default, is taken for a part of a node. Raises PlanError where some GPUs of a node would be left."""
     per_node = scene.n_gpus_per_node
     if scene.n_nodes == 1 and per_node <= 2 and num_gpus > per_node:
-        per_node = _NODE_GPUS
+        per_node = NODE_GPUS
     per_node = min(per_node, num_gpus)
     if left := num_gpus % per_node:
         below = num_gpus - left
@@ -311,7 +310,7 @@ def _splits(scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spe
     wanted = None if fixed is None else fixed.trainer.get(REST)
     served = None if fixed is None else fixed.generator
     sizes = list(_server_sizes(scene, scene.servers)) if served is None else []
-    layouts = [layout for layout in _trainer_layouts(scene, num_gpus) if wanted is None or layout == wanted]
+    layouts = [layout for layout in trainer_layouts(scene, num_gpus) if wanted is None or layout == wanted]
     for world in sorted({layout.world_size for layout in layouts}):
         rest = num_gpus - world
         if fixed is not None and wanted is not None and served is not None and fixed.disaggregated != (rest > 0):
@@ -427,40 +426,6 @@ def _server_sizes(scene: Scene, servers: Servers) -> Iterator[int]:
             yield tp
 
 
-def _trainer_layouts(scene: Scene, num_gpus: int) -> Iterator[ParallelLayout]:
-    per_update = scene.sequences // scene.minibatches
-    config = scene.actor.config
-    experts = [1] if config.moe is None else [n for n in divisors(config.moe.num_experts) if n <= 64]
-    for tp in (1, 2, 4, 8):
-        for pp in _DEGREES:
-            for cp in (1, 2, 4, 8):
-                if tp * cp > scene.n_gpus_per_node or (cp > 1 and scene.longest < cp * _CONTEXT_TOKENS):
-                    continue
-                for dp in divisors(per_update):
-                    world = tp * pp * cp * dp
-                    if world > num_gpus:
-                        break
-                    for ep in experts:
-                        if dp * tp * cp % ep:
-                            continue
-                        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-                        if not any(_trainer_errors(scene, layout)):
-                            yield layout
-
-
-def _trainer_errors(scene: Scene, layout: ParallelLayout) -> Iterator[AllocationError]:
-    """Yield every way in which the models or the batch cannot be divided so."""
-    for engine in scene.engines:
-        yield from split_errors(layout, "actor_train", engine.config, engine.name)
-    yield from batch_errors(
-        layout,
-        "actor_train",
-        train_bs_n_seqs=scene.prompts,
-        group_size=scene.group_size,
-        ppo_n_minibatches=scene.minibatches,
-    )
-
-
 def _check_fixed(scene: Scene, sizes: Sequence[int], fixed: Spec) -> None:
     """Raise PlanError or AllocationError where layouts cannot be on one of these numbers of GPUs, whatever memory these
     have."""
@@ -477,7 +442,7 @@ def _check_fixed(scene: Scene, sizes: Sequence[int], fixed: Spec) -> None:
         for error in split_errors(served, GENERATOR_ROLE, scene.servers.config, "the actor"):
             raise error.within("--fix", str(served))
     if trainer is not None:
-        for error in _trainer_errors(scene, trainer):
+        for error in layout_errors(scene, trainer):
             raise error.within("--fix", str(trainer))
 
 

@@ -128,6 +128,8 @@ def test_a_model_that_fits_nowhere_says_the_smallest_number_of_gpus(tmp_path: Pa
     assert "does not fit" in text and f"The trainer needs at least 16 GPUs of 79 GiB, {where}." in text
     smallest = smallest_trainer(scene)
     assert smallest is not None and plan_memory(smallest).fits
+    single = smallest_trainer(replace(scene, sequences=1, prompts=1, group_size=1, minibatches=1, answer_tokens=64))
+    assert single is not None and single.actor.layout.dp == 1, "one sequence has one data-parallel rank"
     scene = make_scene(tmp_path, *one, raw=huge | {"hidden_size": 1 << 17, "num_hidden_layers": 500})
     assert "The trainer needs more than 4096 GPUs of 79 GiB" in verdict(scene, plan_memory(scene), [])
 
