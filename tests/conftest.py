@@ -20,17 +20,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent
 LONGEST = (
     "test_ppo_end_to_end",
+    "test_rates",
     "test_modes",
     "test_lint",
+    "test_plan",
+    "test_reward_math",
     "test_recover_run",
     "test_eval",
-    "test_checkpoint",
-    "test_stacked_experts",
     "test_convert",
-    "test_layouts",
-    "test_sft_end_to_end",
+    "test_stacked_experts",
     "test_quickstart_cli",
-    "test_ppo_sglang",
+    "test_layouts",
+    "test_checkpoint",
+    "test_sft_end_to_end",
+    "test_functions",
+    "test_reward_pool",
 )
 """Modules by their processor time; those that are not listed take less."""
 SLOW_MODULES = {

@@ -21,7 +21,7 @@ VOCAB = 96  # of tiny_models
 MAX_TOKENS = 128
 BF16_NATS = 0.02
 """Mean difference between two bfloat16 computations of the same log-probabilities, at the most."""
-STEPS = 3
+STEPS = 2
 
 
 def random_batch(num_sequences: int = 12, seed: int = 0, *, shortest: int = 5, longest: int = 40) -> Any:

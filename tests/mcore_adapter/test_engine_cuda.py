@@ -12,6 +12,7 @@ from helpers.engine_cases import (
     BF16_NATS,
     MAX_TOKENS,
     ON_A_GPU,
+    STEPS,
     VOCAB,
     logprobs_of,
     make_engine,
@@ -59,7 +60,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
 
 
 def cpu_run(rank: Any, folder: str, dtype: str, load: str | None, save: str | None) -> dict[str, Any]:
-    """Three steps on the CPU, from a checkpoint or into one."""
+    """Some steps on the CPU, from a checkpoint or into one."""
     from allocation import ParallelLayout
 
     with rank.joined(ParallelLayout()) as (parallel, device):
@@ -98,10 +99,10 @@ def test_it_trains_as_the_cpu_does_and_checkpoints_cross_over(folder: Path, gpu,
         engine.reload()
         assert torch.equal(before, logprobs_of(engine))
         (there,) = pool.run(cpu_run, 1, str(folder), "bfloat16", str(tmp_path / "from-gpu"), str(tmp_path / "from-cpu"))
-        assert there["updates"] == 3
+        assert there["updates"] == STEPS
         assert (there["logprobs"] - before).abs().mean() < BF16_NATS
         engine.load(tmp_path / "from-cpu")
-        assert engine.num_updates == 6
+        assert engine.num_updates == 2 * STEPS
         assert (logprobs_of(engine) - there["after"]).abs().mean() < BF16_NATS
     finally:
         pool.close()

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from core import quickstart
 from rollout.data.encoder import Encoder
 from rollout.data.prompts import PromptDataset
 from rollout.rewards.math import RIGHT, WRONG, math_reward
@@ -87,16 +88,10 @@ def test_the_demo_empties_only_a_folder_that_it_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("experiment", "name"), [("sft", "demo-sft"), ("ppo-math", "demo-ppo")])
-def test_the_demos_configurations_pass_every_check(files: DemoFiles, experiment: str, name: str) -> None:
+def test_the_demos_configurations_pass_every_check(files: DemoFiles, experiment: str, name: str, monkeypatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_DEMO", str(files.model.parent))
     config = ROOT / "examples" / "configs" / f"{name}.yaml"
-    result = subprocess.run(
-        [sys.executable, "-m", "core.quickstart", experiment, "--config", str(config), "--dry-run"],
-        cwd=ROOT,
-        env={**os.environ, "SLIPSTREAM_DEMO": str(files.model.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    assert quickstart.main([experiment, "--config", str(config), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("first", range(7))

@@ -25,7 +25,7 @@ def test_two_ranks_learn_the_pairs_and_a_run_that_is_complete_is_not_trained_aga
         "n_gpus_per_node": 2,
         "recover_mode": "auto",
         "seed": 1,
-        "exp_ctrl": {"total_train_epochs": 12, "total_train_steps": 56, "eval_freq_epochs": 4, "ckpt_freq_steps": 56},
+        "exp_ctrl": {"total_train_epochs": 8, "total_train_steps": 36, "eval_freq_epochs": 4, "ckpt_freq_steps": 36},
         "model": {
             "path": str(assets.model),
             "gradient_checkpointing": "auto",
@@ -42,12 +42,12 @@ def test_two_ranks_learn_the_pairs_and_a_run_that_is_complete_is_not_trained_aga
     assert command.finish() == 0, command.output()[-4000:]
     rows = [json.loads(line) for line in (command.logs / "metrics.jsonl").read_text().splitlines()]
     losses = [m["loss"] for m in rows if "loss" in m]
-    assert len(losses) == 56 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    assert len(losses) == 36 and np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
     ranks = "".join(path.read_text() for path in command.logs.rglob("*.log"))
     assert "gradient checkpointing: auto, estimated for microbatches of" in ranks
     evaluated = [(m["step"], m["eval/loss"]) for m in rows if "eval/loss" in m]
-    assert [step for step, _ in evaluated] == [20, 40, 56]
-    saved = command.checkpoints / "default" / "epoch12epochstep1globalstep56"
+    assert [step for step, _ in evaluated] == [20, 36]
+    saved = command.checkpoints / "default" / "epoch8epochstep1globalstep36"
     assert mean_loss(saved, assets.pairs) == pytest.approx(evaluated[-1][1], abs=1e-4)
 
     def run_again(**changes) -> tuple[int, str]:
@@ -63,7 +63,7 @@ def test_two_ranks_learn_the_pairs_and_a_run_that_is_complete_is_not_trained_aga
     assert (saved / "model.safetensors").read_bytes() == weights
 
     recorded = (command.logs / "config.yaml").read_bytes()
-    complete = "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=12 and exp_ctrl.total_tra"
+    complete = "Training is complete already: to train on, raise exp_ctrl.total_train_epochs=8 and exp_ctrl.total_tra"
     code, said = run_again()
     assert code == 0 and complete in said and f"The model is in {saved}" in said
     assert "Launching" not in said, "no process is started"
@@ -74,9 +74,9 @@ def test_two_ranks_learn_the_pairs_and_a_run_that_is_complete_is_not_trained_aga
     code, said = run_again(seed=2)
     assert code == 2 and "seed: 2 (the checkpoint has 1)" in said
 
-    code, said = run_again(exp_ctrl={**config["exp_ctrl"], "total_train_steps": 55})
+    code, said = run_again(exp_ctrl={**config["exp_ctrl"], "total_train_steps": 35})
     assert code == 2
-    assert "exp_ctrl.total_train_steps: 55 must be at least 56, the step that the run continues from" in said
+    assert "exp_ctrl.total_train_steps: 35 must be at least 36, the step that the run continues from" in said
 
 
 def mean_loss(model: Path, pairs: Path) -> float:
