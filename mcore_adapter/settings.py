@@ -201,6 +201,8 @@ SEVERAL_LOGITS_BYTES = 2 << 30
 """Size of the buffer where there are several. A larger one means fewer passes over the gradient of the weight."""
 DRAWN_AHEAD = 32
 """Parameters whose random weights are drawn while one is copied to the model."""
+DRAWING_THREADS = 16
+"""Threads that draw them, at most."""
 FP32_ROWS = 512
 """Rows of logits in float32 at a time."""
 MLP_TOKENS = 16384

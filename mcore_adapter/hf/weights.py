@@ -39,7 +39,7 @@ from mcore_adapter.hf.safetensors_folder import (
 from mcore_adapter.models.conversions import EMBEDDING, Conversion, OfExpert, Piece, layer_table, outer_table
 from mcore_adapter.models.gpt import ModelChunk, named_conversions
 from mcore_adapter.parallel import ParallelState
-from mcore_adapter.settings import DRAWN_AHEAD
+from mcore_adapter.settings import DRAWING_THREADS, DRAWN_AHEAD
 from model_specs.config import ModelConfig
 from model_specs.families import FAMILIES
 from model_specs.tensors import CORRECTION_BIAS, VALUE_HEAD, hf_shapes
@@ -128,7 +128,7 @@ def init_from_scratch(chunks: Sequence[nn.Module], *, parallel: ParallelState, s
     models = unwrap(chunks)
     shapes = shapes_of(models)
     conversions = [conversion for _, conversion in named_conversions(models)]
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(DRAWING_THREADS, os.cpu_count() or 1)) as pool:
         readers = _drawn_ahead(pool, models[0].model_config, shapes, conversions, seed)
         _fill(models, shapes, parallel, lambda _: next(readers))
 

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
 from allocation import ParallelLayout, layers_of_chunks
 from mcore_adapter.settings import (
+    DRAWING_THREADS,
     DRAWN_AHEAD,
     FP32_ROWS,
     LEVELS,
@@ -32,6 +33,7 @@ _ALIGNED = 64
 _BUCKET = 128
 """Elements that the end of a buffer is padded to a multiple of, as well as to one of the data-parallel ranks."""
 _MASTER_BYTES, _MOMENT_BYTES = 4, 8
+_MAPPED_BYTES = 32 << 20  # blocks of this size glibc always gives back to the system (M_MMAP_THRESHOLD)
 
 
 class Parameter(NamedTuple):
@@ -132,16 +134,30 @@ def checkpoint_pieces(
 def drawing_bytes(
     config: ModelConfig, layout: ParallelLayout, *, pp_rank: int, is_critic: bool = False, itemsize: int = 2
 ) -> float:
-    """Return the bytes of host memory in which a rank draws random weights: whole tensors in float32, some of them
-    ahead, and a copy of one in the format of the weights. An upper bound for a last pipeline stage, whose output layer
-    is drawn while others are copied."""
+    """Return the bytes of host memory in which a rank draws random weights: a whole tensor in float32, a copy of it in
+    the format of the weights, and those of the tensors after it that are drawn sooner, as they are not larger. Of the
+    tensors before it, which are freed, the allocators of threads keep small pieces."""
     whole = replace(layout, tp=1, dp=layout.dp * layout.tp)
     chunks = chunk_parameters(config, whole, pp_rank=pp_rank, is_critic=is_critic)
-    sizes = [parameter.numel for chunk in chunks for layers, number in chunk for parameter in layers * number]
+    parameters = (one for chunk in chunks for layers, number in chunk for one in layers * number)
+    sizes = [_MASTER_BYTES * parameter.numel for parameter in parameters]
+    kept = DRAWING_THREADS * _small_pieces(config)
     return max(
-        _MASTER_BYTES * sum(sizes[first : first + 1 + DRAWN_AHEAD]) + itemsize * size / layout.tp
-        for first, size in enumerate(sizes)
+        size * (1 + itemsize / _MASTER_BYTES / layout.tp)
+        + max(sum(n for n in sizes[i + 1 : i + 1 + DRAWN_AHEAD] if n <= size), min(kept, before - size))
+        for i, (size, before) in enumerate(zip(sizes, accumulate(sizes), strict=True))
     )
+
+
+def _small_pieces(config: ModelConfig) -> int:
+    """Return the most bytes of tensors that a thread draws at once and that malloc does not take from the system one by
+    one: of queries, keys and values, or of both halves of an MLP."""
+    moe, heads = config.moe, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    widths = [[n * config.head_dim for n in heads], [config.intermediate_size] * 2]
+    if moe is not None:
+        widths += [[moe.intermediate_size] * 2]
+    sizes = ([_MASTER_BYTES * width * config.hidden_size for width in together] for together in widths)
+    return max(sum(size for size in together if size < _MAPPED_BYTES) for together in sizes)
 
 
 def page_locked(num_bytes: float) -> int:

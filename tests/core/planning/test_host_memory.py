@@ -51,9 +51,7 @@ def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
             print(f"{case}, stage {plan.stage}: {found / 1e9:.2f} GB, {row['host'] / 1e9:.2f} measured")
     sizes = sorted(map(abs, errors.values()))
     print(f"median {median(sizes):.1%}, worst {sizes[-1]:.1%}")
-    last = [error for (case, stage), error in errors.items() if case.layout.pp > 1 and stage]
-    assert len(sizes) == 30 and sizes[-3] < 0.05 and median(sizes) < 0.01
-    assert all(0 < error < 0.15 for error in last), "an upper bound"
+    assert len(sizes) == 30 and sizes[-1] < 0.05 and median(sizes) < 0.01
 
 
 def test_the_first_data_parallel_rank_copies_a_checkpoint(tmp_path: Path) -> None:

@@ -183,8 +183,10 @@ def drawn_run(rank: Rank, layout: ParallelLayout, model: str) -> int:
         return max(sums)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp2"), ("qwen3_moe", "tp2 ep2")])
-def test_random_weights_take_the_host_memory_that_is_planned(ranks, model_folders, name, layout) -> None:
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "tp2"), ("llama", "tp2")])
+def test_random_weights_take_the_host_memory_that_is_planned(ranks, model_folders, name, layout, monkeypatch) -> None:
+    # Tensors are counted, not what malloc keeps of them. The embedding is the largest: all behind it are drawn sooner.
+    monkeypatch.setattr("mcore_adapter.memory.estimate.DRAWING_THREADS", 0)
     where, folder = (LAYOUTS | EXPERT_LAYOUTS)[layout], model_folders[name][0]
     config = read_config(folder)
     copied = 4 * config.vocab_size * config.hidden_size // where.tp
