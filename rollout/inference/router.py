@@ -279,8 +279,10 @@ class Router:
     def _alive(self) -> list[_Member]:
         return [member for name, member in self._members.items() if name not in self.lost]
 
-    def _free(self) -> list[_Member]:
+    def _free(self) -> Collection[_Member]:
         """Return the working generators that take any request."""
+        if not self.lost and not self._reserved:  # a simulation has hundreds, and asks for each request
+            return self._members.values()
         taken = self.lost.keys() | self._reserved
         return [member for name, member in self._members.items() if name not in taken]
 
