@@ -99,6 +99,7 @@ ORDER = {
     "core.planning": (
         "scene",
         "server_memory",
+        "host_memory",
         "memory",
         "advice",
         "rates",

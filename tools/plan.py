@@ -522,6 +522,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
         "verdict": verdict(scene, plan, changes),
         "ranks": [
             {
+                "name": plan.name_of(rank),
                 "stage": rank.stage,
                 "num_ranks": len(rank.ranks),
                 "layers": rank.layers,
@@ -538,6 +539,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
         "advice": [
             {
                 "keys": c.keys,
+                "words": c.words,
                 "peak_bytes": int(c.plan.peak.total),
                 "host_bytes": int(c.plan.host_total),
                 "fits": c.plan.fits,

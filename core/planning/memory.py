@@ -5,12 +5,13 @@ allocates, but for "context", which the driver holds, and "server", on the same 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from allocation import ParallelLayout, layers_of_chunks
+from allocation import layers_of_chunks
+from core.planning.host_memory import RankUse, host_limit, host_memory, sums
 from core.planning.scene import Engine, Scene
 from core.planning.server_memory import (
     CONTEXT_BYTES,
@@ -20,22 +21,15 @@ from core.planning.server_memory import (
     graph_bytes,
     plan_servers,
     server_activations,
-    server_weights,
 )
 from mcore_adapter.memory.estimate import (
-    SHARE_OF_HOST,
     SPARE,
-    HostPiece,
     States,
     UpdateShape,
-    checkpoint_pieces,
     choose,
-    drawing_bytes,
     host_bytes,
     in_flight,
-    page_locked,
     peak,
-    rank_states,
 )
 from mcore_adapter.settings import FP32_ROWS, MLP_TOKENS, Level
 
@@ -43,12 +37,6 @@ _GROUP_BYTES = 0.4 * GIB  # NCCL's buffers of one group of ranks
 _BLAS_BYTES = 3 * (32 << 20)  # workspaces of matrix products
 _BUCKETS = 3  # of a weight update, at least
 _MOMENTS_ON_THE_WAY = 3 * (1 << 28)  # pieces of moments of an optimizer step with offload
-_BEGIN_BYTES, _RANK_BYTES, _NCCL_BYTES = 1.10e9, 2.38e9, 0.39e9
-"""Host memory of a trainer rank with a GPU, as measured: when its weights are filled, after its first updates, and what
-NCCL adds."""
-_CPU_RANK_BYTES, _CPU_GENERATOR_BYTES = 0.37e9, 0.25e9  # without a model, as measured
-_ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 1.5e9, 0.9e9, 6e9  # assumed where GPUs are
-_CPU_ROLLOUT_BYTES, _CPU_DRIVER_BYTES = 0.36e9, 0.60e9  # with reward workers and Ray, as measured
 _MANY = 1 << 20  # microbatches
 _OF_OTHERS = ("server", "other roles")
 
@@ -108,6 +96,11 @@ class RankPlan:
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def use(self) -> RankUse:
+        """What they take of the host."""
+        return RankUse(self.ranks, sum(phase.on_host for phase in self.phases), self.peak.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,25 +171,26 @@ def plan_memory(scene: Scene) -> MemoryPlan:
     on_gpu = scene.servers is not None and scene.servers.on_gpu
     servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
     if servers is not None and scene.shares_gpus:
-        kept = max(p.allocated + p.parts["context"] for rank in ranks for p in rank.phases if p.name == SAMPLING)
+        phases = [phase for rank in ranks for phase in rank.phases if phase.name == SAMPLING]
+        kept = max(phase.allocated + phase.beside - phase.parts["server"] for phase in phases)
         servers = replace(servers, trainer=kept, rest=servers.rest - kept)
     limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
-    host = _host(scene, ranks)
+    host = host_memory(scene, [rank.use for rank in ranks])
     return MemoryPlan(ranks=ranks, servers=servers, host=host, limit=limit, host_limit=scene.host_bytes)
 
 
 def _rank(scene: Scene, ranks: range) -> RankPlan:
-    stage = _stage(scene.actor, ranks[0])
+    stage = scene.actor.stage_of(ranks[0])
     layout = scene.actor.layout
     own = layers_of_chunks(scene.actor.config.num_layers, layout)[stage :: layout.pp]
-    models = {engine.name: _held(engine, states_of(engine, _stage(engine, ranks[0]))) for engine in scene.engines}
+    models = {engine.name: _held(engine, engine.states(engine.stage_of(ranks[0]))) for engine in scene.engines}
     phases = tuple(_phases(scene, ranks[0]))
     return RankPlan(stage=stage, ranks=ranks, layers=sum(map(len, own)), models=models, phases=phases)
 
 
 def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     """Yield the phases of a rank of the trainer, and of a server on its GPU."""
-    processes = _processes(scene)
+    processes = scene.processes
     totals = [_between(scene, process, rank).of_process for process in processes]
     passes: list[list[Phase]] = []
     for number, process in enumerate(processes):
@@ -209,12 +203,12 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     if scene.servers is None:
         return
     held, beside = _held_by(scene, processes[0], rank), _beside(scene, processes[0], others=sum(totals[1:]))
-    buckets = {"buckets": float(min(_BUCKETS * scene.bucket_bytes, _whole_weights(scene.actor)))}
+    buckets = {"buckets": float(min(_BUCKETS * scene.bucket_bytes, scene.actor.whole_weights))}
     if "server" not in beside:
         yield Phase(name="weight update", parts={**held, **buckets, **beside})
         return
     # In turns: the actor's weights stay on the GPU, which servers read; the server takes its weights, then its cache.
-    weights = float(states_of(scene.actor, _stage(scene.actor, rank)).weights)
+    weights = float(scene.actor.states(scene.actor.stage_of(rank)).weights)
     kept = {"weights": weights} | {name: held[name] for name in ("workspaces", "FP8 copies") if name in held}
     beside = _beside(scene, processes[0], others=sum(_context(process) for process in processes[1:]))
     server = plan_servers(scene, scene.servers)
@@ -224,22 +218,16 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     yield Phase(name=SAMPLING, parts={**kept, **beside})
 
 
-def _processes(scene: Scene) -> list[tuple[Engine, ...]]:
-    """Return the engines of each process of a rank: those of one layout share one."""
-    layouts = dict.fromkeys(engine.layout for engine in scene.engines)
-    return [tuple(engine for engine in scene.engines if engine.layout == layout) for layout in layouts]
-
-
 def _passes(scene: Scene, process: Sequence[Engine], rank: int, *, others: float) -> Iterator[Phase]:
     """Yield the phases in which engines of a process compute. `others`: bytes of other processes of the trainer."""
     held, beside = _held_by(scene, process, rank), _beside(scene, process, others=others)
     for engine in process:
-        stage = _stage(engine, rank)
+        stage = engine.stage_of(rank)
         if engine.trains:
             yield _update(scene, engine, stage, held, beside)
-            step = _optimizer_step(engine, states_of(engine, stage))
+            step = _optimizer_step(engine, engine.states(stage))
             if not scene.on_gpu:  # gloo reduces gradients, and gathers weights, in copies
-                step["buckets"] = float(states_of(engine, stage).gradients)
+                step["buckets"] = float(engine.states(stage).gradients)
             if step:
                 parts = {**held, **{name: held.get(name, 0.0) + size for name, size in step.items()}, **beside}
                 yield Phase(name=f"{engine.name} optimizer", parts=parts)
@@ -253,14 +241,9 @@ def _between(scene: Scene, process: Sequence[Engine], rank: int) -> Phase:
     return Phase(name="", parts=_held_by(scene, process, rank) | _beside(scene, process, others=0.0))
 
 
-def _whole_weights(engine: Engine) -> int:
-    """Return the bytes of the weights of a model, which a weight update sends."""
-    return rank_states(engine.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=engine.itemsize).weights
-
-
 def _held_by(scene: Scene, process: Sequence[Engine], rank: int) -> dict[str, float]:
     """Return what a process of a rank holds in the turn of the trainer."""
-    held = _sums(_held(engine, states_of(engine, _stage(engine, rank))) for engine in process)
+    held = sums(_held(engine, engine.states(engine.stage_of(rank))) for engine in process)
     if scene.on_gpu:
         held["workspaces"] = sum(_workspaces(engine, scene.longest) for engine in process)
     return held
@@ -292,7 +275,7 @@ def usual_level(scene: Scene, engine: Engine) -> Level:
     """Return what most layers of the first stage recompute."""
     if engine.recompute != "auto":
         return engine.recompute
-    processes = _processes(scene)
+    processes = scene.processes
     own = next(process for process in processes if engine.layout == process[0].layout)
     others = sum(_between(scene, process, 0).of_process for process in processes if process is not own)
     held, beside = _held_by(scene, own, 0), _beside(scene, own, others=others)
@@ -302,12 +285,12 @@ def usual_level(scene: Scene, engine: Engine) -> Level:
 
 def engine_held(engine: Engine, stage: int, *, longest: int) -> float:
     """Return the bytes that torch has allocated between two updates of one engine alone."""
-    return sum(_held(engine, states_of(engine, stage)).values()) + _workspaces(engine, longest)
+    return sum(_held(engine, engine.states(stage)).values()) + _workspaces(engine, longest)
 
 
 def engine_peak(engine: Engine, stage: int, *, longest: int) -> float:
     """Return the bytes that torch allocates at the peak of an update or optimizer step of one engine alone."""
-    state, held = states_of(engine, stage), engine_held(engine, stage, longest=longest)
+    state, held = engine.states(stage), engine_held(engine, stage, longest=longest)
     levels: tuple[Level, ...] = ("none",)
     if engine.recompute != "auto":
         levels = (engine.recompute,)
@@ -322,18 +305,6 @@ def _optimizer_step(engine: Engine, state: States) -> dict[str, float]:
     if engine.gradient_itemsize < 4:  # copied to fp32
         step["gradients in fp32"] = float(state.masters)
     return step
-
-
-def _stage(engine: Engine, rank: int) -> int:
-    return rank // (engine.layout.world_size // engine.layout.pp) % engine.layout.pp
-
-
-def states_of(engine: Engine, stage: int) -> States:
-    """Return what an engine holds on the ranks of a stage."""
-    return rank_states(
-        engine.config, engine.layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize,
-        gradient_itemsize=engine.gradient_itemsize, trains=engine.trains,
-    )  # fmt: skip
 
 
 def _held(engine: Engine, states: States) -> dict[str, float]:
@@ -396,26 +367,12 @@ def _levels(
     whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - beside)
     if not scene.on_gpu:
         whole = float("inf")
-    host = _host_limit(scene, engine)
+    host = host_limit(scene, engine)
     choice = choose(shape, whole - held, host_limit_bytes=host or 0.0)
     words = f"auto, {choice}"
     if host is None and "full" in choice.levels:
         words += " (with --host-gib, the memory of a node, activations in host memory are planned too)"
     return choice.levels, words
-
-
-def _host_limit(scene: Scene, engine: Engine) -> float | None:
-    """Return the bytes of host memory that activations of a rank may take, as the engine will find them; None where
-    that of a node is not known."""
-    if not scene.on_gpu:
-        return 0.0
-    if engine.host_gib is not None:
-        return engine.host_gib * GIB
-    if scene.host_bytes is None:
-        return None
-    ranks = len(_ranks_of_node(scene))
-    taken = sum((_other_processes(scene) | _pinned(scene)).values()) + ranks * len(_processes(scene)) * _RANK_BYTES
-    return SHARE_OF_HOST * max(0.0, scene.host_bytes - taken) / ranks
 
 
 def _inference_bytes(engine: Engine, stage: int) -> float:
@@ -432,127 +389,3 @@ def _inference_bytes(engine: Engine, stage: int) -> float:
     inner = max(2 * heads * tokens, mlp)
     head = 4 * FP32_ROWS * config.vocab_size / layout.tp if stage == layout.pp - 1 and not engine.is_critic else 0.0
     return engine.itemsize * (3 * tokens * config.hidden_size + inner) + head
-
-
-def _host(scene: Scene, plans: Sequence[RankPlan]) -> dict[str, float]:
-    """Return the host memory of the trainer's first node, by purpose, at its peak: in updates, or when random weights
-    are drawn. To load a recover checkpoint takes less than the copy for the next one."""
-    others = _other_processes(scene)
-    node = [(rank, plan) for plan in plans for rank in plan.ranks if rank in _ranks_of_node(scene)]
-    moments = [
-        _sums(_updating(scene, rank, plan) for rank, plan in node) | others | _pinned(scene),
-        _sums(_drawing(scene, rank) for rank, _ in node) | others,
-    ]
-    most = max(moments, key=lambda moment: sum(moment.values()))
-    return {name: size for name, size in most.items() if size}
-
-
-def host_of_rank(scene: Scene, plan: RankPlan) -> float:
-    """Return the bytes of host memory that a rank of a stage takes at its peak, in updates or before, without the pages
-    of a recover checkpoint."""
-    rank = plan.ranks[0]
-    pinned = sum(_pinned_by_rank(scene, rank).values())
-    return max(sum(_updating(scene, rank, plan).values()) + pinned, sum(_drawing(scene, rank).values()))
-
-
-def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for each in parts:
-        for name, size in each.items():
-            total[name] = total.get(name, 0.0) + size
-    return total
-
-
-def _ranks_of_node(scene: Scene) -> range:
-    return range(min(scene.actor.layout.world_size, scene.n_gpus_per_node))
-
-
-_RANKS = "trainer ranks"
-
-
-def _updating(scene: Scene, rank: int, plan: RankPlan) -> dict[str, float]:
-    """Return what a rank takes of the host in updates, beside what is pinned."""
-    processes = len(_processes(scene))
-    if not scene.on_gpu:
-        return {_RANKS: processes * _CPU_RANK_BYTES + plan.peak.total}
-    nccl = _NCCL_BYTES if scene.actor.layout.world_size > 1 else 0.0
-    return {_RANKS: processes * (_RANK_BYTES + nccl), "activations": sum(phase.on_host for phase in plan.phases)}
-
-
-def _drawing(scene: Scene, rank: int) -> dict[str, float]:
-    """Return what a rank takes when its weights are filled. Stages that share an embedding have met before."""
-    drawn, shares = 0.0, False
-    for engine in scene.engines:
-        layout, stage = engine.layout, _stage(engine, rank)
-        shares |= engine.config.tied and not engine.is_critic and layout.pp > 1 and stage in (0, layout.pp - 1)
-        if engine.is_drawn:
-            size = drawing_bytes(
-                engine.config, layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
-            )
-            drawn = max(drawn, size)
-    processes = len(_processes(scene))
-    if scene.on_gpu:
-        process = processes * _BEGIN_BYTES + shares * _NCCL_BYTES
-    else:
-        held = sum(states_of(engine, _stage(engine, rank)).total for engine in scene.engines)
-        process = processes * _CPU_RANK_BYTES + held
-    return {_RANKS: process, "random weights": drawn}
-
-
-def _other_processes(scene: Scene) -> dict[str, float]:
-    """Return what processes other than trainer ranks take of the first node, and the object store."""
-    batch = scene.sequences * scene.longest * scene.token_bytes
-    parts = {"driver": _DRIVER_BYTES if scene.on_gpu else _CPU_DRIVER_BYTES}
-    if (servers := scene.servers) is None:
-        return parts
-    parts["rollout"] = _ROLLOUT_BYTES if scene.on_gpu else _CPU_ROLLOUT_BYTES
-    # Of a batch, one copy is in the object store, and one is leased; as many are sampled as staleness allows.
-    parts["episodes"] = float(batch * (2 + (1 + scene.max_staleness if scene.keeps_episodes else 0)))
-    each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)
-    has_gpus = servers.on_gpu and scene.on_gpu and not scene.shares_gpus
-    room = scene.n_gpus_per_node - (len(_ranks_of_node(scene)) if has_gpus else 0)  # GPUs beside the trainer's
-    parts["servers"] = min(servers.layout.world_size, room) * each
-    if scene.keeps_weights:
-        parts["copy of the weights"] = float(_whole_weights(scene.actor))
-    return parts
-
-
-def _pinned(scene: Scene) -> dict[str, float]:
-    """Return what ranks of the first node hold in host memory during the whole run."""
-    parts = _sums(_pinned_by_rank(scene, rank) for rank in _ranks_of_node(scene))
-    if scene.writes_checkpoints:
-        parts["recover checkpoint"] = sum(
-            min(piece.num_ranks, ranks) * (page_locked(piece.num_bytes) if scene.on_gpu else piece.num_bytes)
-            for engine in scene.engines if engine.trains
-            for stage, ranks in Counter(_stage(engine, rank) for rank in _ranks_of_node(scene)).items()
-            for piece in _pieces(engine, stage)
-        )  # fmt: skip
-    return parts
-
-
-def _pinned_by_rank(scene: Scene, rank: int) -> dict[str, float]:
-    offloaded = away = 0.0
-    for engine in scene.engines:
-        states = states_of(engine, _stage(engine, rank))
-        if engine.offload:
-            offloaded += states.masters + states.moments
-        if scene.shares_gpus and scene.on_gpu:
-            away += 0 if engine.offload else states.masters + states.moments
-            away += 0 if engine is scene.actor else states.weights
-    return {"optimizer in host memory": offloaded, "trainer while servers sample": away}
-
-
-def _pieces(engine: Engine, stage: int) -> Sequence[HostPiece]:
-    return checkpoint_pieces(
-        engine.config, engine.layout, pp_rank=stage, is_critic=engine.is_critic, itemsize=engine.itemsize
-    )
-
-
-def checkpoint_bytes(scene: Scene) -> float:
-    """Return the bytes that the rank with most copies to host memory for a recover checkpoint."""
-    trained = [engine for engine in scene.engines if engine.trains]
-    stages = max(engine.layout.pp for engine in trained)
-    return max(
-        sum(piece.num_bytes for e in trained for piece in _pieces(e, min(stage, e.layout.pp - 1)))
-        for stage in range(stages)
-    )

@@ -17,9 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 
+from core.planning.host_memory import checkpoint_bytes
 from core.planning.memory import (
-    checkpoint_bytes,
-    states_of,
     usual_level,
 )
 from core.planning.scene import Engine, PlanError, Scene, Servers
@@ -324,7 +323,7 @@ def _seconds(
     total += both_passes(of_layers) * (layout.pp - 1) / layout.vpp / microbatches  # the bubble
     # The last stage computes the output layer; the others wait for it.
     total += head / c.products * tokens / ranks * layout.pp
-    held = sum(states_of(engine, 0).parameters.values()) / (layout.dp * layout.cp)
+    held = sum(engine.states(0).parameters.values()) / (layout.dp * layout.cp)
     step = held * _OPTIMIZER_BYTES / c.memory
     if engine.offload:
         step += held * _OFFLOADED_BYTES / _HOST_LINK
@@ -417,7 +416,7 @@ def _communication(scene: Scene, engine: Engine, c: Calibration, tokens: float) 
 def _exchange_seconds(scene: Scene, engine: Engine, c: Calibration) -> float:
     """Return the seconds in which data-parallel ranks exchange gradients and weights of an update, which slows the
     kernels beside it."""
-    layout, states = engine.layout, states_of(engine, 0)
+    layout, states = engine.layout, engine.states(0)
     size = layout.dp * layout.cp
     link = c.link if layout.world_size <= scene.n_gpus_per_node else NODE_LINK
     return (size - 1) / size * (states.gradients + states.weights) / link

@@ -16,6 +16,7 @@ from core.config.presets import PRESETS
 from core.placement import resolve_allocation
 from core.placement.rules import split_errors
 from mcore_adapter.memory.available import available_on_host
+from mcore_adapter.memory.estimate import States, rank_states
 from mcore_adapter.settings import Level
 from model_specs.config import ModelConfig
 from model_specs.model_folder import ModelFolderError, read_model_folder
@@ -86,6 +87,22 @@ class Engine:
         """Most of a microbatch: no more than a data-parallel rank has of a step."""
         return min(self.tokens, -(-self.batch_tokens // self.layout.dp))
 
+    @property
+    def whole_weights(self) -> int:
+        """Bytes of the weights of the model, which a weight update sends."""
+        return rank_states(self.config, ParallelLayout(), pp_rank=0, trains=False, itemsize=self.itemsize).weights
+
+    def stage_of(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        return rank // (self.layout.world_size // self.layout.pp) % self.layout.pp
+
+    def states(self, stage: int) -> States:
+        """Return what the ranks of a stage hold between two updates."""
+        return rank_states(
+            self.config, self.layout, pp_rank=stage, is_critic=self.is_critic, itemsize=self.itemsize,
+            gradient_itemsize=self.gradient_itemsize, trains=self.trains,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
@@ -147,6 +164,17 @@ class Scene:
     @property
     def longest(self) -> int:
         return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def processes(self) -> list[tuple[Engine, ...]]:
+        """The engines of each process of a rank: those of one layout share one."""
+        layouts = dict.fromkeys(engine.layout for engine in self.engines)
+        return [tuple(engine for engine in self.engines if engine.layout == layout) for layout in layouts]
+
+    @property
+    def ranks_of_node(self) -> range:
+        """Ranks of the trainer on its first node."""
+        return range(min(self.actor.layout.world_size, self.n_gpus_per_node))
 
     def in_layout(self, layout: ParallelLayout) -> Self:
         """Return the scene with every engine in this layout."""

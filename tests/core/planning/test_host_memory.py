@@ -9,7 +9,8 @@ from statistics import median
 import pytest
 
 from allocation import ParallelLayout
-from core.planning.memory import engine_peak, host_of_rank, plan_memory, states_of
+from core.planning.host_memory import host_of_rank
+from core.planning.memory import engine_peak, plan_memory
 from core.planning.scene import GPUS, Scene
 from core.planning.server_memory import GIB
 from helpers.plan_recipe import make_scene
@@ -46,7 +47,7 @@ def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
     for case in CASES:
         scene = scene_of_case(case)
         for plan, row in zip(plan_memory(scene).ranks, measured[str(case)]["stages"], strict=True):
-            found = host_of_rank(scene, plan)
+            found = host_of_rank(scene, plan.use)
             errors[case, plan.stage] = found / row["host"] - 1
             print(f"{case}, stage {plan.stage}: {found / 1e9:.2f} GB, {row['host'] / 1e9:.2f} measured")
     sizes = sorted(map(abs, errors.values()))
@@ -57,7 +58,7 @@ def test_a_rank_takes_the_host_memory_that_was_measured() -> None:
 def test_the_first_data_parallel_rank_copies_a_checkpoint(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     with_moments = plan_memory(scene.in_layout(ParallelLayout(tp=8))).host
-    wide = states_of(scene.in_layout(ParallelLayout(tp=8)).actor, 0)
+    wide = scene.in_layout(ParallelLayout(tp=8)).actor.states(0)
     sizes = (4 * wide.weights // 2, 2 * sum(wide.parameters.values()))
     assert with_moments["recover checkpoint"] == 8 * (3 * page_locked(sizes[0]) + page_locked(sizes[1]))
     without = plan_memory(replace(scene, writes_checkpoints=False)).host
@@ -111,7 +112,7 @@ def test_a_run_on_a_cpu_takes_no_more_than_its_batch_and_its_model_need(tmp_path
     scene = make_scene(tmp_path, *one, *small)
     assert scene.actor.microbatch_tokens == 4 * 8 * 64 // 2 < scene.actor.tokens
     parts = {phase.name: phase.parts for phase in plan_memory(scene).ranks[0].phases}
-    states, whole = states_of(scene.actor, 0), 4 * sum(states_of(scene.actor, 0).parameters.values())
+    states, whole = scene.actor.states(0), 4 * sum(scene.actor.states(0).parameters.values())
     assert parts["actor optimizer"]["buckets"] == states.gradients, "gloo reduces them in a copy"
     assert parts["weight update"]["buckets"] == min(3 * scene.bucket_bytes, whole)
     assert plan_memory(scene).host["copy of the weights"] == whole, "in the object store"

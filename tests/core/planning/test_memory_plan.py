@@ -7,7 +7,7 @@ import pytest
 
 from allocation import ParallelLayout
 from core.checks.rules import load_config
-from core.planning.memory import plan_memory, states_of, worst_imbalance
+from core.planning.memory import plan_memory, worst_imbalance
 from core.planning.scene import GPUS, Gpu, PlanError, find_gpu, gpu_of_machine, scene_of
 from core.planning.server_memory import GIB, cache_bytes_per_token, server_weights
 from helpers.plan_recipe import make_scene, write_recipe
@@ -18,7 +18,7 @@ from tools.bench import SHAPES, SLICE
 def test_a_rank_holds_what_its_parts_say(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     (rank,) = plan_memory(scene).ranks
-    states, parts = states_of(scene.actor, 0), rank.phases[0].parts
+    states, parts = scene.actor.states(0), rank.phases[0].parts
     assert len(rank.ranks) == 8 and rank.layers == 28
     parameters = sum(states.parameters.values())
     assert parts["weights"] == pytest.approx(2 * parameters, rel=1e-6)
@@ -34,7 +34,7 @@ def test_roles_share_the_memory_of_a_rank(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, *words)
     phases = {phase.name: phase for phase in plan_memory(scene).ranks[0].phases}
     assert set(phases) == {"actor update", "critic update", "ref log-probs", "weight update"}
-    more = sum(states_of(engine, 0).total for engine in scene.engines[1:])
+    more = sum(engine.states(0).total for engine in scene.engines[1:])
     actor = alone.ranks[0].phases[0]
     beside = phases["actor update"].allocated - actor.allocated
     assert beside == pytest.approx(more, rel=0.03), "workspaces of their own"
@@ -134,7 +134,7 @@ def test_critic_and_reference_leave_a_gpu_while_servers_sample(tmp_path: Path) -
     assert sampling.parts["weights"] == before.parts["weights"]
     away = (sampling.allocated - before.allocated) / 1e9
     assert away == pytest.approx(0.2 + 0.1, abs=0.05), "workspaces; 0.2 of the critic in benchmarks/recovery.md"
-    states = [states_of(engine, 0) for engine in scene.engines]
+    states = [engine.states(0) for engine in scene.engines]
     gone = sum(s.weights for s in states[1:]) + sum(s.masters + s.moments for s in states)
     assert together.host["trainer while servers sample"] == pytest.approx(gone)
     offloaded = plan_memory(scene.with_engines(offload=True)).host

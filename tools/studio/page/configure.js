@@ -233,13 +233,13 @@ export async function configurePage({ content, alive, studio }) {
         ["wait for answers", duration(plan.seconds.wait)],
         ["trained tokens/s", figure(plan.seconds.tokens / plan.seconds.step)]]) : "",
       ...plan.ranks.map((rank) => h("div", {},
-        h("p", { class: "muted" }, `${plan.ranks.length > 1 ? `stage ${rank.stage}: ` : ""}${figure(rank.num_ranks)} ${rank.num_ranks === 1 ? "rank" : "ranks"}`),
+        h("p", { class: "muted" }, `${plan.ranks.length > 1 ? `${rank.name}: ` : ""}${figure(rank.num_ranks)} ${rank.num_ranks === 1 ? "rank" : "ranks"}`),
         rank.phases.map((phase) => {
           const bar = h("i", { class: phase.total > limit && plan.on_gpu ? "over" : "" });
           bar.style.width = `${Math.min(100, 100 * phase.total / Math.max(limit, 1))}%`;
           return h("div", { class: "memory", title: Object.entries(phase.parts).map(([part, size]) => `${part}: ${gib(size)}`).join("\n") }, h("span", {}, phase.name), h("div", { class: "track" }, bar), h("b", {}, gib(phase.total)));
         }))),
-      ...plan.advice.map((one) => h("p", { class: "note" }, `${one.keys}: ${gib(one.peak_bytes)}, ${one.fits ? "fits" : "does not fit"}`)));
+      ...plan.advice.map((one) => h("p", { class: "note" }, `${one.keys}: ${one.words}`)));
   }
 
   async function migrate() {
