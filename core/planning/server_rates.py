@@ -47,20 +47,20 @@ Times = Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Waves to measure: of few and of many requests, with answers of each of three lengths."""
+    """Waves to measure: of few and of many requests, with answers of each of two lengths."""
 
     few: int
     many: int
     prompt: int
-    answers: tuple[int, int, int]
-    """The shortest gives the time in which requests begin. In the others all requests run at once for a while."""
+    answers: tuple[int, int]
+    """So long that all requests run at once for a while."""
 
     def waves(self) -> list[tuple[int, int]]:
         """Return requests and tokens of each answer."""
         return [(requests, answer) for requests in (self.few, self.many) for answer in self.answers]
 
 
-LOAD = Load(few=16, many=384, prompt=128, answers=(16, 128, 512))
+LOAD = Load(few=16, many=384, prompt=128, answers=(128, 512))
 
 
 def with_server_rates(calibration: Calibration, times: Times | None, load: Load = LOAD) -> Calibration:
@@ -74,7 +74,7 @@ def with_server_rates(calibration: Calibration, times: Times | None, load: Load 
     )  # fmt: skip
     if times is None:
         return replace(kept, source=f"{kept.source}; rates of servers (decode_*, request_seconds) are those of H200")
-    few, many, (short, middle, long) = load.few, load.many, load.answers
+    few, many, (short, long) = load.few, load.many, load.answers
     server = Servers(
         backend=_BACKEND, config=parse_config(MODEL), layout=ParallelLayout(), itemsize=2, fp8=False, max_running=many,
         share=None, colocated_share=1.0, on_gpu=True,
@@ -82,13 +82,13 @@ def with_server_rates(calibration: Calibration, times: Times | None, load: Load 
 
     def step(requests: int) -> float:
         """Return the seconds of a decode step while all requests run: both waves begin and end alike."""
-        return (times[requests, long] - times[requests, middle]) / (long - middle)
+        return (times[requests, long] - times[requests, short]) / (long - short)
 
     of_gpu = decoding(server, replace(kept, decode_step_seconds=0.0, decode_token_seconds=0.0))
     found = replace(
         kept,
         source=f"{kept.source}; decode_layer_link_seconds is that of H200",
-        decode_step_seconds=max(0.0, step(few) - of_gpu(few, load.prompt + (middle + long) / 2)),
+        decode_step_seconds=max(0.0, step(few) - of_gpu(few, load.prompt + (short + long) / 2)),
         decode_token_seconds=max(0.0, step(many) / many),
     )
     decode = decoding(server, found)

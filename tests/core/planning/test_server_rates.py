@@ -18,7 +18,7 @@ from rollout.inference.sglang.arguments import is_installed
 
 H100 = calibration_of("H100")
 assert H100 is not None
-SMALL = Load(few=2, many=8, prompt=16, answers=(2, 8, 24))
+SMALL = Load(few=2, many=8, prompt=16, answers=(8, 24))
 RATES = ("decode_step_seconds", "decode_token_seconds", "request_seconds")
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
@@ -73,10 +73,9 @@ def test_the_waves_of_a_real_server_are_measured(tmp_path: Path, caplog: pytest.
     times = server_times(gpu=None, python=python, load=SMALL, begin=said.append, patience_seconds=500.0)
     assert times is not None, caplog.text
     assert said == ["start of a server", "waves of requests"]
-    assert set(times) == {(requests, answer) for requests in (2, 8) for answer in (2, 8, 24)}
+    assert set(times) == {(requests, answer) for requests in (2, 8) for answer in (8, 24)}
     for requests in (2, 8):
-        short, middle, long = (times[requests, answer] for answer in SMALL.answers)
-        assert 0 < short < middle < long, "more tokens take longer"
+        assert 0 < times[requests, 8] < times[requests, 24], "more tokens take longer"
     found = with_server_rates(H100, times, SMALL)
     rates = (found.decode_step_seconds, found.decode_token_seconds)
     assert all(math.isfinite(rate) and rate > 0 for rate in rates) and found.request_seconds >= 0
