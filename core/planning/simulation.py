@@ -179,8 +179,8 @@ class Outcome:
 
     @property
     def trainer_share(self) -> float:
-        """Share of the time in which the trainer computes."""
-        return sum(s.trained - s.taken for s in self.measured) / self.measured_seconds
+        """Share of the time in which the trainer computes: not in which memory changes sides."""
+        return sum(s.tokens for s in self.measured) * self.world.train_token_seconds / self.measured_seconds
 
     @property
     def wait(self) -> float:

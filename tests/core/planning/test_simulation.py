@@ -74,6 +74,7 @@ def test_servers_on_the_trainers_gpus_stop_while_it_computes() -> None:
     assert shared.seconds == pytest.approx(update + 0.1 + sampling, rel=0.02)
     later = simulate(replace(slow, shares_gpus=True, turn_seconds=3.0, resume_seconds=0.05), 20)
     assert later.seconds - shared.seconds == pytest.approx(3.0 + 64 * 0.05, rel=0.001), "the server was full"
+    assert later.trainer_share * later.seconds == pytest.approx(update, rel=0.001), "the turn is no computing"
 
 
 def test_servers_are_as_full_in_the_groups_of_the_last_steps_as_on_average() -> None:
