@@ -134,15 +134,22 @@ def test_what_is_planned_as_the_fastest_is_nearly_the_fastest_of_what_was_measur
     assert rates[chosen] > 0.97 * max(rates.values())
 
 
+FITTED = {("1.5B", "H200"), ("7B", "H200"), ("3B", "H100")}
+"""Servers whose waves the rates are fitted to."""
+
+
 def test_a_server_answers_each_wave_in_about_the_time_that_was_measured() -> None:
     measured = json.loads((ROOT / "benchmarks/predictions/servers-measured.json").read_text())
-    errors = []
+    errors: dict[bool, list[float]] = {True: [], False: []}
     for shape, gpus in measured.items():
         for gpu, rates in gpus.items():
             planned = predicted_waves(shape, GPUS[gpu], RATES[gpu])
             assert planned.keys() == rates.keys()
-            errors += [abs(planned[load] / rate - 1) for load, rate in rates.items() if load != "cache"]
-    assert len(errors) == 18 and max(errors) < 0.075 and median(errors) < 0.05
+            cache, *waves = (abs(planned[load] / rate - 1) for load, rate in rates.items())
+            errors[(shape, gpu) in FITTED] += waves
+            assert cache < 0.0025
+    assert len(errors[True]) == 18 and max(errors[True]) < 0.075 and median(errors[True]) < 0.05
+    assert len(errors[False]) == 24 and max(errors[False]) < 0.23 and median(errors[False]) < 0.05
 
 
 @pytest.mark.parametrize(("running", "measured"), [(256, 46960), (192, 40340), (128, 32840)])
