@@ -60,7 +60,10 @@ def one_process(ranks: RankPool, folder: Path) -> dict[str, list[dict[str, Any]]
     }
 
 
-@cases(MODELS, LAYOUTS, also={("glm4", "cp2"), ("deepseek_v3", "cp2 ep2")})
+@cases(
+    MODELS, LAYOUTS, others=("tp2", "dp2 pp2 ep2"),
+    also={("qwen2_tied", "tp2 pp2"), ("glm4", "cp2"), ("deepseek_v3", "cp2 ep2")},
+)  # fmt: skip
 def test_a_first_step_is_that_of_transformers(ranks, model_folders, name, layout):
     """Each sequence on its own through the Hugging Face model: loss, gradient norm and log-probabilities."""
     folder, model = model_folders[name]
