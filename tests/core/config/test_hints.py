@@ -71,10 +71,9 @@ def test_keys_of_other_trainers_are_answered_with_ours(given: str, meant: str) -
 def test_no_key_of_another_trainer_is_taken_for_a_misspelt_one(system: System) -> None:
     """The nearest of our names is another thing; one of the same name, in another section, may be proposed."""
     names = {key.rpartition(".")[2] for key in (*system.keys, *system.without)}
-    for name in sorted(name for name in names if "*" not in name):
-        for problem in _problems(f"{name}=x"):
-            proposed = re.findall(r"'([\w.]+)'", problem.message.partition("unknown key; did you mean")[2])
-            assert {key.rpartition(".")[2] for key in proposed} <= {name}, problem
+    for problem in _problems(*(f"{name}=x" for name in sorted(names) if "*" not in name)):
+        proposed = re.findall(r"'([\w.]+)'", problem.message.partition("unknown key; did you mean")[2])
+        assert {key.rpartition(".")[2] for key in proposed} <= {problem.key}, problem
 
 
 def test_of_a_section_of_another_trainer_each_known_key_is_answered() -> None:
@@ -86,9 +85,9 @@ def test_of_a_section_of_another_trainer_each_known_key_is_answered() -> None:
     ]
 
 
-def _problems(given: str) -> Sequence[Problem]:
+def _problems(*given: str) -> Sequence[Problem]:
     try:
-        load_config("ppo-math", None, [*REQUIRED, given])
+        load_config("ppo-math", None, [*REQUIRED, *given])
     except ConfigError as error:
         return error.problems
     return ()

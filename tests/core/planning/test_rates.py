@@ -283,7 +283,7 @@ def test_servers_on_cores_decode_as_many_requests_as_they_may() -> None:
 )
 def test_every_proposal_passes_the_checks_and_fits(tmp_path, num_gpus, staleness, metric, fixed) -> None:
     path = write_recipe(tmp_path, SHAPES["7B"])
-    words = [f"staleness.max_staleness={staleness}", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=15360"]
+    words = [f"staleness.max_staleness={staleness}", "dataset.train_bs_n_seqs=16", "ppo.gen.max_new_tokens=15360"]
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config("ppo-math", path, [*words, *more])
@@ -314,7 +314,7 @@ def test_proposals_set_what_they_were_computed_with_for_every_engine(tmp_path: P
     """The offload of a critic, and one that a proposal leaves out."""
     path = write_recipe(tmp_path, PLANNED["3B"])
     words = ["ppo.kl_ctl=0.1", "ppo.disable_value=false", "critic.init_critic_from_actor=true", "algorithm.name=ppo"]
-    words += ["dataset.train_bs_n_seqs=128", "critic_train.mb_spec.max_tokens_per_mb=65536"]
+    words += ["dataset.train_bs_n_seqs=64", "critic_train.mb_spec.max_tokens_per_mb=65536"]
     words += ["actor_train.mb_spec.max_tokens_per_mb=65536", "actor.optimizer.offload=true"]
 
     def load(more: Sequence[str]) -> LoadedConfig:
