@@ -16,7 +16,7 @@ n_nodes: 2
 n_gpus_per_node: 8
 actor: {path: MODEL}
 actor_train: {mb_spec: {max_tokens_per_mb: 16384}}
-dataset: {path: prompts.jsonl, max_prompt_len: 1024, train_bs_n_seqs: 64}
+dataset: {path: prompts.jsonl, max_prompt_len: 1024, train_bs_n_seqs: 16}
 group_size: 8
 ppo:
   gen: {max_new_tokens: 7168}

@@ -99,7 +99,7 @@ def test_host_memory_of_a_node_is_compared_with_what_it_has(recipe: Path, capsys
 
 
 def test_a_search_proposes_nothing_that_a_host_does_not_hold(recipe: Path, capsys) -> None:
-    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "16", "dataset.train_bs_n_seqs=16"]
+    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "16"]
     assert main([*words, "--json"]) == 0
     free = [found["host_bytes"] for found in json.loads(capsys.readouterr().out)]
     limit = min(free) + (max(free) - min(free)) / 2
@@ -222,8 +222,7 @@ def test_servers_that_do_not_hold_the_model_have_no_times(recipe: Path, capsys) 
 
 
 def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(recipe), "--gpu", "H100", "dataset.train_bs_n_seqs=16", "--gpus", "32"]
-    words += ["--fix", "sglang.d8m2p1"]
+    words = ["--config", str(recipe), "--gpu", "H100", "--gpus", "32", "--fix", "sglang.d8m2p1"]
     assert main([*words[:-2], "allocation_mode=search"]) == 0
     assert "\nNext: sglang." in capsys.readouterr().out
     assert main([*words, "--search"]) == 0
@@ -341,7 +340,7 @@ def test_one_gpu_can_be_searched(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_the_figure_that_ranks_is_shown(metric: str, key: str, shown: str, recipe: Path, capsys) -> None:
     words = ["--config", str(recipe), "--gpu", "H200", "--gpus", "2", "--search", "--fix", "sglang.d1m1p1+d1m1p1"]
-    words += ["staleness.max_staleness=2", "dataset.train_bs_n_seqs=16"]
+    words.append("staleness.max_staleness=2")
     assert main([*words, "--metric", metric, "--json"]) == 0
     best, *_ = json.loads(capsys.readouterr().out)
     tokens, step, gpus = best["tokens_per_second"], best["seconds"]["step"], int(best["overrides"][2].split("=")[1])

@@ -14,12 +14,12 @@ from tools.bench import SHAPES
 def test_a_configuration_is_loaded_with_the_best_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not every host of tests has a GPU.
     monkeypatch.setattr("core.planning.search.gpu_of_machine", lambda: find_gpu("H100"))
-    path, small = write_recipe(tmp_path, SHAPES["7B"]), "dataset.train_bs_n_seqs=16"
-    chosen = load_config("ppo-math", path, ["allocation_mode=search", small]).config
+    path = write_recipe(tmp_path, SHAPES["7B"])
+    chosen = load_config("ppo-math", path, ["allocation_mode=search"]).config
     assert chosen.allocation_mode.startswith("sglang.d") and chosen.n_nodes * chosen.n_gpus_per_node == 16
     written = path.read_text().replace("sglang.d8m1p1+d4m2p1", "search")
     path.write_text(written)
-    assert load_config("ppo-math", path, [small]).config == chosen
+    assert load_config("ppo-math", path).config == chosen
 
 
 def test_without_a_gpu_there_is_nothing_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_a_run_on_a_cpu_takes_no_more_than_its_batch_and_its_model_need(tmp_path
 
 def test_episodes_wait_in_the_store_and_their_experts_with_them(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, "staleness.max_staleness=2")
-    batch = 64 * 8 * 8192 * 13
+    batch = 16 * 8 * 8192 * 13
     assert plan_memory(scene).host["episodes"] == (2 + 3) * batch
     stored = make_scene(tmp_path, "staleness.max_staleness=2", "experience.store=sqlite", "experience.path=e.sqlite")
     assert plan_memory(stored).host["episodes"] == 2 * batch

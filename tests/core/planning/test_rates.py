@@ -352,9 +352,7 @@ def test_a_search_leaves_servers_to_the_auxiliary_model(tmp_path: Path) -> None:
 
 def test_more_staleness_is_never_proposed_than_was_asked_for(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, SHAPES["1.5B"])
-    scene = scene_of(
-        load_config("ppo-math", path, ["staleness.max_staleness=1", "dataset.train_bs_n_seqs=16"]).config, GPUS["H200"]
-    )
+    scene = scene_of(load_config("ppo-math", path, ["staleness.max_staleness=1"]).config, GPUS["H200"])
     found = search(
         scene, CALIBRATION, Lengths(mean=900, longest=7168), num_gpus=8, accepts=lambda one, keys: True, num_others=50
     )
