@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,22 @@ from core.processes.signals import SIGNALS, end_at_signals
 from core.runs.paths import RunPaths
 from core.runs.record import write_complete, write_record
 from helpers.config_inputs import PPO_7B_128_GPUS, SMALLEST_PPO, write_model, write_run
+from helpers.forks import programs
 
 ROOT = Path(__file__).parents[2]
 LINE = r"\d{8}-\d\d:\d\d:\d\d\.\d{3} quickstart "
 
 
 def run(*arguments: str, module: str = "core.quickstart") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments] if module else [sys.executable, *arguments]
+    """Run a module, or with `module` = "" what follows `python`, for which nothing is imported before."""
+    words = ["-m", module, *arguments] if module else arguments
     forced = {"FORCE_COLOR": "1"}  # by notebooks and continuous integration; a pipe is no terminal for that
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **forced}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        code = programs.start(words, output=output, errors=errors, env=environment, fresh=not module).wait()
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(words, code, output.read(), errors.read())
 
 
 def snapshot(folder: Path) -> set[Path]:

@@ -30,20 +30,23 @@ def start(
     words: Sequence[str],
     *,
     output: IO[Any],
+    errors: IO[Any] | None = None,
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
 ) -> Program:
-    """Start `python WORDS` in a session of its own, with what it writes in the file `output`. `fresh`: in a new
-    interpreter, as always where there are GPUs: CUDA does not work in a fork of a process that has used it."""
+    """Start `python WORDS` in a session of its own, with what it writes in the file `output`, or to stderr in `errors`.
+    `fresh`: in a new interpreter, as always where there are GPUs: CUDA does not work in a fork of a process that has
+    used it."""
+    errors = output if errors is None else errors
     env = dict(os.environ if env is None else env)
     if fresh or not can_fork(env):
         return subprocess.Popen(
-            [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=errors, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
     with open(os.devnull, "rb") as nothing:
-        streams = (nothing.fileno(), output.fileno(), output.fileno())
+        streams = (nothing.fileno(), output.fileno(), errors.fileno())
         return start_program(
             server(), words, env=env, cwd=str(cwd), streams=streams, session=True, first="helpers.forks.workers"
         )
