@@ -13,6 +13,7 @@ from rollout.inference.gpus import query_gpus
 
 Program = ForkedProgram | subprocess.Popen[bytes]
 ROOT = Path(__file__).resolve().parents[3]
+HAS_GPUS = bool(query_gpus())
 FRESH = "SLIPSTREAM_TEST_FRESH"
 """Set: start whole runs in new interpreters, not as forks of one that has imported the libraries."""
 
@@ -60,7 +61,7 @@ def with_tests() -> dict[str, str]:
 
 def can_fork(env: Mapping[str, str]) -> bool:
     """Return whether programs with this environment start as forks."""
-    has_gpus = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and bool(query_gpus())
+    has_gpus = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and HAS_GPUS
     return not env.get(FRESH) and sys.platform == "linux" and not has_gpus
 
 

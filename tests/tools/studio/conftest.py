@@ -2,15 +2,17 @@
 
 import os
 import shutil
+import signal
 import socket
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.forks import programs
 from rollout.plugins import python_path
 
 Start = Callable[..., str]
@@ -21,7 +23,7 @@ Start = Callable[..., str]
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start the command; it ends with the module."""
     pytest.importorskip("uplot", reason="slipstream[studio] is not installed")
-    running: list[subprocess.Popen[str]] = []
+    running: list[programs.Program] = []
     cache = tmp_path_factory.mktemp("cache")
 
     def begin(*words: object, folder: Path | None = None) -> str:
@@ -35,21 +37,19 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "tools.studio", *map(str, words), "--port", str(port)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(cache)},
-        )
+        command = ["-m", "tools.studio", *map(str, words), "--port", str(port)]
+        env = {**os.environ, "PYTHONPATH": python_path(), "XDG_CACHE_HOME": str(cache)}
+        said = cache / f"{port}.log"
+        with said.open("w") as output:
+            process = programs.start(command, output=output, errors=sys.__stderr__, cwd=folder or Path.cwd(), env=env)
         running.append(process)
-        assert process.stdout is not None
-        return process.stdout.readline()
+        while "\n" not in said.read_text() and process.poll() is None:
+            time.sleep(0.02)
+        return said.read_text().partition("\n")[0]
 
     yield begin
     for process in running:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
 
 
