@@ -75,7 +75,7 @@ _COLUMNS = {
     "kept": ("residual stream", "attention", "MLP", "from the host"),
     "temp": ("backward pass", "gradient of the embedding", "logits and loss", "activations", "buckets", "workspaces"),
     "slack": ("allocator slack",),
-    "CUDA": ("context",),
+    "CUDA": ("context", "NCCL"),
     "others": ("server", "other roles"),
 }
 """Column of the table -> the parts of a phase that it sums. The first ones are of torch, and add up to the peak."""
@@ -454,12 +454,14 @@ def show(scene: Scene, plan: MemoryPlan, console: Console) -> None:
     if len(models := plan.ranks[0].models) > 1:
         each = ", ".join(f"{name} {sum(held.values()) / GIB:.1f}" for name, held in models.items())
         _say(console, f"Weights, gradients and Adam of each model on {plan.name_of(plan.ranks[0])}: {each} GiB.")
-    if plan.servers is not None and scene.servers is not None:
-        s, one = plan.servers, scene.servers
+    others = scene.servers and scene.servers.of_auxiliary
+    for name, s, one in (("Server", plan.servers, scene.servers), ("Auxiliary server", plan.auxiliary, others)):
+        if s is None or one is None:
+            continue
         trainer = f"; the trainer keeps {s.trainer / GIB:.1f}" if s.trainer else ""
         _say(
             console,
-            f"Server ({one.layout}), each GPU: weights {s.weights / GIB:.1f}, cache {max(0.0, s.cache) / GIB:.1f}, "
+            f"{name} ({one.layout}), each GPU: weights {s.weights / GIB:.1f}, cache {max(0.0, s.cache) / GIB:.1f}, "
             f"graphs and activations up to {max(0.0, s.rest) / GIB:.1f} GiB, of which the server reserves "
             f"{s.graphs / GIB:.1f} for graphs{trainer}. The cache holds {s.tokens:,} tokens: "
             f"{s.longest:,} sequences of {scene.longest:,}, generator.max_running={one.max_running}.",
@@ -533,6 +535,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
             for rank in plan.ranks
         ],
         "servers": None if plan.servers is None else vars(plan.servers),
+        "auxiliary": None if plan.auxiliary is None else vars(plan.auxiliary),
         "host": {"parts": dict(plan.host), "bytes": plan.host_total, "limit": plan.host_limit},
         "worst_routing": None if worst is None else {"peak_bytes": int(plan_memory(worst).peak.total)},
         "seconds": None if time is None else vars(time),
@@ -550,13 +553,12 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
 
 
 def _phase_json(phase: Phase) -> dict[str, object]:
-    parts = {name: int(size) for name, size in _parts(phase).items()}
     return {
         "name": phase.name,
         "detail": phase.detail,
-        "parts": parts,
+        "parts": {name: int(size) for name, size in _parts(phase).items()},
         "allocated": int(phase.allocated),
-        "total": sum(parts.values()),
+        "total": int(phase.total),
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 
-from allocation import TRAINER_ROLE, AllocationError, ParallelLayout, batch_errors
+from allocation import AllocationError, ParallelLayout, batch_errors
 from allocation.layout import divisors
 from core.config.experiments import ExperimentConfig
 from core.placement.rules import split_errors
@@ -204,11 +204,15 @@ def _gpu_problems(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> 
 
 def server_problem(plan: MemoryPlan) -> str:
     """Return why the servers cannot start, and what helps; or nothing."""
-    if plan.servers is None or plan.servers.tokens > 0:
-        return ""
-    if plan.servers.cache + plan.servers.graphs > 0:
-        return "The CUDA graphs of a server leave no memory for its cache; lower generator.max_running"
-    return "The weights of a server leave no memory for its cache; use more tensor-parallel ranks (m) for the servers"
+    for one, name in ((plan.servers, "a server"), (plan.auxiliary, "a server of the auxiliary model")):
+        if one is None or one.tokens > 0:
+            continue
+        if one.cache + one.graphs > 0:
+            return f"The CUDA graphs of {name} leave no memory for its cache; lower generator.max_running"
+        return (
+            f"The weights of {name} leave no memory for its cache; use more tensor-parallel ranks (m) for the servers"
+        )
+    return ""
 
 
 def summary_lines(config: ExperimentConfig) -> list[str]:
@@ -361,8 +365,7 @@ def _doubled(scene: Scene, layout: ParallelLayout, field: str) -> Scene | None:
         return None  # experts do not divide among the ranks of a stage
     if layout.dp % 2 or other.tp * other.cp > max(scene.n_gpus_per_node, layout.tp * layout.cp):
         return None
-    divided = all(divides(engine.config, other, TRAINER_ROLE) for engine in scene.engines)
-    return scene.in_layout(other) if divided else None
+    return None if any(layout_errors(scene, other)) else scene.in_layout(other)
 
 
 def divides(config: ModelConfig, layout: ParallelLayout, role: str) -> bool:

@@ -91,10 +91,15 @@ def _other_processes(scene: Scene) -> dict[str, float]:
     parts["rollout"] = _ROLLOUT_BYTES if scene.on_gpu else _CPU_ROLLOUT_BYTES
     # Of a batch, one copy is in the object store, and one is leased; as many are sampled as staleness allows.
     parts["episodes"] = float(batch * (2 + (1 + scene.max_staleness if scene.keeps_episodes else 0)))
-    each = _SERVER_BYTES if servers.on_gpu else _CPU_GENERATOR_BYTES + server_weights(servers)
     has_gpus = servers.on_gpu and scene.on_gpu and not scene.shares_gpus
     room = scene.n_gpus_per_node - (len(scene.ranks_of_node) if has_gpus else 0)  # GPUs beside the trainer's
-    parts["servers"] = min(servers.layout.world_size, room) * each
+    parts["servers"] = 0.0
+    for one in (servers, servers.of_auxiliary):
+        if one is not None:
+            each = _SERVER_BYTES if one.on_gpu else _CPU_GENERATOR_BYTES + server_weights(one)
+            number = min(one.layout.world_size, room)
+            parts["servers"] += number * each
+            room -= number
     if scene.keeps_weights:
         parts["copy of the weights"] = float(scene.actor.whole_weights)
     return parts

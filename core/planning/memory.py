@@ -47,8 +47,8 @@ class Phase:
 
     name: str
     parts: Mapping[str, float]
-    """Bytes by purpose. Not of torch in this process are "context", on GPUs alone, "server", of a server on the same
-    GPU, and "other roles", of processes of the trainer with another layout."""
+    """Bytes by purpose. Not of torch in this process are "context" and "NCCL", on GPUs alone, "server", of a server on
+    the same GPU, and "other roles", of processes of the trainer with another layout."""
     detail: str = ""
     """Where in the phase the peak is, and what is recomputed."""
     on_host: float = 0.0
@@ -57,7 +57,7 @@ class Phase:
     @property
     def beside(self) -> float:
         """Bytes of the context and of other processes on the same GPU."""
-        return sum(self.parts.get(name, 0.0) for name in ("context", *_OF_OTHERS))
+        return sum(self.parts.get(name, 0.0) for name in ("context", "NCCL", *_OF_OTHERS))
 
     @property
     def allocated(self) -> float:
@@ -109,6 +109,8 @@ class MemoryPlan:
 
     ranks: tuple[RankPlan, ...]
     servers: ServerPlan | None
+    auxiliary: ServerPlan | None
+    """Servers of the auxiliary model."""
     host: Mapping[str, float]
     """Bytes of the trainer's first node, by purpose, at its peak."""
     limit: float
@@ -156,7 +158,7 @@ class MemoryPlan:
 
     @property
     def _fits_beside(self) -> bool:
-        return not self.host_missing and (self.servers is None or self.servers.tokens > 0)
+        return not self.host_missing and all(s is None or s.tokens > 0 for s in (self.servers, self.auxiliary))
 
 
 SAMPLING = "sampling"
@@ -168,15 +170,19 @@ def plan_memory(scene: Scene) -> MemoryPlan:
     world = scene.actor.layout.world_size
     edges = {rank for e in scene.engines for rank in range(0, world, world // e.layout.pp)} | {world}
     ranks = tuple(_rank(scene, range(*edge)) for edge in pairwise(sorted(edges)))
-    on_gpu = scene.servers is not None and scene.servers.on_gpu
-    servers = plan_servers(scene, scene.servers) if on_gpu and scene.servers else None
+    servers, auxiliary = (
+        plan_servers(scene, one) if one is not None and one.on_gpu else None
+        for one in (scene.servers, scene.servers and scene.servers.of_auxiliary)
+    )
     if servers is not None and scene.shares_gpus:
         phases = [phase for rank in ranks for phase in rank.phases if phase.name == SAMPLING]
         kept = max(phase.allocated + phase.beside - phase.parts["server"] for phase in phases)
         servers = replace(servers, trainer=kept, rest=servers.rest - kept)
     limit = scene.gpu.gib * GIB if scene.on_gpu else float("inf")
     host = host_memory(scene, [rank.use for rank in ranks])
-    return MemoryPlan(ranks=ranks, servers=servers, host=host, limit=limit, host_limit=scene.host_bytes)
+    return MemoryPlan(
+        ranks=ranks, servers=servers, auxiliary=auxiliary, host=host, limit=limit, host_limit=scene.host_bytes
+    )
 
 
 def _rank(scene: Scene, ranks: range) -> RankPlan:
@@ -210,7 +216,7 @@ def _phases(scene: Scene, rank: int) -> Iterator[Phase]:
     # In turns: the actor's weights stay on the GPU, which servers read; the server takes its weights, then its cache.
     weights = float(scene.actor.states(scene.actor.stage_of(rank)).weights)
     kept = {"weights": weights} | {name: held[name] for name in ("workspaces", "FP8 copies") if name in held}
-    beside = _beside(scene, processes[0], others=sum(_context(process) for process in processes[1:]))
+    beside = _beside(scene, processes[0], others=sum(sum(_context(one).values()) for one in processes[1:]))
     server = plan_servers(scene, scene.servers)
     beside["server"] += server.weights
     yield Phase(name="weight update", parts={**kept, **buckets, **beside})
@@ -253,16 +259,16 @@ def _beside(scene: Scene, process: Sequence[Engine], *, others: float) -> dict[s
     """Return what is on the GPU of a process that torch has not allocated in it: `others` are of the trainer."""
     if not scene.on_gpu:
         return {"other roles": others} if others else {}
-    beside = {"context": _context(process)} | ({"other roles": others} if others else {})
+    beside = _context(process) | ({"other roles": others} if others else {})
     if scene.shares_gpus:  # a server that has released its weights and its cache
         beside["server"] = RELEASED_BYTES + (0.0 if scene.servers is None else graph_bytes(scene.servers))
     return beside
 
 
-def _context(process: Sequence[Engine]) -> float:
+def _context(process: Sequence[Engine]) -> dict[str, float]:
     layout = process[0].layout
     degrees = (layout.tp, layout.pp, layout.cp, layout.dp, layout.ep)
-    return CONTEXT_BYTES + sum(size > 1 for size in degrees) * _GROUP_BYTES
+    return {"context": CONTEXT_BYTES, "NCCL": sum(size > 1 for size in degrees) * _GROUP_BYTES}
 
 
 def smallest_total(scene: Scene) -> float:

@@ -121,6 +121,17 @@ class Servers:
     on_gpu: bool
     num_auxiliary: int = 0
     """Further ones of allocation_mode, which serve the auxiliary model."""
+    auxiliary_config: ModelConfig | None = None
+
+    @property
+    def of_auxiliary(self) -> Self | None:
+        """The servers of the auxiliary model, if there is one."""
+        if self.auxiliary_config is None:
+            return None
+        layout = replace(self.layout, dp=self.num_auxiliary)
+        return replace(
+            self, config=self.auxiliary_config, layout=layout, fp8=False, num_auxiliary=0, auxiliary_config=None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +268,15 @@ def _sequences(config: ExperimentConfig) -> int:
     return pairs * shape["train_bs_n_seqs"] * shape.get("group_size", 1)
 
 
-def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> Engine:
+def _model(key: str, path: str) -> ModelConfig:
     try:
-        model = read_model_folder(use.path, weights=False, tokenizer=False)
+        return read_model_folder(path, weights=False, tokenizer=False)
     except ModelFolderError as error:
-        raise PlanError(f"{use.key}.path: {error}") from None
+        raise PlanError(f"{key}.path: {error}") from None
+
+
+def _engine(config: ExperimentConfig, use: ModelUse, allocation: Allocation) -> Engine:
+    model = _model(use.key, use.path)
     on_gpu, trains, section = allocation.trainer.on_gpu, use.key != "ref", use.section
     if config.TRAINER_ONLY:
         placed, role = TRAINER_ROLE, "allocation"
@@ -318,6 +333,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
         colocated_share=colocated_share,
         on_gpu=placed.on_gpu,
         num_auxiliary=config.num_auxiliary_servers,
+        auxiliary_config=_model("auxiliary", config.auxiliary_model) if config.auxiliary_model else None,
     )
 
 

@@ -1,5 +1,6 @@
 """Memory of a run by rank and phase, from a configuration file and models that have nothing but config.json."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from allocation import ParallelLayout
 from core.checks.rules import load_config
+from core.planning.advice import verdict
 from core.planning.memory import plan_memory, worst_imbalance
 from core.planning.scene import GPUS, Gpu, PlanError, find_gpu, gpu_of_machine, scene_of
 from core.planning.server_memory import GIB, cache_bytes_per_token, server_weights
@@ -25,7 +27,7 @@ def test_a_rank_holds_what_its_parts_say(tmp_path: Path) -> None:
     assert parts["gradients"] == pytest.approx(4 * parameters, rel=1e-6)
     assert parts["masters"] + parts["moments"] == pytest.approx(12 * parameters / 4, rel=1e-6)
     phase = rank.phases[0]
-    assert phase.total == pytest.approx(phase.allocated / (1 - SPARE) + parts["context"])
+    assert phase.total == pytest.approx(phase.allocated / (1 - SPARE) + parts["context"] + parts["NCCL"])
 
 
 def test_roles_share_the_memory_of_a_rank(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_roles_share_the_memory_of_a_rank(tmp_path: Path) -> None:
     actor = alone.ranks[0].phases[0]
     beside = phases["actor update"].allocated - actor.allocated
     assert beside == pytest.approx(more, rel=0.03), "workspaces of their own"
-    assert phases["actor update"].parts["context"] == actor.parts["context"], "in one process"
+    assert phases["actor update"].beside == actor.beside, "in one process"
 
 
 def test_models_in_different_layouts_have_processes_of_their_own(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_models_in_different_layouts_have_processes_of_their_own(tmp_path: Path)
         critic = max(phases["critic update"].of_process, phases["ref log-probs"].of_process)
         assert phases["actor update"].parts["other roles"] == pytest.approx(critic)
         assert phases["critic update"].parts["other roles"] == pytest.approx(phases["actor update"].of_process)
-        assert critic > phases["critic update"].allocated / (1 - SPARE) + phases["critic update"].parts["context"] - 1
+        assert critic > phases["critic update"].allocated / (1 - SPARE)
     assert plan.host["trainer ranks"] == pytest.approx(2 * alone.host["trainer ranks"])
 
 
@@ -104,6 +106,27 @@ def test_a_server_caches_what_its_share_leaves_beside_the_weights(tmp_path: Path
     small = replace(scene, servers=replace(scene.servers, max_running=2))
     capped = plan_memory(small).servers
     assert capped is not None and capped.tokens == 2 * 2 * 32768, "as the server is started"
+
+
+def test_servers_of_the_auxiliary_model_are_planned_too(tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    wide = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672}
+    (judge / "config.json").write_text(json.dumps(SHAPES["7B"] | wide))
+    for servers, fits in (("d4m1p1", False), ("d2m2p1", True)):
+        words = (
+            f"allocation_mode=sglang.{servers}+d4m1p1",
+            f"auxiliary.path={judge}",
+            "n_nodes=1",
+            "n_gpus_per_node=8",
+        )
+        scene = make_scene(tmp_path, *words, "actor.gradient_checkpointing=auto", raw=SHAPES["1.5B"], gpu="H100:40")
+        plan = plan_memory(scene)
+        assert plan.servers is not None and plan.servers.tokens > 0 and plan.auxiliary is not None
+        assert plan.auxiliary.weights > 10 * plan.servers.weights and plan.fits == fits == (plan.auxiliary.tokens > 0)
+        assert plan.host["servers"] == 4 * 6e9
+        said = "The weights of a server of the auxiliary model leave no memory for its cache"
+        assert (said in verdict(scene, plan, [])) != fits
 
 
 IN_TURNS = ("allocation_mode=sglang.d1m1p1|d1m1p1", "n_nodes=1", "n_gpus_per_node=1")
@@ -161,7 +184,7 @@ def test_experts_lie_on_their_ranks_and_may_all_be_wanted_of_one(tmp_path: Path)
 def test_between_what_is_allocated_and_what_is_safe_a_plan_is_tight(tmp_path: Path) -> None:
     scene = make_scene(tmp_path)
     peak = plan_memory(scene).peak
-    context = peak.parts["context"]
+    context = peak.beside
 
     def of(gib: float) -> tuple[bool, bool]:
         plan = plan_memory(replace(scene, gpu=replace(scene.gpu, gib=gib), servers=None))
