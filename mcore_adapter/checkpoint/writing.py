@@ -247,7 +247,8 @@ class CopiedCheckpoint:
         state = mcore_to_pyt_state_dict(by_key, is_loading=False)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         is_first = self._rank == 0
-        self._writer = dcp.FileSystemWriter(path)
+        # Its shards are in host memory: with copies ahead it would wait for all kernels of the trainer before each one.
+        self._writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
         self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._planner.set_up_planner(state, self._writer.storage_meta(), is_first)
         self._writer.set_up_storage_writer(is_first, rank=self._rank, use_collectives=True)
