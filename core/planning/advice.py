@@ -266,7 +266,7 @@ def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
     if any(engine.trains and engine.recompute != "auto" for engine in scene.engines):
         changed.append(scene.with_engines(recompute="full"))
     changed += [offloaded, offloaded.with_engines(recompute="auto")]
-    for one in changed:
+    for one in dict.fromkeys(changed):
         if keys := keys_of_engines(one, scene):
             yield " ".join(keys), one
     layouts = list(_other_layouts(scene))

@@ -80,6 +80,13 @@ def test_advice_promises_what_a_plan_with_its_keys_says(tmp_path: Path, words: t
         assert changed.trainer == change.plan.trainer and change.words.endswith(change.plan.trainer)
 
 
+def test_a_change_is_named_once(tmp_path: Path) -> None:
+    words = ("actor.gradient_checkpointing=auto", "actor_train.mb_spec.max_tokens_per_mb=65536")
+    scene = make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", *words)
+    keys = [change.keys for change in advice(scene, plan_memory(scene))]
+    assert "actor.optimizer.offload=true" in keys and len(keys) == len(set(keys)) == 3
+
+
 def test_advice_combines_a_layout_with_keys_where_neither_suffices(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, *CRITIC, "allocation_mode=sglang.d8m1p1+d8m1p1", gpu="X:50")
     changes = advice(scene, plan_memory(scene))
