@@ -372,7 +372,7 @@ def test_the_layout_in_turns_that_was_measured_is_proposed(tmp_path: Path) -> No
 def test_a_search_uses_the_memory_of_a_gpu_for_speed(tmp_path: Path) -> None:
     """No recomputation where that fits, and microbatches of another size only where these are faster by far."""
     answers = Lengths(mean=900, longest=3072)
-    cases = {"small": (PLANNED["0.6B"], 4096), "3B": (PLANNED["3B"], 8192), "7B": (SHAPES["7B"], 32768)}
+    cases = {"small": (PLANNED["0.6B"], 4096), "even": (PLANNED["1.2B"], 8192), "7B": (SHAPES["7B"], 32768)}
     chosen = {}
     for name, (raw, tokens) in cases.items():
         path = write_recipe(tmp_path, raw)
@@ -385,7 +385,26 @@ def test_a_search_uses_the_memory_of_a_gpu_for_speed(tmp_path: Path) -> None:
         found = proposals(load, scene, CALIBRATION, answers, num_gpus=2, fixed=fixed, most=1)
         actor = found.best[0].scene.actor
         chosen[name] = actor.recompute, actor.offload, actor.tokens
-    assert chosen == {"small": ("none", False, 16384), "3B": ("none", False, 8192), "7B": ("none", True, 16384)}
+    assert chosen == {"small": ("none", False, 16384), "even": ("none", False, 8192), "7B": ("none", True, 16384)}
+
+
+def test_a_trainer_that_is_refused_makes_way_for_the_next_one(tmp_path: Path) -> None:
+    scene = scene_of(load_config("ppo-math", write_recipe(tmp_path, SHAPES["1.5B"])).config, GPUS["H200"])
+    found = search(
+        scene, CALIBRATION, Lengths(mean=900, longest=7168), num_gpus=2, fixed=parse_fixed("sglang.d1m1p1+d1m1p1"),
+        accepts=lambda one, keys: one.actor.recompute == "linear" and one.actor.tokens == scene.actor.tokens,
+    )  # fmt: skip
+    assert [one.scene.actor.recompute for one in found.best] == ["linear"]
+
+
+def test_servers_get_more_requests_than_the_formula_gives_them_where_these_wait(tmp_path: Path) -> None:
+    path, words = write_recipe(tmp_path, SHAPES["7B"]), ["dataset.train_bs_n_seqs=128", "ppo.gen.max_new_tokens=15360"]
+    scene = scene_of(load_config("ppo-math", path, [*words, "staleness.max_staleness=4"]).config, GPUS["H100"])
+    rates, answers, fixed = calibration_of("H100"), Lengths(mean=4000, longest=15360), "sglang.d4m2p1+d4m2p1"
+    assert rates is not None
+    found = search(scene, rates, answers, num_gpus=16, fixed=parse_fixed(fixed), accepts=lambda one, keys: True)
+    servers = found.best[0].scene.servers
+    assert servers is not None and servers.max_running == 384, "256 have nine tenths of the speed, and some wait"
 
 
 def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:

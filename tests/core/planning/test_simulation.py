@@ -96,6 +96,14 @@ def test_known_lengths_are_those_that_are_trained() -> None:
     ]
 
 
+def test_a_prompt_begins_as_soon_as_an_answer_of_another_ends() -> None:
+    """While the other answers of its group go on: 5 requests are sent to a server of 4."""
+    lengths = [100.0, 100.0, 100.0, 1000.0]
+    one = replace(WORLD, num_servers=1, max_running=4, prompts=4, prefill_seconds=0.0)
+    begins = sorted(group.begin for group in simulate(one, 1, drawn=lambda number: lengths).groups)
+    assert begins[:2] == [0.0, 0.0] and begins[2] < 300 * 0.006
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     assert simulate(WORLD, 10, seed=3).as_json() == simulate(WORLD, 10, seed=3).as_json()
     assert simulate(WORLD, 10, seed=3).seconds != simulate(WORLD, 10, seed=4).seconds
