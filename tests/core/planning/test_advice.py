@@ -173,6 +173,18 @@ def test_changes_that_do_not_give_enough_host_memory_alone_are_proposed_together
         assert text.endswith(" Use nodes with more memory.") != fits
 
 
+def test_what_a_host_lacks_is_not_moved_to_a_gpu_that_lacks_it_too(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, "actor.optimizer.offload=true", "actor.gradient_checkpointing=true")
+    gib = plan_memory(scene).peak.total / GIB + 1
+    scene = replace(scene, gpu=replace(scene.gpu, gib=gib))
+    plan = plan_memory(scene)
+    small = replace(scene, host_bytes=plan.host_total - GIB)
+    assert plan.fits and plan_memory(scene.with_engines(offload=False)).trainer == "does not fit"
+    assert [change.keys for change in advice(small, plan_memory(small))] == ["recover_mode=disabled"]
+    tight = replace(scene, gpu=replace(scene.gpu, gib=(plan.peak.allocated + plan.peak.beside) / GIB + 0.5))
+    assert plan_memory(tight).is_tight and not plan_memory(replace(tight, host_bytes=GIB)).is_tight
+
+
 def test_what_a_gpu_lacks_is_not_moved_to_a_host_that_lacks_it_too(tmp_path: Path) -> None:
     scene = make_scene(tmp_path, "allocation_mode=sglang.d8m1p1+d8m1p1", "ppo.gen.max_new_tokens=15360")
     plan = plan_memory(scene)
