@@ -18,7 +18,7 @@ ON_A_GPU = [
 ]
 """Marks of a file of such tests."""
 VOCAB = 96  # of tiny_models
-MAX_TOKENS = 128
+MAX_TOKENS = 192
 BF16_NATS = 0.02
 """Mean difference between two bfloat16 computations of the same log-probabilities, at the most."""
 STEPS = 2
