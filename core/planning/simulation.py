@@ -681,6 +681,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.clock = _Clock()
         super().__init__(self.clock)
+        # asyncio runs what is due until time() plus this, which must not vanish in the digits of months.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self.clock.now

@@ -1,17 +1,27 @@
 """Simulated runs: a conservation law, the staleness bound, and what faults do."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from core.planning.rates import Lengths
-from core.planning.simulation import LAST_STEPS, World, simulate, simulate_with_faults
+from core.planning.simulation import LAST_STEPS, World, run_virtual, simulate, simulate_with_faults
 
 WORLD = World(
     num_servers=4, max_running=64, step_seconds=[0.005 + 1e-4 * n for n in range(65)], prefill_seconds=0.002,
     prompts=32, group_size=4, answers=Lengths(mean=500, longest=4000), prompt_tokens=100, max_staleness=2,
     train_token_seconds=1e-4, push_seconds=0.1,
 )  # fmt: skip
+
+
+def test_a_clock_goes_on_after_years() -> None:
+    async def waits() -> float:
+        await asyncio.sleep(1e8)
+        await asyncio.sleep(0.1)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(waits()) == pytest.approx(1e8 + 0.1, abs=1e-6)
 
 
 def test_a_run_trains_every_answer_once_and_never_beyond_the_bound() -> None:
