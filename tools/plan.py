@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import GPU, AllocationError
-from core.checks.rules import load_config, searches
+from core.checks.rules import load_config, mode_text, searches
 from core.config.experiments import EXPERIMENTS
 from core.config.load import LoadedConfig, taken_config
 from core.config.parsing.problems import ConfigError
@@ -133,8 +133,9 @@ def _plan(given: argparse.Namespace) -> int:
         gpu = chosen_gpu(given.gpu)
     if given.host_gib is not None:
         gpu = replace(gpu, host_bytes=given.host_gib * GIB)
-    if EXPERIMENTS[experiment].TRAINER_ONLY and not any(w.startswith("launch.trainer_device=") for w in words):
-        words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
+    names_no_backend = given.gpu is not None and "." not in mode_text(given.config, words)
+    if EXPERIMENTS[experiment].TRAINER_ONLY or names_no_backend:
+        words.insert(0, f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config(experiment, given.config, [*words, *more])
@@ -143,7 +144,14 @@ def _plan(given: argparse.Namespace) -> int:
         given.search = True
         words.append(unplaced(load))
     _check_together(given)
-    scene = scene_of(load([]).config, gpu)
+    try:
+        config = load([]).config
+    except ConfigError as error:
+        if not given.search or any(problem.key != "allocation_mode" for problem in error.problems):
+            raise
+        words.append(unplaced(load))  # of another number of GPUs, say: a search replaces it
+        config = load([]).config
+    scene = scene_of(config, gpu)
     if scene.on_gpu and not gpu.gib:
         raise PlanError(f"--calibration {given.calibration}: rates of a {gpu.name}, but the trainer computes on GPUs")
     if calibration is not None and calibration.gib and not scene.on_gpu:

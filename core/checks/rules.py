@@ -335,7 +335,12 @@ def load_config(
 
 def searches(source: str | Path | Table | None, overrides: Sequence[str]) -> bool:
     """Return whether allocation_mode is search."""
+    return mode_text(source, overrides) == "search"
+
+
+def mode_text(source: str | Path | Table | None, overrides: Sequence[str]) -> str:
+    """Return allocation_mode as it is written; empty where it is not."""
     tree = tree_of(source)
     apply_overrides(tree, overrides)
     mode = tree.children.get("allocation_mode")
-    return isinstance(mode, Scalar) and mode.text == "search"
+    return mode.text if isinstance(mode, Scalar) else ""

@@ -38,6 +38,15 @@ def test_the_plan_needs_neither_torch_nor_ray(recipe: Path) -> None:
     assert "actor update" in done.stdout and "It fits" in done.stdout
 
 
+@pytest.mark.parametrize("mode", ["heuristic", "d16m1p1"])
+def test_a_plan_for_a_gpu_computes_there_where_no_backend_is_named(mode: str, recipe: Path, capsys) -> None:
+    words = ["--config", str(recipe), "--gpu", "H100", f"allocation_mode={mode}"]
+    main(words)
+    assert "in GiB (H100, 79.1 GiB)" in capsys.readouterr().out
+    main([*words, "launch.trainer_device=cpu"])
+    assert "in GiB (CPU" in capsys.readouterr().out
+
+
 def test_json_has_what_the_table_has(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(recipe), "--gpu", "H100", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -322,7 +331,7 @@ def test_a_calibration_refuses_what_it_does_not_read(words: list[str], unused: s
     ],
 )
 def test_a_search_keeps_the_nodes_of_the_recipe(nodes: str, gpus: int, placed: str, recipe: Path, capsys) -> None:
-    words = ["--config", str(recipe), "--gpu", "H200", "--gpus", str(gpus), "allocation_mode=search", *nodes.split()]
+    words = ["--config", str(recipe), "--gpu", "H200", "--gpus", str(gpus), "--search", *nodes.split()]
     assert main([*words, "dataset.train_bs_n_seqs=12"]) == 0
     assert f" {placed} " in capsys.readouterr().out
     assert main([*words[:4], "--gpus", "18", "--search", "n_nodes=4", "n_gpus_per_node=4"]) == 2
