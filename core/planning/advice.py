@@ -177,7 +177,12 @@ def _of_worst_routing(scene: Scene) -> str:
     chosen = "if all tokens choose the experts of one rank"
     if missing <= 0:
         return f" With the worst routing, {chosen}, {-missing:.1f} remain."
-    helps = "".join(f" {change.keys}: {change.words}." for change in advice(worst, plan)[:1])
+    auto = {e for e in worst.engines if e.trains and e.recompute == "auto"}
+    most = replace(worst, engines=tuple(replace(e, recompute="full") if e in auto else e for e in worst.engines))
+    if auto and plan_memory(most).trainer != "does not fit":
+        helps = " gradient_checkpointing=auto recomputes more after memory has run out, and then it fits."
+    else:
+        helps = "".join(f" {change.keys}: {change.words}." for change in advice(worst, plan)[:1])
     return f" With the worst routing, {chosen}, {missing:.1f} GiB are missing in the {plan.peak.name}.{helps}"
 
 
@@ -262,9 +267,11 @@ def _smaller_share(scene: Scene, plan: MemoryPlan) -> float | None:
 
 def _changes_of_trainer(scene: Scene) -> Iterator[tuple[str, Scene]]:
     offloaded = scene.with_engines(offload=True)
-    changed = [scene.with_engines(recompute="auto"), with_microbatches(scene, 0.5)]
-    if any(engine.trains and engine.recompute != "auto" for engine in scene.engines):
-        changed.append(scene.with_engines(recompute="full"))
+    changed = [
+        scene.with_engines(recompute="auto"),
+        with_microbatches(scene, 0.5),
+        scene.with_engines(recompute="full"),
+    ]
     changed += [offloaded, offloaded.with_engines(recompute="auto")]
     for one in dict.fromkeys(changed):
         if keys := keys_of_engines(one, scene):

@@ -367,14 +367,15 @@ def worst_imbalance(engine: Engine) -> float:
 def _levels(
     scene: Scene, engine: Engine, shape: UpdateShape, held: float, beside: float
 ) -> tuple[tuple[Level, ...], str]:
-    """Return what each layer recomputes, and that in words; with auto as the engine will choose it."""
+    """Return what each layer recomputes, and that in words; with auto as the engine will choose it, before it has seen
+    how tokens choose their experts."""
     if engine.recompute != "auto":
         return (engine.recompute,) * len(shape.layers), engine.recompute
     whole = engine.limit_gib * GIB if engine.limit_gib else (1 - SPARE) * (scene.gpu.gib * GIB - beside)
     if not scene.on_gpu:
         whole = float("inf")
     host = host_limit(scene, engine)
-    choice = choose(shape, whole - held, host_limit_bytes=host or 0.0)
+    choice = choose(replace(shape, imbalance=1.0), whole - held, host_limit_bytes=host or 0.0)
     words = f"auto, {choice}"
     if host is None and "full" in choice.levels:
         words += " (with --host-gib, the memory of a node, activations in host memory are planned too)"

@@ -7,6 +7,7 @@ import pytest
 
 from core.planning.advice import advice, smallest_trainer, verdict, with_worst_routing
 from core.planning.memory import plan_memory
+from core.planning.scene import Scene
 from core.planning.server_memory import GIB
 from helpers.plan_recipe import make_scene
 from tools.bench import SHAPES, SLICE
@@ -207,5 +208,27 @@ def test_the_verdict_says_what_the_worst_routing_of_experts_takes(tmp_path: Path
 
     routing = "With the worst routing, if all tokens choose the experts of one rank, "
     assert f"2.0 GiB of a GPU remain. {routing}" in said(balanced + 2 * GIB) and needed > balanced + 3 * GIB
-    assert f"{routing}1.0 GiB are missing in the actor update. actor.gradient_checkpointing=" in said(needed - GIB)
+    fewer = "actor_train.mb_spec.max_tokens_per_mb=8192: needs "
+    assert f"{routing}1.0 GiB are missing in the actor update. {fewer}" in said(needed - GIB)
     assert f"{routing}1.5 remain." in said(needed + 1.5 * GIB)
+
+
+def test_auto_does_not_know_the_worst_routing_before_memory_runs_out(tmp_path: Path) -> None:
+    layout = "allocation_mode=sglang.d4m2p1+(attn:d8m1p1|ffn:d1m1p1e8)"
+    plain, auto = (
+        make_scene(tmp_path, layout, f"actor.gradient_checkpointing={level}", raw=SLICE) for level in ("false", "auto")
+    )
+    gib = plan_memory(plain).peak.total / GIB + 1
+
+    def worst_of(scene: Scene, gib: float) -> tuple[float, str]:
+        sized = replace(scene, gpu=replace(scene.gpu, gib=gib))
+        worst, plan = with_worst_routing(sized), plan_memory(sized)
+        assert worst is not None and plan.fits
+        return plan_memory(worst).peak.total, verdict(sized, plan, [])
+
+    needed, said = worst_of(auto, gib)
+    assert needed == worst_of(plain, gib)[0] > gib * GIB, "layers recompute as with balanced experts"
+    missing = f"{needed / GIB - gib:.1f} GiB are missing in the actor update. "
+    assert f"{missing}gradient_checkpointing=auto recomputes more after memory has run out, and then it fits." in said
+    least = plan_memory(auto.with_engines(recompute="full")).peak.total / GIB + 0.1
+    assert "memory has run out" not in worst_of(auto, least)[1], "with all layers recomputed it does not fit either"
