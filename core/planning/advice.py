@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, islice
 
 from allocation import AllocationError, ParallelLayout, batch_errors
 from allocation.layout import divisors
@@ -22,6 +22,11 @@ NODE_GPUS = 8
 """Of a node, where a configuration has one node of one or two, as by default."""
 _MOST_GPUS, _MOST_EXPERT_RANKS = 4096, 64
 _CONTEXT_TOKENS = 8192  # of a sequence on each context-parallel rank, at least
+
+
+def gib(size: float) -> str:
+    """Return bytes as a number of GiB, with one decimal below ten."""
+    return f"{size / GIB:.{1 if size < 10 * GIB else 0}f}"
 
 
 def smallest_trainer(scene: Scene) -> Scene | None:
@@ -90,6 +95,8 @@ class Change:
 
     keys: str
     """Overrides, as on the command line."""
+    scene: Scene
+    """With the change."""
     before: MemoryPlan
     plan: MemoryPlan
     of_host: bool = False
@@ -101,27 +108,36 @@ class Change:
         return not self.plan.host_missing if self.of_host else self.plan.trainer != "does not fit"
 
     @property
+    def starts(self) -> bool:
+        """Whether the whole run fits, if only just."""
+        return self.plan.fits or self.plan.is_tight
+
+    @property
     def host_gain(self) -> float:
         """Bytes of host memory that a node needs less."""
         return self.before.host_total - self.plan.host_total
 
     @property
     def words(self) -> str:
-        """What it comes to."""
-        if self.of_host:
-            return f"{self.host_gain / GIB:.0f} GiB less host memory, {'fits' if self.helps else 'does not fit'}"
-        of_trainer = "the trainer " if server_problem(self.plan) else ""
-        return f"needs {self.plan.peak.total / GIB:.1f} GiB, {of_trainer}{self.plan.trainer}"
+        """What it comes to: "fits" is of the whole run."""
+        parts = [] if self.of_host else [f"needs {self.plan.peak.total / GIB:.1f} GiB"]
+        if self.of_host or abs(self.host_gain) >= GIB:
+            parts.append(f"{gib(abs(self.host_gain))} GiB {'less' if self.host_gain > 0 else 'more'} host memory")
+        if not self.helps:
+            return ", ".join([*parts, "does not fit"])
+        state = f"the {'host fits' if self.of_host else f'trainer {self.plan.trainer}'}"
+        return ", ".join([*parts, self.plan.trainer if self.starts else state])
 
 
 def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
     """Return changes that lower the peak of a GPU, then those that lower host memory: of each the first that make it
-    fit, cheapest first, or else those that lower it most. Empty where the run fits."""
+    fit, cheapest first, or else those that lower it most; where the run fits with none of them, the first of both
+    together with which it does. Empty where the run fits."""
     found: list[Change] = []
     if plan.peak.total > plan.limit:
         changes: list[Change] = []
         for keys, one in _changes(scene, plan):
-            change = Change(keys=keys, before=plan, plan=plan_memory(one))
+            change = Change(keys=keys, scene=one, before=plan, plan=plan_memory(one))
             if change.plan.host_missing <= plan.host_missing and change.plan.peak.total < plan.peak.total:
                 changes.append(change)
             if sum(one.plan.trainer == "fits" for one in changes) == _MOST_CHANGES:
@@ -131,23 +147,34 @@ def advice(scene: Scene, plan: MemoryPlan) -> list[Change]:
         found += (fitting[0] or fitting[1] or lower)[:_MOST_CHANGES]
     if plan.host_missing:
         found += _host_changes(scene, plan)
+        if not any(change.starts for change in found):
+            found += list(islice(_together(found, plan), 1))
     return found
+
+
+def _together(found: Sequence[Change], plan: MemoryPlan) -> Iterator[Change]:
+    """Yield changes for GPUs with one more for host memory with which a run fits."""
+    for change in found:
+        if change.helps and not change.of_host:
+            for more in _host_changes(change.scene, change.plan):
+                if more.starts:
+                    keys = {key.partition("=")[0]: key for key in f"{change.keys} {more.keys}".split()}
+                    yield replace(more, keys=" ".join(keys.values()), before=plan, of_host=False)
 
 
 def verdict(scene: Scene, plan: MemoryPlan, changes: Sequence[Change]) -> str:
     """Return whether the run fits and, where no change of advice() would help, the smallest number of GPUs."""
     problems = list(_gpu_problems(scene, plan, changes))
     if plan.host_missing:
-        more = "" if any(change.helps for change in changes if change.of_host) else " Use nodes with more memory."
+        more = " Use nodes with more memory." if all(change.plan.host_missing for change in changes) else ""
         problems.append(
-            f"{plan.host_missing / GIB:.0f} GiB of host memory are missing: a node needs about "
-            f"{plan.host_total / GIB:.0f}.{more}"
+            f"{gib(plan.host_missing)} GiB of host memory are missing: a node needs about {gib(plan.host_total)}.{more}"
         )
     if problems:
         return f"It does not fit: {' '.join(problems)}"
     host = ""
     if plan.host_limit is None:
-        host = f" A node needs about {plan.host_total / GIB:.0f} GiB of host memory."
+        host = f" A node needs about {gib(plan.host_total)} GiB of host memory."
     if not scene.on_gpu:
         return f"It fits: the trainer computes on the CPU, a rank with {plan.peak.allocated / GIB:.1f} GiB.{host}"
     return f"{_of_gpu(scene, plan)}{_of_worst_routing(scene)}{host}"
@@ -316,7 +343,7 @@ def _host_changes(scene: Scene, plan: MemoryPlan) -> list[Change]:
             keys.append("experience.store=sqlite experience.path=FILE")
         if one.writes_checkpoints != scene.writes_checkpoints:
             keys.append("recover_mode=disabled")
-        return Change(keys=" ".join(keys), before=plan, plan=plan_memory(one), of_host=True)
+        return Change(keys=" ".join(keys), scene=one, before=plan, plan=plan_memory(one), of_host=True)
 
     most, least = max(plan.limit, plan.peak.total), _LEAST_GAIN * plan.host_missing
     alone = {way: changed([way]) for way in _WITHOUT}

@@ -232,3 +232,32 @@ def test_auto_does_not_know_the_worst_routing_before_memory_runs_out(tmp_path: P
     assert f"{missing}gradient_checkpointing=auto recomputes more after memory has run out, and then it fits." in said
     least = plan_memory(auto.with_engines(recompute="full")).peak.total / GIB + 0.1
     assert "memory has run out" not in worst_of(auto, least)[1], "with all layers recomputed it does not fit either"
+
+
+def test_a_change_fits_only_where_the_whole_run_does(tmp_path: Path) -> None:
+    words = ("allocation_mode=sglang.d8m1p1+d8m1p1", "ppo.gen.max_new_tokens=15360")
+    words += ("actor_train.mb_spec.max_tokens_per_mb=32768",)
+    scene = make_scene(tmp_path, *words)
+    plan = plan_memory(scene)
+    small = replace(scene, host_bytes=plan.host_total - GIB)
+    lacking = plan_memory(small)
+    assert lacking.host_missing and lacking.trainer == "does not fit"
+    *single, both = advice(small, lacking)
+    assert single and all(change.words.endswith(("the trainer fits", "the host fits")) for change in single)
+    assert {change.of_host for change in single} == {False, True}
+    assert both.words.endswith(" GiB less host memory, fits") and both.words.startswith("needs ")
+    assert [change.plan.fits for change in (*single, both)] == [False] * len(single) + [True]
+    loaded = make_scene(tmp_path, *words, *both.keys.split())
+    assert plan_memory(replace(loaded, host_bytes=small.host_bytes)) == both.plan
+    offloaded = next(change for change in advice(scene, plan) if "offload=true" in change.keys)
+    assert f", {-offloaded.host_gain / GIB:.0f} GiB more host memory, fits" in offloaded.words
+
+
+def test_small_sizes_of_host_memory_have_a_decimal(tmp_path: Path) -> None:
+    tiny = SHAPES["1.5B"] | {"num_hidden_layers": 1, "vocab_size": 1024}
+    words = ("allocation_mode=embedded.d1m1p1+d1m1p1", "n_nodes=1", "n_gpus_per_node=2")
+    scene = make_scene(tmp_path, *words, raw=tiny)
+    needs = plan_memory(scene).host_total
+    small = replace(scene, host_bytes=needs - 0.2 * GIB)
+    said = f"0.2 GiB of host memory are missing: a node needs about {needs / GIB:.1f}."
+    assert needs < 10 * GIB and said in verdict(small, plan_memory(small), [])
