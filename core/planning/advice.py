@@ -239,6 +239,11 @@ def server_problem(plan: MemoryPlan) -> str:
     for one, name in ((plan.servers, "a server"), (plan.auxiliary, "a server of the auxiliary model")):
         if one is None or one.tokens > 0:
             continue
+        if one.largest_share is not None:
+            return (
+                f"The share of {name} leaves too little of a GPU for graphs and activations; lower {_SHARE_KEY} to "
+                f"{one.largest_share:g}"
+            )
         if one.cache + one.graphs > 0:
             return f"The CUDA graphs of {name} leave no memory for its cache; lower generator.max_running"
         return (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -21,7 +20,7 @@ from core.planning.host_memory import checkpoint_bytes
 from core.planning.memory import (
     usual_level,
 )
-from core.planning.scene import Engine, PlanError, Scene, Servers
+from core.planning.scene import MOST_GIB, Engine, PlanError, Scene, Servers
 from core.planning.server_memory import cache_bytes_per_token, plan_servers, server_weights
 from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
@@ -93,10 +92,14 @@ class Calibration:
     """Seconds in which the processor launches a layer of a decode step; 0 where CUDA graphs do."""
 
 
-_RATES = {
-    "products", "expert_products", "attention_forward", "attention_backward", "attention_narrow", "memory", "link",
+_OPERATIONS, _BYTES = (1e8, 1e18, "operations per second"), (1e8, 1e15, "bytes per second")
+_SECONDS = (0.0, 10.0, "seconds")
+_RANGES = {
+    "gib": (0.0, MOST_GIB, "GiB"), "products": _OPERATIONS, "expert_products": _OPERATIONS,
+    "attention_forward": _OPERATIONS, "attention_backward": _OPERATIONS, "attention_half_length": (0.0, 1e6, "tokens"),
+    "attention_narrow": (0.01, 100.0, "a share"), "memory": _BYTES, "link": _BYTES,
 }  # fmt: skip
-"""What counts are divided by: above 0."""
+"""Least, most and unit of a number of a calibration, of any computer; of others _SECONDS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,7 @@ def read_calibration(path: Path) -> Calibration:
 
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise refused(error.strerror or str(error) if isinstance(error, OSError) else f"no JSON: {error}") from None
     known = {one.name: one for one in fields(Calibration)}
     if not isinstance(rows, dict):
@@ -158,10 +161,10 @@ def read_calibration(path: Path) -> Calibration:
         if known[name].type == "str":
             if not isinstance(value, str):
                 raise refused(f"{name}: must be a text, not {value!r:.60}")
-        elif type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise refused(f"{name}: must be a finite number, not {value!r:.60}")
-        elif value < 0 or (value == 0 and name in _RATES):
-            raise refused(f"{name}: must be {'above' if name in _RATES else 'at least'} 0, not {value}")
+            continue
+        least, most, unit = _RANGES.get(name, _SECONDS)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise refused(f"{name}: must be a number from {least:g} to {most:g} ({unit}), not {value!r:.60}")
     return Calibration(**rows)
 
 

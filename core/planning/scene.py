@@ -3,7 +3,6 @@
 Invariant: a `Scene` has everything that the other files of this folder read; they take no configuration.
 """
 
-import math
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -45,6 +44,8 @@ GPUS: dict[str, Gpu] = {
     "A100": Gpu(name="A100", gib=79.1),
 }
 """Key: name as in --gpu."""
+MOST_GIB = 2000.0
+"""Of a GPU: what is above is no size in GiB."""
 _DRIVER_GIB = 0.6
 """What the driver keeps of the memory that it reports: 81,559 MiB of an H100, 143,771 of an H200."""
 
@@ -319,8 +320,7 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
     flag = BACKENDS[placed.backend].memory_flag
     share, colocated_share = None, 1.0
     if flag:
-        given = {name.replace("-", "_"): v for name, v in config.merged_flags.items()}
-        share = float(str(given[flag.name])) if flag.name in given else None
+        share = _given_share(config, flag.name)
         colocated_share = flag.colocated if share is None else share
     return Servers(
         backend=placed.backend,
@@ -335,6 +335,29 @@ def _servers(config: PPOMATHConfig, model: ModelConfig, allocation: Allocation) 
         num_auxiliary=config.num_auxiliary_servers,
         auxiliary_config=_model("auxiliary", config.auxiliary_model) if config.auxiliary_model else None,
     )
+
+
+def _given_share(config: PPOMATHConfig, flag: str) -> float | None:
+    """Return the share of a GPU's memory that this flag gives a server; None where it is not given. Raises
+    PlanError."""
+    given = [
+        (f"{section}.{name}", value)
+        for section, flags in config.server_flags.items()
+        for name, value in flags.items()
+        if name.replace("-", "_") == flag
+    ]
+    key, value = given[-1] if given else ("", None)
+    if value is None:
+        return None
+    try:
+        share = float(str(value))
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise PlanError(
+            f"{key}: must be a number above 0 and below 1, not {value!r}; write one as 0.85, or leave the key out"
+        )
+    return share
 
 
 def gpu_of_machine() -> Gpu | None:
@@ -358,7 +381,8 @@ def _known(text: str) -> Gpu | None:
 
 def find_gpu(text: str) -> Gpu:
     """Return the GPU of a name, "H100" or as the driver writes it, "NVIDIA H100 80GB HBM3"; or of NAME:GIB. Raises
-    PlanError for another one, and for a name with another size than that of the table."""
+    PlanError for another one, for a size of 0 or above MOST_GIB, and for a name with another size than that of the
+    table."""
     shown = f"--gpu {shlex.quote(text)}"
     name, colon, size = text.rpartition(":")
     known = _known(name if colon else text)
@@ -367,8 +391,11 @@ def find_gpu(text: str) -> Gpu:
             gib = float(size)
         except ValueError:
             gib = 0.0
-        if not name.strip() or not 0 < gib < math.inf:
-            raise PlanError(f"{shown}: NAME:GIB needs a name, and a number above 0, as in B200:178")
+        if not name.strip() or ":" in name or not 0 < gib <= MOST_GIB:
+            raise PlanError(
+                f"{shown}: NAME:GIB needs a name without a colon, and a number above 0, at most {MOST_GIB:g}, as in "
+                "B200:178"
+            )
         return Gpu(name=name.strip() if known is None else known.name, gib=gib)
     if known is None:
         raise PlanError(

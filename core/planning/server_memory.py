@@ -3,6 +3,7 @@
 Invariant: a server takes its share of a GPU before it loads its weights.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from allocation import ParallelLayout
@@ -27,7 +28,7 @@ class ServerPlan:
     cache: float
     """Bytes of keys and values of tokens; negative: the weights do not fit."""
     tokens: int
-    """Tokens whose keys and values fit into the server."""
+    """Tokens whose keys and values fit into the server; 0: it does not start."""
     longest: int
     """Sequences of the longest length that fit."""
     rest: float
@@ -35,6 +36,9 @@ class ServerPlan:
     graphs: float
     """What the server reserves of it for the graphs."""
     context: float
+    largest_share: float | None = None
+    """Largest mem_fraction_static that leaves room for graphs and activations, where the given one leaves too
+    little."""
     trainer: float = 0.0
     """What the trainer keeps on the same GPU while the server samples."""
 
@@ -48,12 +52,19 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
     per_token = cache_bytes_per_token(servers)
     most = 2 * servers.max_running * servers.config.max_position_embeddings
     tokens = max(0, min(int(cache / per_token), most))
+    largest_share: float | None = None
+    used = graph_bytes(servers) + server_activations(servers, scene.gpu.gib)
+    # On a shared GPU the phase of sampling has both; what a server chooses itself leaves room.
+    if servers.share is not None and not scene.shares_gpus and 0 < free * (1 - share) < used:
+        tokens, lower = 0, math.floor(100 * (1 - used / free)) / 100
+        largest_share = lower if lower * free > weights + per_token else None
     return ServerPlan(
         weights=weights,
         cache=min(cache, tokens * per_token) if tokens else cache,
         tokens=tokens,
         longest=tokens // max(1, scene.longest),
         rest=free * (1 - share),
+        largest_share=largest_share,
         graphs=graph_bytes(servers),
         context=CONTEXT_BYTES,
     )

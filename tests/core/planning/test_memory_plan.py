@@ -1,6 +1,7 @@
 """Memory of a run by rank and phase, from a configuration file and models that have nothing but config.json."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,35 @@ def test_a_server_caches_what_its_share_leaves_beside_the_weights(tmp_path: Path
     small = replace(scene, servers=replace(scene.servers, max_running=2))
     capped = plan_memory(small).servers
     assert capped is not None and capped.tokens == 2 * 2 * 32768, "as the server is started"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1", "2", "abc", "[1]", "true", "nan"])
+def test_a_share_of_a_gpu_is_a_number_between_0_and_1(tmp_path: Path, value: str) -> None:
+    for key in ("actor.sglang.mem_fraction_static", "generator.flags.mem-fraction-static"):
+        with pytest.raises(
+            PlanError, match=rf"(?i){key}: must be a number above 0 and below 1, not .*{re.escape(value)}"
+        ):
+            make_scene(tmp_path, f"{key}={value}")
+
+
+def test_a_share_of_null_is_not_given(tmp_path: Path) -> None:
+    words = ("actor.sglang.mem_fraction_static=0.5", "generator.flags.mem_fraction_static=null")
+    assert make_scene(tmp_path, *words).servers == make_scene(tmp_path).servers
+
+
+def test_a_share_that_leaves_too_little_for_graphs_and_activations_is_lowered(tmp_path: Path) -> None:
+    def plan(share: float, *words: str) -> tuple[bool, str]:
+        scene = make_scene(tmp_path, f"generator.flags.mem_fraction_static={share:g}", *words, gpu="H200")
+        found = plan_memory(scene)
+        return found.fits, verdict(scene, found, [])
+
+    fits, text = plan(0.999)
+    share = re.search("graphs and activations; lower generator.flags.mem_fraction_static to ([0-9.]+)[.]$", text)
+    assert not fits and share
+    largest = float(share[1])
+    assert plan(largest)[0] and not plan(largest + 0.01)[0], "the largest that leaves room"
+    fits, text = plan(0.999, "generator.max_running=100000")
+    assert not fits and "lower generator.max_running" in text, "no share leaves room"
 
 
 def test_servers_of_the_auxiliary_model_are_planned_too(tmp_path: Path) -> None:
@@ -239,8 +269,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"--gpu B300: unknown; known: H100, H200, A100.*NAME:GIB.*calibration"):
         find_gpu("B300")
     assert find_gpu("H100:40").gib == 40, "a part of a GPU that is in the table"
-    for text in ("H100:0", "B200:nan", ":3", "H100:"):
-        with pytest.raises(PlanError, match=f"--gpu {text}: NAME:GIB needs a name, and a number above 0"):
+    for text in ("H100:0", "B200:nan", ":3", "H100:", "B200:178:3", "H100:2001"):
+        with pytest.raises(PlanError, match=f"--gpu {text}: NAME:GIB needs a name without a colon, and a number above"):
             find_gpu(text)
     with pytest.raises(PlanError, match="--gpu '': unknown"):
         find_gpu("")

@@ -423,14 +423,22 @@ def test_no_more_requests_are_proposed_than_bring_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"products": 0}, "products: must be above 0, not 0"),
-        ({"link": -1}, "link: must be above 0, not -1"),
-        ({"decode_step_seconds": -0.01}, "decode_step_seconds: must be at least 0, not -0.01"),
-        ({"gib": "80"}, "gib: must be a finite number, not '80'"),
-        ({"gib": math.nan}, "gib: must be a finite number, not nan"),
-        ({"memory": None}, "memory: must be a finite number, not None"),
-        ({"memory": math.inf}, "memory: must be a finite number, not inf"),
-        ({"products": 10**400}, f"products: must be a finite number, not 1{'0' * 59}"),
+        ({"products": 713.0}, "products: must be a number from 1e+08 to 1e+18 (operations per second), not 713.0"),
+        (
+            {"products": 10**400},
+            f"products: must be a number from 1e+08 to 1e+18 (operations per second), not 1{'0' * 59}",
+        ),
+        ({"memory": 4800}, "memory: must be a number from 1e+08 to 1e+15 (bytes per second), not 4800"),
+        ({"memory": None}, "memory: must be a number from 1e+08 to 1e+15 (bytes per second), not None"),
+        ({"link": math.inf}, "link: must be a number from 1e+08 to 1e+15 (bytes per second), not inf"),
+        ({"link": 1e-300}, "link: must be a number from 1e+08 to 1e+15 (bytes per second), not 1e-300"),
+        ({"request_seconds": 1e300}, "request_seconds: must be a number from 0 to 10 (seconds), not 1e+300"),
+        ({"decode_step_seconds": -0.01}, "decode_step_seconds: must be a number from 0 to 10 (seconds), not -0.01"),
+        ({"gib": "80"}, "gib: must be a number from 0 to 2000 (GiB), not '80'"),
+        ({"gib": 1e300}, "gib: must be a number from 0 to 2000 (GiB), not 1e+300"),
+        ({"gib": math.nan}, "gib: must be a number from 0 to 2000 (GiB), not nan"),
+        ({"attention_half_length": -1}, "attention_half_length: must be a number from 0 to 1e+06 (tokens), not -1"),
+        ({"attention_narrow": 0}, "attention_narrow: must be a number from 0.01 to 100 (a share), not 0"),
         ({"gpu": 3}, "gpu: must be a text, not 3"),
         ({"speed": 3}, "speed: unknown key"),
     ],
@@ -447,6 +455,7 @@ def test_a_calibration_with_what_is_no_rate_is_refused(tmp_path: Path, change: d
 @pytest.mark.parametrize(
     ("text", "why"),
     [("[]", "must be an object with the keys of a calibration, not []"), ("x", "no JSON: "),
+     ("[" * 100_000, "no JSON: maximum recursion depth exceeded"),
      ('{"gpu": "a", "source": "b", "gib": 8}', "products, expert_products, attention_forward, ")],
 )  # fmt: skip
 def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str, why: str) -> None:
