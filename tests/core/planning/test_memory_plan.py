@@ -136,6 +136,16 @@ def test_a_share_that_leaves_too_little_for_graphs_and_activations_is_lowered(tm
     assert plan(largest)[0] and not plan(largest + 0.01)[0], "the largest that leaves room"
     fits, text = plan(0.999, "generator.max_running=100000")
     assert not fits and "lower generator.max_running" in text, "no share leaves room"
+    tiny = make_scene(tmp_path, "generator.flags.mem_fraction_static=0.9", gpu="X:0.7")  # all is CUDA's context
+    assert "weights of a server leave no memory" in verdict(tiny, plan_memory(tiny), [])
+
+
+def test_a_share_of_a_shared_gpu_that_is_too_large_is_missing_in_the_phase_of_sampling(tmp_path: Path) -> None:
+    words = ("allocation_mode=sglang.d8m1p1|d4m2p1", "n_nodes=1", "staleness.max_staleness=0")
+    scene = make_scene(tmp_path, *words, "generator.flags.mem_fraction_static=0.999", gpu="H200")
+    plan = plan_memory(scene)
+    assert "missing in the sampling." in verdict(scene, plan, []) and plan.servers is not None
+    assert plan.servers.tokens > 0 and plan.servers.largest_share is None
 
 
 def test_servers_of_the_auxiliary_model_are_planned_too(tmp_path: Path) -> None:
