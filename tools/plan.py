@@ -22,6 +22,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -234,17 +235,20 @@ def _search(
     num_gpus = given.gpus or scene.n_nodes * scene.n_gpus_per_node
     fixed = None if given.fix is None else parse_fixed(given.fix)
     metric: Metric = given.metric or "tokens"
-    found = proposals(load, scene, calibration, answers, num_gpus=num_gpus, metric=metric, fixed=fixed)
+    find = partial(proposals, load, calibration=calibration, answers=answers, num_gpus=num_gpus, metric=metric)
+    found = find(scene, fixed=fixed)
     if given.json:
         print(json.dumps([_proposal_json(proposal) for proposal in found.best], indent=1))
         return 0 if found.best else _DOES_NOT_FIT
     if not found.best:
-        _say(console, f"Nothing fits on {num_gpus} {scene.gpu.name}. {nothing_fits(scene, num_gpus, fixed)}")
+        again = partial(find, most=1, num_others=0)
+        why = nothing_fits(scene, num_gpus, again, num_considered=found.num_considered, fixed=fixed)
+        _say(console, f"Nothing fits on {num_gpus} {scene.gpu.name}. {why}")
         return _DOES_NOT_FIT
     _say(
         console,
-        f"{_BEST[metric]} on {num_gpus} {scene.gpu.name}, of {found.num_considered:,} allocations; "
-        f"answers of {answers.mean:,.0f} tokens on average:",
+        f"{_BEST[metric]} on {'at most ' if metric == 'cost' else ''}{num_gpus} {scene.gpu.name}, of "
+        f"{found.num_considered:,} allocations; answers of {_tokens(answers)} on average:",
     )
     for place, proposal in enumerate(found.best, start=1):
         speed, memory = proposal.lines
@@ -347,18 +351,23 @@ def time_lines(scene: Scene, calibration: Calibration | None, time: Forecast | N
     if scene.servers is None:
         passes = f", log-probabilities {time.passes:.1f} s" if time.passes else ""
         return (
-            f"A step with sequences of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
+            f"A step with sequences of {_tokens(answers)} on average (--mean-tokens) takes {time.step:.1f} s: "
             f"update {time.update:.1f} s{passes}. {time.tokens_per_second:,.0f} trained tokens/s.{stop}"
         )
     more = " (a larger staleness.max_staleness hides them)" if time.limited_by == LONGEST_ANSWERS else ""
     return (
-        f"A step with answers of {answers.mean:,.0f} tokens on average (--mean-tokens) takes {time.step:.1f} s: "
+        f"A step with answers of {_tokens(answers)} on average (--mean-tokens) takes {time.step:.1f} s: "
         f"update {time.update:.1f}, log-probabilities {time.passes:.1f}, weight update {time.push:.2f}, wait for "
         f"answers {time.wait:.1f} s; the servers take {time.rollout:.1f} s for its answers. "
         f"{time.tokens_per_second:,.0f} trained tokens/s, limited by the {time.limited_by}{more}.\n"
         f"The trainer computes {time.trainer_share:.0%} of the time, servers decode {time.slots_share:.0%} of "
         f"generator.max_running. Answers by staleness: {shares(time.staleness)}.{stop}"
     )
+
+
+def _tokens(lengths: Lengths) -> str:
+    """Return the mean length in words."""
+    return f"{lengths.mean:,.0f} token{'' if lengths.mean == 1 else 's'}"
 
 
 def rate_notes(scene: Scene, calibration: Calibration) -> str:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 from allocation import GENERATOR_ROLE, GPU, AllocationError, ParallelLayout
@@ -23,6 +24,7 @@ from core.placement.rules import split_errors
 from core.planning.advice import (
     NODE_GPUS,
     divides,
+    gib,
     keys_of_engines,
     layout_errors,
     mode_of,
@@ -30,6 +32,7 @@ from core.planning.advice import (
     smallest_trainer,
     trainer_layouts,
     with_microbatches,
+    with_worst_routing,
 )
 from core.planning.memory import MemoryPlan, plan_memory, smallest_total
 from core.planning.rates import Calibration, Lengths, StepTime, calibration_of, step_time, trainer_seconds
@@ -102,6 +105,10 @@ class Proposal:
         if servers is not None and self.scene.servers is not None:
             running = self.scene.servers.max_running
             memory += f"; servers: {running} requests at once, a cache of {servers.tokens:,} tokens"
+        memory += f"; {gib(self.memory.host_total)} GiB of host memory a node"
+        if worst := with_worst_routing(self.scene):
+            missing = plan_memory(worst).peak.total - self.memory.limit
+            memory += f"; with the worst routing {gib(missing)} GiB are missing" if missing > 0 else ""
         return speed, memory
 
     def why_not(self, best: Proposal, metric: Metric) -> str:
@@ -251,16 +258,24 @@ def parse_fixed(text: str) -> Spec:
         ) from None
 
 
-def nothing_fits(scene: Scene, num_gpus: int, fixed: Spec | None = None) -> str:
-    """Return why a search found nothing: the number of GPUs that the trainer alone needs, if that is it, or what was
-    fixed."""
+def nothing_fits(
+    scene: Scene, num_gpus: int, find: Callable[..., Found], *, num_considered: int, fixed: Spec | None = None
+) -> str:
+    """Return why a search found nothing: GPUs for the trainer alone, host memory, or what was fixed. `find`: searches
+    again, in a scene and with what is `fixed`. `num_considered`: allocations of the search."""
     smallest = smallest_trainer(scene)
     if smallest is None or smallest.actor.layout.world_size >= num_gpus:
         return needed_gpus(scene, smallest)
-    if fixed is not None:
-        return "No allocation with the layout of --fix fits in memory; leave out --fix."
-    host = "" if scene.host_bytes is None else f" with {scene.host_bytes / GIB:.0f} GiB of host memory for each node"
-    return f"No layout divides model, batch and GPUs and leaves room for servers{host}; see ppo.ppo_n_minibatches."
+    if scene.host_bytes is not None and (best := find(replace(scene, host_bytes=None), fixed=fixed).best):
+        needs = f"the fastest allocation needs {gib(best[0].memory.host_total)}"
+        less = find(replace(scene, writes_checkpoints=False), fixed=fixed).best
+        way = "set recover_mode=disabled, which takes less" if less else "use nodes with more"
+        return f"{gib(scene.host_bytes)} GiB of host memory a node are too few: {needs}; {way}."
+    if fixed is not None and find(scene).best:
+        if num_considered:
+            return "No allocation with the layout of --fix fits in memory; leave out --fix."
+        return "No layout beside that of --fix divides model, batch and the other GPUs; leave out --fix."
+    return "No layout divides model, batch and GPUs and leaves room for servers; see ppo.ppo_n_minibatches."
 
 
 def latency_of(scene: Scene, time: StepTime) -> float:
@@ -467,9 +482,13 @@ def searched(load: Loader) -> tuple[str, ...]:
         if calibration is None:
             raise PlanError(f"no calibration for {gpu.name}; slipstream plan --calibrate measures it")
         num_gpus = scene.n_nodes * scene.n_gpus_per_node
-        found = proposals(load, scene, calibration, usual_lengths(scene), num_gpus=num_gpus, most=1)
+        answers = usual_lengths(scene)
+        find = partial(proposals, load, calibration=calibration, answers=answers, num_gpus=num_gpus, most=1)
+        found = find(scene)
         if not found.best:
-            raise PlanError(nothing_fits(scene, num_gpus))
+            raise PlanError(
+                nothing_fits(scene, num_gpus, partial(find, num_others=0), num_considered=found.num_considered)
+            )
     except (PlanError, AllocationError) as error:
         message = f"search: {error}; or write the layouts, or heuristic"
         raise ConfigError([Problem(key="allocation_mode", message=message)]) from None
@@ -497,8 +516,8 @@ def usual_lengths(scene: Scene) -> Lengths:
 
 
 def proposals(
-    load: Loader, scene: Scene, calibration: Calibration, answers: Lengths, *,
-    num_gpus: int, metric: Metric = "tokens", fixed: Spec | None = None, most: int = 3,
+    load: Loader, scene: Scene, calibration: Calibration, answers: Lengths, *, num_gpus: int,
+    metric: Metric = "tokens", fixed: Spec | None = None, most: int = 3, num_others: int = 2,
 ) -> Found:  # fmt: skip
     """Search for allocations that a run with this configuration would start with. Raises PlanError."""
 
@@ -510,5 +529,6 @@ def proposals(
             return False
 
     return search(
-        scene, calibration, answers, num_gpus=num_gpus, accepts=accepts, metric=metric, fixed=fixed, most=most
-    )
+        scene, calibration, answers,
+        num_gpus=num_gpus, accepts=accepts, metric=metric, fixed=fixed, most=most, num_others=num_others,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from core.planning.memory import plan_memory
 from core.planning.rates import FOLDER, calibration_of, write_calibration
 from core.planning.scene import find_gpu, scene_of
 from helpers.plan_recipe import write_recipe
-from tools.bench import SHAPES
+from tools.bench import SHAPES, SLICE
 from tools.plan import main, memory_table, show
 
 
@@ -118,8 +118,13 @@ def test_a_search_proposes_nothing_that_a_host_does_not_hold(recipe: Path, capsy
     limit = min(free) + (max(free) - min(free)) / 2
     assert main([*words, "--json", "--host-gib", f"{limit / 2**30}"]) == 0
     assert max(free) > limit >= max(found["host_bytes"] for found in json.loads(capsys.readouterr().out))
-    assert main([*words, "--host-gib", "9"]) == 1
-    assert "room for servers with 9 GiB of host memory for each node" in capsys.readouterr().out
+    for gib, way in (("40", "set recover_mode=disabled, which takes less."), ("9", "use nodes with more.")):
+        for fixed in ([], ["--fix", "d4m2p1"]):
+            assert main([*words, "--host-gib", gib, *fixed]) == 1
+            shown = capsys.readouterr().out
+            assert " GiB of host memory a node are too few: " in shown and shown.strip().endswith(way), shown
+    assert main([*words, "--host-gib", "40", "recover_mode=disabled"]) == 0
+    assert " GiB of host memory a node\n" in capsys.readouterr().out
 
 
 def test_the_table_of_memory_fits_a_terminal_and_has_large_numbers_whole(recipe: Path, capsys) -> None:
@@ -242,6 +247,9 @@ def test_a_search_prints_a_line_to_copy_and_why_others_lose(recipe: Path, capsys
     assert "\n   allocation_mode=sglang.d8m2p1+" in capsys.readouterr().out
     assert main([*words[:-1], "d1m1p1", "--search"]) == 1
     assert "with the layout of --fix fits in memory" in capsys.readouterr().out
+    words[3], words[-1] = "H100:1000", "sglang.d4m1p1"
+    assert main([*words, "--search"]) == 1, "28 GPUs are left"
+    assert "No layout beside that of --fix divides model, batch and the other GPUs" in capsys.readouterr().out
 
 
 def test_a_plan_of_a_proposal_has_its_figures_to_the_last_digit(recipe: Path, capsys) -> None:
@@ -353,13 +361,15 @@ def test_one_gpu_can_be_searched(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_the_figure_that_ranks_is_shown(metric: str, key: str, shown: str, recipe: Path, capsys) -> None:
     words = ["--config", str(recipe), "--gpu", "H200", "--gpus", "2", "--search", "--fix", "sglang.d1m1p1+d1m1p1"]
-    words.append("staleness.max_staleness=2")
+    words += ["staleness.max_staleness=2", "--mean-tokens", "1"]
     assert main([*words, "--metric", metric, "--json"]) == 0
     best, *_ = json.loads(capsys.readouterr().out)
     tokens, step, gpus = best["tokens_per_second"], best["seconds"]["step"], int(best["overrides"][2].split("=")[1])
     assert best[key] == pytest.approx(tokens / gpus if metric == "cost" else 3 * step)
     assert main([*words, "--metric", metric]) == 0
-    assert f"\n1. {shown.format(best[key])}, {tokens:,.0f} trained tokens/s: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"\n1. {shown.format(best[key])}, {tokens:,.0f} trained tokens/s: " in out
+    assert (" on at most 2 H200, of " in out) == (metric == "cost") and "; answers of 1 token on average:" in out
 
 
 def test_times_of_fp8_updates_say_that_they_are_those_of_bfloat16(recipe: Path, capsys) -> None:
@@ -389,3 +399,15 @@ def test_lines_are_wrapped_on_a_terminal_and_whole_in_a_pipe(recipe: Path) -> No
     assert process.returncode == 0 and max(map(len, lines)) <= width
     assert any(line.startswith("  ") and "trained tokens/s" in line for line in lines), lines
     assert "".join(text.split()) == "".join(piped.split()), "nothing is lost"
+
+
+def test_a_proposal_says_what_the_worst_routing_lacks_as_its_plan_does(tmp_path: Path, capsys) -> None:
+    words = [str(write_recipe(tmp_path, SLICE)), "--calibration", str(FOLDER / "H200.json"), "--gpu"]
+    for gib, lacks in ((38, True), (40, False)):
+        assert main([*words, f"X:{gib}", "--search", "--gpus", "8", "--fix", "sglang.d4m1p1+d4m1p1e4"]) == 0
+        shown = capsys.readouterr().out
+        keys = re.findall(r"^   (allocation_mode=.*)$", shown, re.MULTILINE)[0].split()
+        assert main([*words, f"X:{gib}", *keys, "--json"]) == 0
+        missing = json.loads(capsys.readouterr().out)["worst_routing"]["peak_bytes"] / 2**30 - gib
+        assert (f"; with the worst routing {missing:.1f} GiB are missing\n" in shown) == lacks == (missing > 0)
+        assert ("worst routing" in shown) == lacks
