@@ -81,7 +81,7 @@ lock: $(STAMP)
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 # A Python without ensurepip still makes an environment: the outer pip then installs pip into it.
-# A new pip takes half of the time of one that Python 3.11 brings along, which does it as well where there is none.
+# pip 23, which comes with Python 3.11, takes twice as long as a new one; it stays where no new one can be had.
 # torch goes in next, alone: the only look-up at the index of CPU builds (pip skips that index where it is unreachable).
 $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { python=$$($(FIND_PYTHON)) || exit 1; \

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allocation import GPU, AllocationError
-from core.checks.rules import load_config, mode_text, searches
+from core.checks.rules import load_config, searches, written
 from core.config.experiments import EXPERIMENTS
 from core.config.load import LoadedConfig, taken_config
 from core.config.parsing.problems import ConfigError
@@ -134,9 +134,10 @@ def _plan(given: argparse.Namespace) -> int:
         gpu = chosen_gpu(given.gpu)
     if given.host_gib is not None:
         gpu = replace(gpu, host_bytes=given.host_gib * GIB)
-    names_no_backend = given.gpu is not None and "." not in mode_text(given.config, words)
-    if EXPERIMENTS[experiment].TRAINER_ONLY or names_no_backend:
-        words.insert(0, f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
+    device, mode = (written(given.config, words, key) for key in ("launch.trainer_device", "allocation_mode"))
+    looks = EXPERIMENTS[experiment].TRAINER_ONLY or (given.gpu is not None and "." not in mode)
+    if looks and device in ("", "auto"):
+        words.append(f"launch.trainer_device={GPU}")  # auto would look for the GPUs of this machine
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config(experiment, given.config, [*words, *more])
@@ -147,10 +148,10 @@ def _plan(given: argparse.Namespace) -> int:
     _check_together(given)
     try:
         config = load([]).config
-    except ConfigError as error:
-        if not given.search or any(problem.key != "allocation_mode" for problem in error.problems):
+    except ConfigError:
+        if not given.search:
             raise
-        words.append(unplaced(load))  # of another number of GPUs, say: a search replaces it
+        words.append(unplaced(load))  # a search replaces an allocation_mode of another number of GPUs, say
         config = load([]).config
     scene = scene_of(config, gpu)
     if scene.on_gpu and not gpu.gib:

@@ -18,7 +18,7 @@ from core.config.common import ModelUse
 from core.config.experiments import ExperimentConfig
 from core.config.load import LoadedConfig, apply_overrides, load, tree_of
 from core.config.parsing.problems import ConfigError
-from core.config.parsing.yaml_tree import Scalar, Table
+from core.config.parsing.yaml_tree import Node, Scalar, Table
 from core.placement import resolve_allocation, transport_of
 from core.placement.rules import check_allocation
 from model_specs import hub
@@ -335,12 +335,14 @@ def load_config(
 
 def searches(source: str | Path | Table | None, overrides: Sequence[str]) -> bool:
     """Return whether allocation_mode is search."""
-    return mode_text(source, overrides) == "search"
+    return written(source, overrides, "allocation_mode") == "search"
 
 
-def mode_text(source: str | Path | Table | None, overrides: Sequence[str]) -> str:
-    """Return allocation_mode as it is written; empty where it is not."""
+def written(source: str | Path | Table | None, overrides: Sequence[str], key: str) -> str:
+    """Return the value of a key, `section.name`, as the user writes it; empty where it is not written."""
     tree = tree_of(source)
     apply_overrides(tree, overrides)
-    mode = tree.children.get("allocation_mode")
-    return mode.text if isinstance(mode, Scalar) else ""
+    node: Node | None = tree
+    for name in key.split("."):
+        node = node.children.get(name) if isinstance(node, Table) else None
+    return node.text if isinstance(node, Scalar) else ""

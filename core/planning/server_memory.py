@@ -53,7 +53,8 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
     most = 2 * servers.max_running * servers.config.max_position_embeddings
     tokens = max(0, min(int(cache / per_token), most))
     largest_share: float | None = None
-    used = graph_bytes(servers) + server_activations(servers, scene.gpu.gib)
+    graphs = graph_bytes(servers)
+    used = graphs + server_activations(servers, scene.gpu.gib)
     # On a shared GPU the phase of sampling has both; what a server chooses itself leaves room.
     if servers.share is not None and not scene.shares_gpus and 0 < free * (1 - share) < used:
         tokens, lower = 0, math.floor(100 * (1 - used / free)) / 100
@@ -65,7 +66,7 @@ def plan_servers(scene: Scene, servers: Servers) -> ServerPlan:
         longest=tokens // max(1, scene.longest),
         rest=free * (1 - share),
         largest_share=largest_share,
-        graphs=graph_bytes(servers),
+        graphs=graphs,
         context=CONTEXT_BYTES,
     )
 

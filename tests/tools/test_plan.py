@@ -43,7 +43,8 @@ def test_a_plan_for_a_gpu_computes_there_where_no_backend_is_named(mode: str, re
     words = ["--config", str(recipe), "--gpu", "H100", f"allocation_mode={mode}"]
     main(words)
     assert "in GiB (H100, 79.1 GiB)" in capsys.readouterr().out
-    main([*words, "launch.trainer_device=cpu"])
+    recipe.write_text(f"{recipe.read_text()}launch: {{trainer_device: cpu}}\n")
+    main(words)
     assert "in GiB (CPU" in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ from tools.bench.gpu.servers import predicted_waves
 from tools.bench.gpu.trainer import GB, become_rank, ppo_update, random_batch, seconds_of
 from tools.bench.workload import NUM_ADDITIONS, SIGMA, length_of
 
-_T = TypeVar("_T")
 RATES = {name: found for name in GPUS if (found := calibration_of(name)) is not None}
 """Those that ship with the project."""
 _CASE_SECONDS = 150.0
@@ -213,14 +212,14 @@ def _figures(case: Case, stage: int, row: Mapping[str, float], gpu: str | None) 
     yield Figure(f"{name}, update", row["seconds"], "s", guess.get(f"seconds on {gpu}"), "within 8 %")
 
 
-def predicted(case: Case, stage: int, rates: Mapping[str, Calibration] | None = None) -> dict[str, float]:
+def predicted(case: Case, stage: int, rates: Mapping[str, Calibration] = RATES) -> dict[str, float]:
     """Return the bytes at the peak and between two updates, and the seconds of an update on each GPU of `rates`."""
     lengths = case.lengths
     found = {
         "peak": engine_peak(case.engine, stage, longest=max(lengths)),
         "held": engine_held(case.engine, stage, longest=max(lengths)),
     }
-    for name, calibration in (RATES if rates is None else rates).items():
+    for name, calibration in rates.items():
         scene = PlannedScene(
             gpu=GPUS[name], on_gpu=True, engines=(case.engine,), servers=None, shares_gpus=False, n_nodes=1,
             n_gpus_per_node=8, bucket_bytes=0, sequences=len(lengths), prompts=len(lengths), group_size=1,
@@ -404,7 +403,7 @@ _DRAWN = 20_000
 _AGE = "samples of age {}, %"
 
 
-def _shares(counts: Mapping[_T, float]) -> dict[_T, float]:
+def _shares(counts: Mapping[Any, float]) -> dict[Any, float]:
     return {value: count / sum(counts.values()) for value, count in counts.items()}
 
 
@@ -520,12 +519,8 @@ def _predictions(name: str, rates: Mapping[str, Calibration]) -> dict[str, objec
         return {str(case): [predicted(case, stage, rates) for stage in range(case.layout.pp)] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         scene = Scene(folder=Path(folder), trl_python=None, sglang_python=None, shape="", raw={})
-
-        def predictions(run: Run) -> dict[str, dict[str, float]]:
-            return {on: run.predicted(_of(scene, run), GPUS[on], rates[on]) for on in rates}
-
         if name == "plan_runs":
-            return {str(run): predictions(run) for run in RUNS}
+            return {str(run): {on: run.predicted(_of(scene, run), GPUS[on], rates[on]) for on in rates} for run in RUNS}
         return {
             on: {
                 str(run): run.predicted(_of(scene, run), GPUS[on], rates[on])
