@@ -437,14 +437,19 @@ def plan_runs(scene: Scene) -> Iterator[Figure]:
 
 def plan_search(scene: Scene) -> Iterator[Figure]:
     """Yield tokens/s of what a search proposes for the GPUs of this host, beside the predictions; then how far the
-    first proposal is from the fastest of them."""
+    first proposal is from the fastest of them. One that fails is logged and has no speed."""
     gpu, by_hand = gpu_of_machine() or GPUS["H200"], replace(BY_HAND, model=scene.shape)
     runs = alternatives(
         by_hand if query_gpus() else TRIAL_RUNS[0], scene, gpu, RATES[gpu.name], max(2, len(query_gpus()))
     )
     rates = []
     for number, run in enumerate(runs):
-        run_ppo(scene.folder, f"search-{number}", run.config(_of(scene, run)))
+        try:
+            run_ppo(scene.folder, f"search-{number}", run.config(_of(scene, run)))
+        except RuntimeError as error:
+            print(f"{run} failed: {error}", flush=True)
+            rates.append(0.0)
+            continue
         rows = [row for row in metrics_of(scene.folder, f"search-{number}") if "task_reward" in row][run.warm_up :]
         figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu, RATES[gpu.name])))
         yield from figures
@@ -453,18 +458,18 @@ def plan_search(scene: Scene) -> Iterator[Figure]:
 
 
 BY_HAND = Run(
-    model="1.5B", apart=True, max_staleness=4, max_running=384, prompts=60, most_tokens=4096, warm_up=7, steps=20
+    model="1.5B", apart=True, max_staleness=4, max_running=384, prompts=60, most_tokens=4096, warm_up=7, steps=8
 )
 
 
 def alternatives(by_hand: Run, scene: Scene, gpu: Gpu, calibration: Calibration, num_gpus: int) -> list[Run]:
     """Return a run in the layouts that a search proposes for so many GPUs, the best first, then the best one with fewer
-    and with more requests at once. Those in turns need fewer steps before they count."""
+    and with more requests at once. Those in turns without staleness need fewer steps before they count."""
     of = _of(scene, by_hand)
     load = by_hand.loader(of)
     found = proposals(load, by_hand.planned(of, gpu), calibration, by_hand.answers, num_gpus=num_gpus).best
-    turns = replace(by_hand, warm_up=2, steps=3)
-    searched = [replace(turns if one.scene.shares_gpus else by_hand, keys=one.overrides) for one in found]
+    at_once = replace(by_hand, warm_up=2, steps=3)
+    searched = [replace(by_hand if one.scene.max_staleness else at_once, keys=one.overrides) for one in found]
     servers = found[0].scene.servers
     assert servers is not None, "a search has generators"
     kept = tuple(key for key in found[0].overrides if not key.startswith(_REQUESTS))
@@ -505,7 +510,7 @@ def _run_figures(run: Run, rows: Sequence[Mapping[str, Any]], guess: Mapping[str
         yield Figure(f"run.{run}, samples of age {age}", 100 * share, "%", guess.get(_AGE.format(age), 0.0))
 
 
-_SEARCHED = (("1.5B", 2), ("0.6B", 2), ("3B", 2), ("1.5B", 4))
+_SEARCHED = (("1.5B", 2), ("0.6B", 2), ("1.7B", 2), ("3B", 2), ("1.5B", 4))
 _WAVES_OF = ("1.5B", "7B", "0.6B", "3B", "4B", "1.7B")
 """Models whose servers get waves of requests."""
 
