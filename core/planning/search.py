@@ -336,6 +336,8 @@ def _splits(scene: Scene, calibration: Calibration, answers: Lengths, fixed: Spe
             sides = [served]
         sized = [layout for layout in layouts if layout.world_size == world]
         others = scene.servers.num_auxiliary
+        if others and not rest:  # servers of the auxiliary model need GPUs of their own
+            continue
         for placed in [replace(scene, shares_gpus=False)] if rest else _on_same_gpus(scene):
             trainers = _fitting(placed, sized, calibration, answers)
             for side in sides:

@@ -113,7 +113,7 @@ def test_host_memory_of_a_node_is_compared_with_what_it_has(recipe: Path, capsys
 
 
 def test_a_search_proposes_nothing_that_a_host_does_not_hold(recipe: Path, capsys) -> None:
-    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "16", "dataset.train_bs_n_seqs=16"]
+    words = ["--config", str(recipe), "--gpu", "H100", "--search", "--gpus", "8", "dataset.train_bs_n_seqs=16"]
     assert main([*words, "--json"]) == 0
     free = [found["host_bytes"] for found in json.loads(capsys.readouterr().out)]
     limit = min(free) + (max(free) - min(free)) / 2
@@ -121,7 +121,7 @@ def test_a_search_proposes_nothing_that_a_host_does_not_hold(recipe: Path, capsy
     assert max(free) > limit >= max(found["host_bytes"] for found in json.loads(capsys.readouterr().out))
     for gib, fixed, way in (
         ("40", [], "set recover_mode=disabled, which takes less."),
-        ("9", ["--fix", "d4m2p1"], "use nodes with more."),
+        ("9", ["--fix", "d2m2p1"], "use nodes with more."),
     ):
         assert main([*words, "--host-gib", gib, *fixed]) == 1
         shown = capsys.readouterr().out
