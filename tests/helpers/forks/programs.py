@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from helpers.forks.server import ForkedProgram, server_address, start_program
+from helpers.forks.ray_worker import AGENTS
+from helpers.forks.server import ForkedProgram, agents_address, server_address, start_program
 from rollout.inference.gpus import query_gpus
 
 Program = ForkedProgram | subprocess.Popen[bytes]
@@ -46,6 +47,7 @@ def start(
             [sys.executable, *words], cwd=cwd, env=env, stdout=output, stderr=errors, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
+    env[AGENTS] = agents_address(server())
     with open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), output.fileno(), errors.fileno())
         return start_program(

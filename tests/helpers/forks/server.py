@@ -33,6 +33,8 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1
 _STREAMS = 3
 _LENGTH_BYTES = 8
+_AGENTS = ("aiohttp.web", "ray.dashboard.agent", "ray._private.runtime_env.agent.runtime_env_agent")
+"""What Ray's agents import."""
 
 
 class ForkedProgram:
@@ -73,6 +75,11 @@ class ForkedProgram:
 
 def server_address(pid: int) -> str:
     return f"slipstream-tests-{pid}"
+
+
+def agents_address(server: str) -> str:
+    """Return the address of the server of Ray's agents that belongs to a server."""
+    return f"{server}-agents"
 
 
 def start_program(
@@ -227,8 +234,9 @@ def _result(words: list[str]) -> int:
     return 0
 
 
-def fork_server(address: str) -> None:
-    """Fork this process into a server at `address`, which ends with the calling thread."""
+def fork_server(address: str, modules: Sequence[str] = ()) -> None:
+    """Fork this process into a server at `address`, which ends with the calling thread. It imports the modules when it
+    gets its first request."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(_name(address))
     listener.listen(64)
@@ -246,6 +254,9 @@ def fork_server(address: str) -> None:
             os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _forget_files(except_for=listener.fileno())
+        if modules:
+            select.select([listener], [], [])
+            _import(modules)
         serve(listener)
     finally:
         os._exit(1)
@@ -255,12 +266,17 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main() -> None:
-    owner, *modules = sys.argv[1:]
-    owner_ends = os.pidfd_open(int(owner))
+def _import(modules: Iterable[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # no fork looks for garbage among the libraries
+
+
+def main() -> None:
+    owner, *modules = sys.argv[1:]
+    owner_ends = os.pidfd_open(int(owner))
+    _import(modules)
+    fork_server(agents_address(server_address(os.getpid())), _AGENTS)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(_name(server_address(os.getpid())))
     listener.listen(64)
