@@ -83,7 +83,6 @@ def calibrate(begin: Callable[[str], None], *, server_python: str | None = None)
         layer_launch_seconds=launch,
         memory=memory,
         link=link,
-        decode_step_seconds=0.0,
         decode_token_seconds=0.0,
         request_seconds=0.0,
         decode_layer_link_seconds=0.0,

@@ -47,9 +47,12 @@ _OFFLOADED_BYTES, _HOST_LINK = 12, 38e9
 _WIDE_HEAD = 128
 _SAMPLED_BYTES, _CACHED_SAMPLED_BYTES = 140, 114
 """Of each entry of the vocabulary, read or written to sample a token; on a CPU, whose caches hold some of it."""
-_WAVE_SECONDS = 0.18
+_WAVE_SECONDS = 0.15
 """In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
-as are the bytes of sampling on a GPU, and `request_seconds` and `decode_step_seconds` of H200."""
+as are the bytes of sampling on a GPU and `decode_layer_seconds` of H200."""
+_ATTENDED_SECONDS = 12e-9
+"""Of a decode step on a GPU, for each request, layer and head of keys and values, beside the bytes of its cache: short
+contexts are read in whole blocks."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
@@ -79,17 +82,15 @@ class Calibration:
     """Bytes per second that elementwise operations read or write."""
     link: float
     """Bytes per second to another GPU of the host, in one direction."""
-    decode_step_seconds: float
-    """Seconds of a decode step of the smallest model without requests."""
     decode_token_seconds: float
     """Seconds of the server's process for a token of one request, beside the GPU: with many requests a decode step
     waits for it."""
     request_seconds: float
-    """Seconds in which a server takes up a request, while the GPU computes the prompts of others."""
+    """Seconds in which a server takes up a request, beside the computation of its prompt."""
     decode_layer_link_seconds: float
     """Seconds of communication per layer in a server of several ranks."""
-    decode_layer_seconds: float = 0.0
-    """Seconds in which the processor launches a layer of a decode step; 0 where CUDA graphs do."""
+    decode_layer_seconds: float
+    """Seconds of a layer of a decode step beside its products and attention: small kernels, and on a CPU launches."""
 
 
 _OPERATIONS, _BYTES = (1e8, 1e18, "operations per second"), (1e8, 1e15, "bytes per second")
@@ -443,7 +444,7 @@ def prefill_seconds(
     attention = 2.0 * _attention_width(config) * length
     seconds = (layer - experts) / c.products + experts / c.expert_products
     seconds += attention / (c.attention_forward * length / (length + c.attention_half_length))
-    return prompts * max(length * config.num_layers * seconds / servers.layout.tp, answers * c.request_seconds)
+    return prompts * (length * config.num_layers * seconds / servers.layout.tp + answers * c.request_seconds)
 
 
 def decoding(servers: Servers, calibration: Calibration) -> Decoding:
@@ -459,12 +460,12 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
     sampled = _SAMPLED_BYTES if servers.on_gpu else _CACHED_SAMPLED_BYTES
     sampling = sampled * config.vocab_size / tp / c.memory
     token = cache_bytes_per_token(servers) / c.memory
-    launched = c.decode_step_seconds + c.decode_layer_seconds * config.num_layers
-    launched += c.decode_layer_link_seconds * config.num_layers if tp > 1 else 0.0
+    attended = _ATTENDED_SECONDS * config.num_layers * max(1.0, config.num_kv_heads / tp) if servers.on_gpu else 0.0
+    layers = config.num_layers * (c.decode_layer_seconds + (c.decode_layer_link_seconds if tp > 1 else 0.0))
 
     def seconds(running: float, context: float) -> float:
         # Weights are read while others are multiplied; the overlap is not complete.
-        gpu = launched + math.hypot(reading, running * products) + running * (sampling + context * token)
+        gpu = layers + math.hypot(reading, running * products) + running * (sampling + attended + context * token)
         return max(gpu, running * c.decode_token_seconds)
 
     return seconds

@@ -1,8 +1,8 @@
 """Rates of a server's process on this host, for `slipstream plan --calibrate`: waves of requests to a real server of
 the backend that runs take on GPUs, and the fit to their times.
 
-The model is narrow, so that the GPU has little to do for each request, and as deep as usual ones, as each layer is
-launched. Invariant: the fit is the inverse of rates.wave_seconds().
+The model is narrow, so that the GPU has next to nothing to do for each request, and as deep as usual ones, as each
+layer is launched. Invariant: the fit is the inverse of rates.wave_seconds() but for what the GPU does.
 """
 
 import asyncio
@@ -18,10 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from allocation import GPU, ParallelLayout
-from core.planning.rates import Calibration, calibration_of, decoding
-from core.planning.scene import Servers
-from model_specs.families import parse_config
+from allocation import GPU
+from core.planning.rates import Calibration, calibration_of
 from rollout.errors import GeneratorCallError, GeneratorStartError
 from rollout.inference.backend import BackendSettings, FlagValue, GeneratorConfig, Replica
 from rollout.inference.registry import BACKENDS, DEFAULT_BACKEND
@@ -69,35 +67,27 @@ def with_server_rates(calibration: Calibration, times: Times | None, load: Load 
     known = calibration_of("H200")
     assert known is not None, "it is part of this package"
     kept = replace(
-        calibration, decode_step_seconds=known.decode_step_seconds, decode_token_seconds=known.decode_token_seconds,
-        request_seconds=known.request_seconds, decode_layer_link_seconds=known.decode_layer_link_seconds,
+        calibration, decode_token_seconds=known.decode_token_seconds, request_seconds=known.request_seconds,
+        decode_layer_seconds=known.decode_layer_seconds, decode_layer_link_seconds=known.decode_layer_link_seconds,
     )  # fmt: skip
     if times is None:
         return replace(kept, source=f"{kept.source}; rates of servers (decode_*, request_seconds) are those of H200")
     few, many, (short, long) = load.few, load.many, load.answers
-    server = Servers(
-        backend=_BACKEND, config=parse_config(MODEL), layout=ParallelLayout(), itemsize=2, fp8=False, max_running=many,
-        share=None, colocated_share=1.0, on_gpu=True,
-    )  # fmt: skip
 
     def step(requests: int) -> float:
         """Return the seconds of a decode step while all requests run: both waves begin and end alike."""
         return (times[requests, long] - times[requests, short]) / (long - short)
 
-    of_gpu = decoding(server, replace(kept, decode_step_seconds=0.0, decode_token_seconds=0.0))
-    found = replace(
-        kept,
-        source=f"{kept.source}; decode_layer_link_seconds is that of H200",
-        decode_step_seconds=max(0.0, step(few) - of_gpu(few, load.prompt + (short + long) / 2)),
-        decode_token_seconds=max(0.0, step(many) / many),
-    )
-    decode = decoding(server, found)
-
     def begin(requests: int) -> float:
         """Return the seconds in which all requests begin, and those that every wave takes."""
-        return times[requests, short] - short * decode(requests, load.prompt + short / 2)
+        return times[requests, short] - short * step(requests)
 
-    return replace(found, request_seconds=max(0.0, (begin(many) - begin(few)) / (many - few)))
+    return replace(
+        kept,
+        source=f"{kept.source}; decode_layer_seconds and decode_layer_link_seconds are those of H200",
+        decode_token_seconds=max(0.0, step(many) / many),
+        request_seconds=max(0.0, (begin(many) - begin(few)) / (many - few)),
+    )
 
 
 def server_times(

@@ -164,7 +164,7 @@ def test_servers_of_the_auxiliary_model_are_planned_too(tmp_path: Path) -> None:
         plan = plan_memory(scene)
         assert plan.servers is not None and plan.servers.tokens > 0 and plan.auxiliary is not None
         assert plan.auxiliary.weights > 10 * plan.servers.weights and plan.fits == fits == (plan.auxiliary.tokens > 0)
-        assert plan.host["servers"] == 4 * 6e9
+        assert plan.host["servers"] == 4 * 4e9
         said = "The weights of a server of the auxiliary model leave no memory for its cache"
         assert (said in verdict(scene, plan, [])) != fits
 

@@ -19,7 +19,9 @@ from rollout.inference.sglang.arguments import is_installed
 H100 = calibration_of("H100")
 assert H100 is not None
 SMALL = Load(few=2, many=8, prompt=16, answers=(8, 24))
-RATES = ("decode_step_seconds", "decode_token_seconds", "request_seconds")
+RATES = ("decode_token_seconds", "request_seconds")
+KEPT = ("decode_layer_seconds", "decode_layer_link_seconds")
+"""Those of H200."""
 WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix of such an environment"
 
 
@@ -27,7 +29,7 @@ WHY_NOT = "no SGLang for the CPU here: set SLIPSTREAM_SGLANG_ENV to the prefix o
 def test_the_fit_to_waves_that_the_planner_computes_finds_their_rates(load: Load, token_seconds: float) -> None:
     """With so slow a process, a step waits for it with many requests and for the GPU with few."""
     host = replace(
-        H100, decode_step_seconds=0.0021, decode_token_seconds=token_seconds, request_seconds=0.0019,
+        H100, decode_token_seconds=token_seconds, request_seconds=0.0019,
     )  # fmt: skip
     server = Servers(
         backend="sglang", config=parse_config(MODEL), layout=ParallelLayout(), itemsize=2, fp8=False, max_running=1,
@@ -39,9 +41,9 @@ def test_the_fit_to_waves_that_the_planner_computes_finds_their_rates(load: Load
     }
     unknown = replace(host, **dict.fromkeys(RATES, 9.0))
     found = with_server_rates(unknown, times, load)
-    for name in RATES:
-        assert getattr(found, name) == pytest.approx(getattr(host, name), rel=1e-6), name
-    source = f"{host.source}; decode_layer_link_seconds is that of H200"
+    assert found.decode_token_seconds == pytest.approx(host.decode_token_seconds, rel=1e-6)
+    assert found.request_seconds == pytest.approx(host.request_seconds, rel=0.01), "and the prompt of a narrow model"
+    source = f"{host.source}; decode_layer_seconds and decode_layer_link_seconds are those of H200"
     assert replace(found, **{name: getattr(host, name) for name in RATES}) == replace(host, source=source)
 
 
@@ -58,7 +60,7 @@ def test_without_sglang_a_calibration_has_the_server_rates_of_h200_and_says_so(
     with caplog.at_level(logging.WARNING):
         times = server_times(gpu=None, python=sys.executable, load=SMALL)
     assert times is None and "No module named 'sglang'" in caplog.text and "those of H200 are kept" in caplog.text
-    rates, known = (*RATES, "decode_layer_link_seconds"), calibration_of("H200")
+    rates, known = (*RATES, *KEPT), calibration_of("H200")
     found = with_server_rates(replace(H100, **dict.fromkeys(rates, 0.0)), times)
     assert found.products == H100.products
     assert [getattr(found, name) for name in rates] == [getattr(known, name) for name in rates]
@@ -77,8 +79,8 @@ def test_the_waves_of_a_real_server_are_measured(tmp_path: Path, caplog: pytest.
     for requests in (2, 8):
         assert 0 < times[requests, 8] < times[requests, 24], "more tokens take longer"
     found = with_server_rates(H100, times, SMALL)
-    rates = (found.decode_step_seconds, found.decode_token_seconds)
-    assert all(math.isfinite(rate) and rate > 0 for rate in rates) and found.request_seconds >= 0
+    assert math.isfinite(found.decode_token_seconds) and found.decode_token_seconds > 0
+    assert math.isfinite(found.request_seconds) and found.request_seconds >= 0
 
 
 @pytest.mark.skipif(PREFIX is None, reason=WHY_NOT)
