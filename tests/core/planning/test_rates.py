@@ -189,8 +189,8 @@ def test_the_cache_of_a_server_has_as_many_tokens_as_was_measured(shape: str, me
 @pytest.mark.parametrize(
     ("replicas", "running", "staleness", "shares", "measured"),
     [
-        # Trained tokens/s of benchmarks/asynchronous.md and, the last two, planner.md: servers and ranks of the trainer,
-        # each on a GPU of its own, or in turns. Left out are two GPUs in turns: 11 % too fast.
+        # Trained tokens/s of benchmarks/asynchronous.md and, the last two, of benchmarks/planner.md: servers and ranks
+        # of the trainer, each on a GPU of its own, or in turns. Left out are two GPUs in turns: 11 % too fast.
         (1, 448, 4, False, 44610), (1, 384, 4, False, 45520), (1, 256, 4, False, 40560), (2, 192, 4, False, 75486),
         (1, 192, 0, False, 15354), (2, 192, 0, False, 22173), (1, 1024, 4, False, 41200), (1, 256, 0, True, 15277),
     ],
