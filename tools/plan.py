@@ -401,6 +401,7 @@ def _proposal_json(proposal: Proposal) -> dict[str, object]:
         "latency_seconds": proposal.latency,
         "seconds": vars(proposal.time),
         "peak_bytes": int(proposal.memory.peak.total),
+        "worst_routing": _worst_routing_json(proposal.scene),
         "host_bytes": int(proposal.memory.host_total),
     }
 
@@ -535,7 +536,7 @@ def _rounded(sizes: Iterable[float], digits: int) -> list[float]:
 
 def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, object]:
     """Return the plan as plain values; sizes are bytes."""
-    changes, worst = advice(scene, plan), with_worst_routing(scene)
+    changes = advice(scene, plan)
     return {
         "gpu": {"name": scene.gpu.name, "bytes": int(scene.gpu.gib * GIB)},
         "fits": plan.fits,
@@ -555,7 +556,7 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
         "servers": None if plan.servers is None else vars(plan.servers),
         "auxiliary": None if plan.auxiliary is None else vars(plan.auxiliary),
         "host": {"parts": dict(plan.host), "bytes": plan.host_total, "limit": plan.host_limit},
-        "worst_routing": None if worst is None else {"peak_bytes": int(plan_memory(worst).peak.total)},
+        "worst_routing": _worst_routing_json(scene),
         "seconds": None if time is None else vars(time),
         "advice": [
             {
@@ -568,6 +569,11 @@ def as_json(scene: Scene, plan: MemoryPlan, time: Forecast | None) -> dict[str, 
             for c in changes
         ],
     }
+
+
+def _worst_routing_json(scene: Scene) -> dict[str, int] | None:
+    worst = with_worst_routing(scene)
+    return None if worst is None else {"peak_bytes": int(plan_memory(worst).peak.total)}
 
 
 def _phase_json(phase: Phase) -> dict[str, object]:

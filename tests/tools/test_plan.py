@@ -406,11 +406,15 @@ def test_lines_are_wrapped_on_a_terminal_and_whole_in_a_pipe(recipe: Path) -> No
 
 def test_a_proposal_says_what_the_worst_routing_lacks_as_its_plan_does(tmp_path: Path, capsys) -> None:
     words = [str(write_recipe(tmp_path, SLICE)), "--calibration", str(FOLDER / "H200.json"), "--gpu"]
+    searched = ["--search", "--gpus", "8", "--fix", "sglang.d4m1p1+d4m1p1e4"]
     for gib, lacks in ((38, True), (40, False)):
-        assert main([*words, f"X:{gib}", "--search", "--gpus", "8", "--fix", "sglang.d4m1p1+d4m1p1e4"]) == 0
+        assert main([*words, f"X:{gib}", *searched]) == 0
         shown = capsys.readouterr().out
         keys = re.findall(r"^   (allocation_mode=.*)$", shown, re.MULTILINE)[0].split()
         assert main([*words, f"X:{gib}", *keys, "--json"]) == 0
-        missing = json.loads(capsys.readouterr().out)["worst_routing"]["peak_bytes"] / 2**30 - gib
+        planned = json.loads(capsys.readouterr().out)["worst_routing"]
+        missing = planned["peak_bytes"] / 2**30 - gib
         assert (f"; with the worst routing {missing:.1f} GiB are missing\n" in shown) == lacks == (missing > 0)
         assert ("worst routing" in shown) == lacks
+    assert main([*words, "X:40", *searched, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["worst_routing"] == planned
