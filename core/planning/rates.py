@@ -21,7 +21,7 @@ from core.planning.memory import (
     usual_level,
 )
 from core.planning.scene import MOST_GIB, Engine, PlanError, Scene, Servers
-from core.planning.server_memory import cache_bytes_per_token, plan_servers, server_weights
+from core.planning.server_memory import cache_bytes_per_token, cached_heads, plan_servers, server_weights
 from mcore_adapter.settings import LOGITS_BYTES, Level
 from model_specs.config import ModelConfig
 
@@ -460,7 +460,7 @@ def decoding(servers: Servers, calibration: Calibration) -> Decoding:
     sampled = _SAMPLED_BYTES if servers.on_gpu else _CACHED_SAMPLED_BYTES
     sampling = sampled * config.vocab_size / tp / c.memory
     token = cache_bytes_per_token(servers) / c.memory
-    attended = _ATTENDED_SECONDS * config.num_layers * max(1.0, config.num_kv_heads / tp) if servers.on_gpu else 0.0
+    attended = _ATTENDED_SECONDS * config.num_layers * cached_heads(servers) if servers.on_gpu else 0.0
     layers = config.num_layers * (c.decode_layer_seconds + (c.decode_layer_link_seconds if tp > 1 else 0.0))
 
     def seconds(running: float, context: float) -> float:

@@ -122,5 +122,11 @@ def cache_bytes_per_token(servers: Servers) -> float:
     layers = -(-config.num_layers // layout.pp)
     if config.mla is not None:
         return float(layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * servers.itemsize)
-    heads = max(1, config.num_kv_heads // layout.tp)
-    return float(layers * 2 * heads * config.head_dim * servers.itemsize)
+    return float(layers * 2 * cached_heads(servers) * config.head_dim * servers.itemsize)
+
+
+def cached_heads(servers: Servers) -> int:
+    """Return how many heads of keys and values one GPU of a server keeps for a layer; of latent attention all share
+    one."""
+    config = servers.config
+    return 1 if config.mla is not None else max(1, config.num_kv_heads // servers.layout.tp)

@@ -29,6 +29,7 @@ from core.planning.scene import GPUS, Engine, Gpu, PlanError, Scene, Servers, sc
 from core.planning.search import parse_fixed, proposals, search
 from core.planning.server_memory import plan_servers
 from core.planning.simulation import forecast, simulate, world_of
+from helpers.hf_configs import DEEPSEEK_V2, QWEN2
 from helpers.plan_recipe import write_recipe
 from mcore_adapter.settings import Level
 from model_specs.families import parse_config
@@ -176,6 +177,15 @@ def test_a_decode_step_takes_about_as_long_as_logs_of_servers_show(shape, gpu, r
     assert calibration is not None
     seconds = decoding(planned_server(shape), calibration)(running, context)
     assert seconds == pytest.approx(milliseconds / 1000, rel=0.14)
+
+
+@pytest.mark.parametrize(("raw", "tp", "heads"), [(QWEN2, 1, 2), (QWEN2, 4, 1), (QWEN2 | DEEPSEEK_V2, 1, 1)])
+def test_a_request_costs_a_decode_step_the_heads_that_are_cached(raw: dict[str, Any], tp: int, heads: int) -> None:
+    """Of tensor-parallel ranks at least one each, and of latent attention one: 12 ns each."""
+    server = replace(planned_server("1.5B"), config=parse_config(raw), layout=ParallelLayout(tp=tp))
+    free = replace(CALIBRATION, memory=math.inf, products=math.inf, decode_token_seconds=0.0)
+    step = decoding(server, free)
+    assert step(101, 9) - step(1, 9) == pytest.approx(100 * 12e-9 * 2 * heads)
 
 
 @pytest.mark.parametrize(("shape", "measured"), [("1.5B", 4591119), ("7B", 2084507)])
