@@ -12,6 +12,7 @@ error appears after it.
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 import threading
@@ -32,7 +33,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_adapter.checkpoint.outcome import LOOK_EVERY_SECONDS, put_whole, tell_outcome
@@ -235,6 +236,19 @@ def mark_complete(path: Path) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), str(path))
 
 
+class _SavePlanner(MCoreSavePlanner):
+    """Gives the writer tensors in the same memory with a storage of exactly their size: torch clones all others, and
+    keeps a clone of each name until the file is complete."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        if not isinstance(data, Tensor) or not data.is_cpu or not data.is_contiguous():
+            return data  # torch's to copy
+        start = data.storage_offset() * data.itemsize
+        storage = data.untyped_storage()[start : start + data.nbytes]  # keeps the whole memory alive
+        return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
+
+
 class CopiedCheckpoint:
     """The shards of which this rank holds the main replica; on the first rank also what is not sharded."""
 
@@ -249,7 +263,7 @@ class CopiedCheckpoint:
         is_first = self._rank == 0
         # Its shards are in host memory: with copies ahead it would wait for all kernels of the trainer before each one.
         self._writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
-        self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._planner = _SavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._planner.set_up_planner(state, self._writer.storage_meta(), is_first)
         self._writer.set_up_storage_writer(is_first, rank=self._rank, use_collectives=True)
         local = self._planner.create_local_plan()

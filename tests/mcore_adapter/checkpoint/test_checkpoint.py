@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from allocation import ParallelLayout
 from helpers.engine_cases import make_engine, per_token, random_batch
@@ -149,6 +150,50 @@ def test_what_a_save_needs_of_host_memory_is_known_before(ranks, folder, tmp_pat
     for said, used in ranks.run(sizes_run, 2, ParallelLayout(dp=2), str(folder / "model"), str(tmp_path / "saved")):
         assert said.keys() == used.keys()
         assert all(used[name] <= said[name] <= 1.1 * used[name] + 65536 for name in used)
+
+
+def written_run(rank: Rank, model: str, path: str) -> list[bool]:
+    """Of each tensor that torch writes, whether it is the copy itself, in a storage of exactly its size."""
+    tensors: list[torch.Tensor] = []
+    torch_save = torch.save
+
+    def seen(data: Any, *args: Any, **options: Any) -> None:
+        if isinstance(data, torch.Tensor):
+            tensors.append(data)
+        torch_save(data, *args, **options)
+
+    with rank.joined(TP2) as (parallel, device), mock.patch.object(torch, "save", seen):
+        engine = make_engine(parallel, device, model, dtype="bfloat16", optimizer=OPTIMIZER)
+        train(engine, 1)
+        save(engine, path)
+        places = [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in engine._host_copy._buffers.values()]
+        return [
+            t.untyped_storage().nbytes() == t.nbytes
+            and any(first <= t.data_ptr() and t.data_ptr() + t.nbytes <= end for first, end in places)
+            for t in tensors
+        ]
+
+
+def test_a_checkpoint_is_written_from_the_copy_without_another_one(ranks, folder, tmp_path) -> None:
+    for written in ranks.run(written_run, 2, str(folder / "model"), str(tmp_path / "saved")):
+        assert written and all(written)
+
+
+def test_parts_of_a_copy_are_written_bit_for_bit_whatever_their_type_and_strides(tmp_path) -> None:
+    whole = torch.arange(240, dtype=torch.uint8)
+    state = {str(dtype): whole.view(dtype)[5:11].view(2, 3) for dtype in (torch.bfloat16, torch.float32, torch.int8)}
+    state |= {"fp8": whole.view(torch.float8_e4m3fn)[7:], "0-dim": whole.view(torch.int64)[3], "empty": whole[9:9]}
+    state |= {
+        "transposed": whole[6:18].view(3, 4).T,
+        "strided": whole[1::2],
+        "param": torch.nn.Parameter(torch.ones(9)[2:]),
+    }
+    writer = dcp.FileSystemWriter(tmp_path, per_thread_copy_ahead=0)
+    dcp.save(state, storage_writer=writer, planner=writing._SavePlanner(flatten_state_dict=False), no_dist=True)
+    loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(loaded[name].flatten().view(torch.uint8), tensor.detach().flatten().view(torch.uint8)), name
 
 
 def background_failure_run(rank: Rank, model: str, path: str, failing_rank: int) -> str:
