@@ -30,7 +30,7 @@ from core.config.ppo_experiment import PPOMATHConfig
 from core.config.runtime import WorkflowConfig
 from rollout.data.rows import PreferenceFields
 from rollout.data.source import DataSource
-from rollout.rewards.load import RewardConfig
+from rollout.rewards.config import RewardConfig
 
 
 class SFTOptions(Section):

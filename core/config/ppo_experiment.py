@@ -58,7 +58,8 @@ from rollout.data.encoder import PromptFormat
 from rollout.data.rows import PreferenceFields
 from rollout.data.source import DataSource
 from rollout.inference.backend import FlagValue, GeneratorConfig, WeightFormat
-from rollout.rewards.load import RewardConfig, judged_by_math
+from rollout.rewards.config import RewardConfig
+from rollout.rewards.load import judged_by_math
 from rollout.types import SamplingParams
 
 _REFERENCE = (REFERENCE | PAIRS).else_("it has no reference model")

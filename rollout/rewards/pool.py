@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from rollout.plugins import user_frame
 from rollout.processes import end_group, start_worker
-from rollout.rewards.load import QUICK_REWARDS, RewardConfig, check_names
+from rollout.rewards.config import RewardConfig
+from rollout.rewards.load import QUICK_REWARDS, check_names
 from rollout.rewards.math import WRONG
 from rollout.rewards.worker import LENGTH, RESULT, Outcome
 from rollout.time_limit import not_counted

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.rewards.load import RewardConfig
+from rollout.rewards.config import RewardConfig
 from rollout.rewards.pool import FailedScores, RewardFailureError
 
 
