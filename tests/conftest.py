@@ -20,21 +20,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parent
 LONGEST = (
     "test_ppo_end_to_end",
-    "test_rates",
-    "test_modes",
+    "test_engine",
     "test_lint",
-    "test_plan",
-    "test_reward_math",
-    "test_recover_run",
-    "test_eval",
-    "test_convert",
-    "test_stacked_experts",
-    "test_quickstart_cli",
+    "test_rates",
     "test_layouts",
+    "test_modes",
+    "test_stacked_experts",
+    "test_convert",
+    "test_reward_math",
+    "test_plan",
+    "test_moe",
+    "test_recompute",
     "test_checkpoint",
-    "test_sft_end_to_end",
+    "test_eval",
+    "test_recover_run",
     "test_functions",
+    "test_quickstart_cli",
+    "test_sft_end_to_end",
+    "test_producer_staleness",
+    "test_router",
     "test_reward_pool",
+    "test_shared_prompts",
+    "test_store",
+    "test_weights",
+    "test_tracked_runs",
 )
 """Modules by their processor time; those that are not listed take less."""
 SLOW_MODULES = {
@@ -48,6 +57,8 @@ SLOW_MODULES = {
 """Modules of which `make quick` runs nothing."""
 SLOW_FIXTURES = {"run_command", "ranks", "gpu_ranks"}
 """They start a whole run, or processes that import the trainer."""
+RARE_COLLECTIONS = (10_000, 10, 50)
+"""Arguments of gc.set_threshold()."""
 SLOW_SECONDS = 1800
 """After which a slow test hangs: several runs, on a machine with other work."""
 
@@ -73,9 +84,11 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for no garbage among what is there for the whole session: a collection takes seconds."""
+    """Look for no garbage among what is there for the whole session, and seldom among what test modules keep, such as
+    the trees of all sources: that took a tenth of the processor time of some of them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*RARE_COLLECTIONS)
 
 
 @pytest.hookimpl(tryfirst=True)
