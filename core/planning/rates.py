@@ -51,8 +51,8 @@ _WAVE_SECONDS = 0.15
 """In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
 as are the bytes of sampling on a GPU and `decode_layer_seconds` of H200."""
 _ATTENDED_SECONDS = 12e-9
-"""Of a decode step on a GPU, for each request, layer and head of keys and values, beside the bytes of its cache: short
-contexts are read in whole blocks."""
+"""Of a decode step on a GPU, for each request, layer and head of keys and values, in addition to the bytes of its cache:
+chosen with measured servers."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]
@@ -86,7 +86,7 @@ class Calibration:
     """Seconds of the server's process for a token of one request, beside the GPU: with many requests a decode step
     waits for it."""
     request_seconds: float
-    """Seconds in which a server takes up a request, beside the computation of its prompt."""
+    """Seconds in which a server takes up a request, in addition to those of its prompt."""
     decode_layer_link_seconds: float
     """Seconds of communication per layer in a server of several ranks."""
     decode_layer_seconds: float

@@ -1,8 +1,8 @@
 """Rates of a server's process on this host, for `slipstream plan --calibrate`: waves of requests to a real server of
 the backend that runs take on GPUs, and the fit to their times.
 
-The model is narrow, so that the GPU has next to nothing to do for each request, and as deep as usual ones, as each
-layer is launched. Invariant: the fit is the inverse of rates.wave_seconds() but for what the GPU does.
+The model is narrow, so that the GPU has next to nothing to do for each request, and as deep as usual ones, as to take up
+a prompt launches each layer. The fit holds where the server's process is slower than the GPU with this model.
 """
 
 import asyncio

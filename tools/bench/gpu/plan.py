@@ -453,8 +453,9 @@ def plan_search(scene: Scene) -> Iterator[Figure]:
         rows = [row for row in metrics_of(scene.folder, f"search-{number}") if "task_reward" in row][run.warm_up :]
         figures = list(_run_figures(run, rows, run.predicted(_of(scene, run), gpu, RATES[gpu.name])))
         yield from figures
-        rates.append(figures[0].value)
-    yield Figure(f"search.{scene.shape}, of the fastest", 100 * rates[0] / max(rates), "%", target=">= 97 %")
+        rates.append(figures[0].value if figures else 0.0)
+    if any(rates):
+        yield Figure(f"search.{scene.shape}, of the fastest", 100 * rates[0] / max(rates), "%", target=">= 97 %")
 
 
 BY_HAND = Run(
