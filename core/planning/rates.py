@@ -51,8 +51,8 @@ _WAVE_SECONDS = 0.15
 """In which a wave of requests begins and ends: connections, first small batches, answers. Fitted to measured servers,
 as are the bytes of sampling on a GPU and `decode_layer_seconds` of H200."""
 _ATTENDED_SECONDS = 12e-9
-"""Of a decode step on a GPU, for each request, layer and head of keys and values, in addition to the bytes of its cache:
-chosen with measured servers."""
+"""Of a decode step on a GPU, for each request, layer and head of keys and values, in addition to the bytes of its
+cache: chosen with measured servers."""
 _SLACK = 1.06  # of a step, beside its longer side: waits for the oldest prompts, one measured value
 _DRAIN_PARTS, _ROUNDS = 16, 6
 Decoding = Callable[[float, float], float]

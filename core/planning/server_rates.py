@@ -1,8 +1,8 @@
 """Rates of a server's process on this host, for `slipstream plan --calibrate`: waves of requests to a real server of
 the backend that runs take on GPUs, and the fit to their times.
 
-The model is narrow, so that the GPU has next to nothing to do for each request, and as deep as usual ones, as to take up
-a prompt launches each layer. The fit holds where the server's process is slower than the GPU with this model.
+The model is narrow, so that the GPU has next to nothing to do for each request, and as deep as usual ones, as a prompt
+launches each layer. The fit holds where the server's process is slower than the GPU with this model.
 """
 
 import asyncio
