@@ -24,8 +24,12 @@ LIBRARIES = (
     "core.algorithms", "core.trainer", "core.data.rollout_batch", "core.explore.service", "rollout.workflows",
     "rollout.inference.embedded.generator", "transformers.models.qwen2.modeling_qwen2", "tokenizers",
     "safetensors.torch", "transformers.models.auto.modeling_auto", "matplotlib.figure", "nbclient",
+    "transformers.models.auto.tokenization_auto", "transformers.models.qwen2.tokenization_qwen2",
+    "mcore_adapter.cpu.device", "megatron.core.models.gpt.gpt_layer_specs", "core.processes.meeting",
+    "core.weight_sync.push", "google.protobuf.json_format", "google.protobuf.timestamp_pb2", "pdb", "pyarrow.json",
+    "pydantic.v1", "pydantic.deprecated.class_validators", "starlette.datastructures", "wcwidth",
 )  # fmt: skip
-"""What the server imports. Not Ray: it reads its environment when it is imported."""
+"""What the server imports, also of what Ray imports. Not Ray: it reads its environment when it is imported."""
 
 
 def start(
