@@ -20,7 +20,7 @@ PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 .PHONY: help demo test quick mutants nightly nightly-layouts nightly-fresh nightly-sglang nightly-chaos lint docs setup lock clean
 
 help:
-	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 9 minutes)"
+	@echo "make demo   train a small model from scratch, first supervised, then by asynchronous PPO (6 to 10 minutes)"
 	@echo "make test   run the test suite (PYTEST_ARGS='tests/rollout' for a part)"
 	@echo "make quick  run the tests that start neither Ray nor trainer ranks"
 	@echo "make mutants  break promises and changed lines on purpose and run the tests (docs/testing.md)"
