@@ -15,7 +15,7 @@ _BEGIN_BYTES, _RANK_BYTES, _NCCL_BYTES = 1.10e9, 2.38e9, 0.39e9
 """Host memory of a trainer rank with a GPU, as measured: when its weights are filled, after its first updates, and what
 NCCL adds."""
 _CPU_RANK_BYTES, _CPU_GENERATOR_BYTES = 0.37e9, 0.25e9  # without a model, as measured
-_ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 0.5e9, 0.9e9, 4e9  # with a GPU, as measured; a server of one
+_ROLLOUT_BYTES, _DRIVER_BYTES, _SERVER_BYTES = 0.5e9, 0.9e9, 4e9  # where GPUs are, as measured; a server of one GPU
 _CPU_ROLLOUT_BYTES, _CPU_DRIVER_BYTES = 0.36e9, 0.60e9  # with reward workers and Ray, as measured
 
 

@@ -15,7 +15,7 @@ from core.planning.scene import GPUS, Scene
 from core.planning.server_memory import GIB
 from helpers.plan_recipe import make_scene
 from mcore_adapter.memory.estimate import checkpoint_pieces, page_locked
-from tools.bench import SLICE
+from tools.bench import MODELS, SLICE
 from tools.bench.gpu.plan import CASES, Case
 
 MEASURED = Path(__file__).parents[3] / "benchmarks/predictions/memory-measured.json"
@@ -130,3 +130,14 @@ def test_episodes_wait_in_the_store_and_their_experts_with_them(tmp_path: Path) 
 def test_servers_count_where_the_trainer_leaves_them_gpus(tmp_path: Path, mode: str, servers: int) -> None:
     host = plan_memory(make_scene(tmp_path, f"allocation_mode=sglang.{mode}")).host
     assert host.get("servers", 0) == servers * 4e9
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "measured"), [("0.6B", "d1m1p1+d1m1p1", 23.4), ("1.5B", "d2m1p1|d2m1p1", 62.5)]
+)
+def test_a_run_takes_the_host_memory_that_was_measured(tmp_path: Path, model: str, mode: str, measured: float) -> None:
+    """benchmarks/planner.md, Host memory: without the copies that torch's writer made then, in GB."""
+    words = (f"allocation_mode=sglang.{mode}", "n_nodes=1", "n_gpus_per_node=2", "actor.init_from_scratch=true")
+    sizes = ("dataset.train_bs_n_seqs=60", "dataset.max_prompt_len=32", "ppo.gen.max_new_tokens=256")
+    scene = make_scene(tmp_path, *words, *sizes, raw=MODELS[model], gpu="H200")
+    assert plan_memory(scene).host_total / 1e9 == pytest.approx(measured, rel=0.05)
